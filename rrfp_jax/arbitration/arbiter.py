@@ -1,0 +1,314 @@
+"""The core: one stage's arbiter, a pure state machine with events in and instructions out.
+
+``handle(event)`` is the one way in. The arbiter decides what may run (readiness, window) and what runs next (the hint
+under its consumption); the asyncio runtime, the simulator and the checker all drive this same class. It knows nothing
+of JAX, clocks, threads or sockets, and shares nothing mutable with its driver.
+
+A step begins with :class:`StepStarted` and ends with the instruction :class:`FinishStep`. Messages and the start of a
+later step may come early; they are kept until the present step has ended. Messages may come more than once; the second
+delivery changes nothing.
+"""
+
+from collections.abc import Hashable
+
+from rrfp_jax.arbitration import story
+from rrfp_jax.arbitration.consumption import Consumption
+from rrfp_jax.arbitration.events import Event, FinishStep, InputArrived, Instruction, Message
+from rrfp_jax.arbitration.events import RunTask, Send, StepStarted, TaskFinished
+from rrfp_jax.arbitration.plan import StagePlan, StepRules, stage_plan
+from rrfp_jax.arbitration.ready_set import ReadySet
+from rrfp_jax.arbitration.story import FINISHED, RUNNING, IllegalTransition, Waiting
+from rrfp_jax.arbitration.window import Window
+from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.timeline import IdleReason
+
+_MAX_CACHED_PLANS = 64
+
+
+class _RankedPlan:
+    """A plan with its consumption's order: what is fixed during a step."""
+
+    __slots__ = ("at", "microbatch_at", "plan", "position")
+
+    def __init__(self, plan: StagePlan, consumption: Consumption) -> None:
+        self.plan = plan
+        self.at = consumption.order(plan)
+        position = [0] * len(self.at)
+        for place, node in enumerate(self.at):
+            position[node] = place
+        self.position = tuple(position)
+        self.microbatch_at = tuple(plan.tasks[node].microbatch for node in self.at)
+
+
+class StageArbiter:
+    """Decides what one stage runs next.
+
+    Args:
+        graph, placement: the pipeline; ``stage`` is this arbiter's stage in it.
+        rules: what a step consists of beyond the graph's tasks.
+        consumption: :func:`ready` with a hint, or :func:`strict` with a table's row.
+        window: how many microbatches the stage may hold; strict consumption ignores it.
+        dispatch_ahead: how many tasks may be dispatched before the running one has finished (hides host latency).
+    """
+
+    def __init__(
+        self,
+        graph: PipelineGraph,
+        placement: Placement,
+        stage: int,
+        *,
+        consumption: Consumption,
+        window: int,
+        rules: StepRules = StepRules(),  # noqa: B008 - frozen
+        dispatch_ahead: int = 0,
+    ) -> None:
+        self.graph, self.placement, self.stage, self.rules = graph, placement, stage, rules
+        self.consumption = consumption
+        self.limit = None if consumption.is_strict else window
+        self.dispatch_ahead = dispatch_ahead
+        self.step: int | None = None
+        self.is_active = False
+        self._plans: dict[frozenset[tuple[int, int]], _RankedPlan] = {}
+        self._early: dict[int, tuple[Event, ...]] = {}
+        self._begin(frozenset())
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
+        out: list[Instruction] = []
+        if event.step == self.step and self.is_active:
+            if isinstance(event, InputArrived):
+                self._arrive(event.message, out)
+            elif isinstance(event, TaskFinished):
+                self._finish_task(event.task, out)
+            else:
+                raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
+        elif not self._take_other_step(event, out):
+            return out
+        self._dispatch(out)
+        if not self._left:
+            self._end_step(event.time_s, out)
+        return out
+
+    def copy(self) -> "StageArbiter":
+        """An independent arbiter in the same state; fixed tables are shared."""
+        twin = object.__new__(StageArbiter)
+        twin.__dict__.update(self.__dict__)
+        twin._waiting = self._waiting.copy()
+        twin._arrived = self._arrived.copy()
+        twin._ready = self._ready.copy()
+        twin._window = self._window.copy()
+        twin._running = self._running.copy()
+        twin._early = self._early.copy()
+        return twin
+
+    def key(self) -> Hashable:
+        """The state as a hashable value: equal keys mean equal futures."""
+        return (
+            self.step,
+            self.is_active,
+            tuple(self._waiting),
+            frozenset(self._arrived),
+            self._hint_state,
+            tuple(self._running),
+            tuple(self._early.items()),
+        )
+
+    def idle_reason(self) -> IdleReason | None:
+        """Why the stage has nothing to run; None while it runs a task."""
+        if self._running:
+            return None
+        if not self.is_active or not self._tasks_left:
+            return IdleReason.DRAIN
+        if self._ready:
+            return IdleReason.ORDER if self.consumption.is_strict else IdleReason.WINDOW
+        return IdleReason.INPUT if self._num_started else IdleReason.FILL
+
+    def running(self) -> tuple[Task, ...]:
+        """The tasks that were dispatched and have not finished, in order."""
+        return tuple(self._ranked.plan.tasks[node] for node in self._running)
+
+    def held(self) -> frozenset[int]:
+        """The microbatches that the stage holds."""
+        return frozenset(self._window.held)
+
+    def waiting(self) -> list[Waiting]:
+        """Every task and gate of the present step that has not run, with what it lacks; for the wait-for report."""
+        if not self.is_active:
+            return []
+        return story.waiting_nodes(self._ranked.plan, self._waiting, self._arrived)
+
+    def tell(self, microbatch: int) -> str:
+        """The story of one microbatch on this stage."""
+        return story.tell(self._ranked.plan, self._waiting, self._arrived, microbatch)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, absent: frozenset[tuple[int, int]]) -> None:
+        self._ranked = self._ranked_plan(absent)
+        plan = self._ranked.plan
+        self._waiting = list(plan.needs)
+        self._arrived: set[Message] = set()
+        self._ready = ReadySet()
+        self._window = Window(self.limit, plan.tasks_per_microbatch)
+        self._running: list[int] = []
+        self._hint_state = self.consumption.initial
+        self._left = plan.num_nodes
+        self._tasks_left = sum(plan.tasks_per_microbatch)
+        self._num_started = 0
+
+    def _ranked_plan(self, absent: frozenset[tuple[int, int]]) -> _RankedPlan:
+        if absent not in self._plans:
+            graph = self.graph.skipping(self.graph.absent | absent) if absent else self.graph
+            while len(self._plans) >= _MAX_CACHED_PLANS:
+                del self._plans[next(iter(self._plans))]
+            plan = stage_plan(graph, self.placement, self.stage, self.rules)
+            self._plans[absent] = _RankedPlan(plan, self.consumption)
+        return self._plans[absent]
+
+    def _take_other_step(self, event: Event, out: list[Instruction]) -> bool:
+        """Start the event's step, or keep the event for later; tells whether the stage may have something to do."""
+        if isinstance(event, TaskFinished):
+            raise IllegalTransition(
+                f"stage {self.stage}: {event.task} of step {event.step} finished, "
+                f"but the stage is {'in' if self.is_active else 'done with'} step {self.step}"
+            )
+        if self.step is not None and event.step <= self.step:
+            if isinstance(event, StepStarted):
+                raise IllegalTransition(f"stage {self.stage}: step {event.step} was started again after its end")
+            return False
+        if not isinstance(event, StepStarted) or self.is_active:
+            self._early[event.step] = (*self._early.get(event.step, ()), event)
+            return False
+        if self.step is not None and event.step != self.step + 1:
+            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started after step {self.step}")
+        self._start_step(event, out)
+        return True
+
+    def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
+        self.step, self.is_active = event.step, True
+        self._begin(event.absent)
+        plan = self._ranked.plan
+        for node, needs in enumerate(plan.needs):
+            if not needs:
+                self._make_ready(node, out)
+        for early in self._early.pop(event.step, ()):
+            if isinstance(early, InputArrived):
+                self._arrive(early.message, out)
+
+    def _end_step(self, time_s: float, out: list[Instruction]) -> None:
+        assert self.step is not None
+        self.is_active = False
+        out.append(FinishStep(self.step))
+        for early in self._early.get(self.step + 1, ()):
+            if isinstance(early, StepStarted):
+                out += self.handle(early._replace(time_s=time_s))
+                return
+
+    # -- transitions -------------------------------------------------------------------------------------------------
+
+    def _arrive(self, message: Message, out: list[Instruction]) -> None:
+        if message in self._arrived:
+            return
+        plan = self._ranked.plan
+        if message not in plan.arrivals:
+            what = f"{message} arrived, and nothing here waits for it"
+            raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
+        self._arrived.add(message)
+        for node in plan.arrivals[message]:
+            self._count_down(node, out)
+
+    def _finish_task(self, task: Task, out: list[Instruction]) -> None:
+        node = self._ranked.plan.index.get(task)
+        if node is None or self._waiting[node] != RUNNING:
+            what = f"{task} finished without having been started"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        self._running.remove(node)
+        if task.microbatch >= 0:
+            self._tasks_left -= 1
+            self._window.finish(task.microbatch)
+        self._finish_node(node, out)
+
+    def _finish_node(self, node: int, out: list[Instruction]) -> None:
+        plan = self._ranked.plan
+        self._waiting[node] = FINISHED
+        self._left -= 1
+        for message, stage in plan.sends[node]:
+            out.append(Send(self.step, message, stage))  # type: ignore[arg-type]
+        for dependent in plan.dependents[node]:
+            self._count_down(dependent, out)
+
+    def _count_down(self, node: int, out: list[Instruction]) -> None:
+        left = self._waiting[node] - 1
+        self._waiting[node] = left
+        if not left:
+            self._make_ready(node, out)
+
+    def _make_ready(self, node: int, out: list[Instruction]) -> None:
+        ranked = self._ranked
+        if node < len(ranked.position):
+            self._ready.add(ranked.plan.lanes[node], ranked.position[node])
+        else:
+            self._finish_node(node, out)
+
+    def _dispatch(self, out: list[Instruction]) -> None:
+        while len(self._running) <= self.dispatch_ahead and self._ready:
+            heads = self._ready.heads(self._window, self._ranked.microbatch_at)
+            position, state = self.consumption.choose(self._hint_state, heads)
+            if position is None:
+                return
+            self._hint_state = state
+            self._start(self._ranked.at[position], position, out)
+
+    def _start(self, node: int, position: int, out: list[Instruction]) -> None:
+        plan = self._ranked.plan
+        lane, task = plan.lanes[node], plan.tasks[node]
+        self._ready.remove(lane, position)
+        if not lane:
+            self._window.start_forward(task.microbatch)
+        self._waiting[node] = RUNNING
+        self._running.append(node)
+        self._num_started += 1
+        out.append(RunTask(self.step, task))  # type: ignore[arg-type]
+
+    # -- invariants --------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every invariant from first principles; raises AssertionError. For tests: it is slow."""
+        plan, waiting = self._ranked.plan, self._waiting
+        if not self.is_active:
+            assert not self._running
+            return
+        for node in range(plan.num_nodes):
+            missing = sum(
+                p not in self._arrived if isinstance(p, Message) else waiting[p] != FINISHED
+                for p in plan.prerequisites(node)
+            )
+            assert waiting[node] == missing or (waiting[node] < 0 and not missing), plan.name(node)
+        ready = {self._ranked.position[n] for n in range(len(plan.tasks)) if not waiting[n]}
+        assert ready == {p for lane in self._ready.lanes for p in lane}
+        assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
+        assert set(self._running) == {n for n, left in enumerate(waiting) if left == RUNNING}
+        assert len(self._running) <= self.dispatch_ahead + 1
+        assert self._left == sum(left != FINISHED for left in waiting)
+        self._validate_window()
+
+    def _validate_window(self) -> None:
+        plan, waiting = self._ranked.plan, self._waiting
+        started, unfinished = set(), set()
+        for node, task in enumerate(plan.tasks):
+            if task.microbatch >= 0:
+                if waiting[node] < 0:
+                    started.add(task.microbatch)
+                if waiting[node] != FINISHED:
+                    unfinished.add(task.microbatch)
+        held = started & unfinished
+        assert self._window.held == held
+        assert self._tasks_left == sum(n >= 0 and waiting[i] != FINISHED for i, n in _microbatches(plan))
+        if self.limit is not None:
+            assert len(held) <= self.limit
+            oldest = min(unfinished, default=None)
+            assert oldest is None or oldest in held or len(held) < self.limit
+
+
+def _microbatches(plan: StagePlan) -> list[tuple[int, int]]:
+    return [(node, task.microbatch) for node, task in enumerate(plan.tasks)]

@@ -1,0 +1,46 @@
+"""How a stage consumes its hint: skip what is absent (``ready``, RRFP) or wait for it (``strict``, the baseline).
+
+Both drive the same arbiter. ``Strict`` names its table's entries one after another and waits for each; R and U follow
+the table. It ignores the window: a table has a peak of its own, to be compared with the window before the start.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rrfp_jax.arbitration.hints import Choice, Heads, Hint, Rank, schedule_hint
+from rrfp_jax.arbitration.plan import StagePlan
+from rrfp_jax.tasks import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Consumption:
+    """What the arbiter asks: an order of the plan's tasks, and which ready task to run next."""
+
+    rank: Callable[[Task], Rank]
+    choose: Callable[[int, Heads], Choice]
+    initial: int
+    is_strict: bool
+
+    def order(self, plan: StagePlan) -> tuple[int, ...]:
+        """The plan's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for ``strict``.
+
+        Positions in this order are what ``choose`` sees.
+        """
+        return tuple(sorted(range(len(plan.tasks)), key=lambda node: self.rank(plan.tasks[node])))
+
+
+def ready(hint: Hint) -> Consumption:
+    """Run the best task of those that are ready and admissible."""
+    return Consumption(hint.rank, hint.choose, hint.initial, is_strict=False)
+
+
+def strict(order: tuple[Task, ...]) -> Consumption:
+    """Run the entries of ``order`` one after another, waiting for each; then R and U.
+
+    The state counts the entries that were dispatched, and so is the position of the next one.
+    """
+    return Consumption(schedule_hint(order).rank, _choose_next, 0, is_strict=True)
+
+
+def _choose_next(position: int, heads: Heads) -> Choice:
+    return (position, position + 1) if position in heads else (None, position)

@@ -1,0 +1,65 @@
+"""Explaining a stage's state to people: what each task waits for, and the error of an illegal transition."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rrfp_jax.arbitration.events import Message
+from rrfp_jax.arbitration.plan import StagePlan
+from rrfp_jax.tasks import Task
+
+RUNNING = -1
+FINISHED = -2
+
+
+class Waiting(NamedTuple):
+    """A task or gate that has not run, and what it still waits for (empty: it is ready)."""
+
+    what: str
+    microbatch: int
+    missing_messages: tuple[Message, ...]
+    missing_local: tuple[str, ...]
+
+    def __str__(self) -> str:
+        missing = [*map(str, self.missing_messages), *self.missing_local]
+        return f"{self.what} waits for {', '.join(missing)}" if missing else f"{self.what} is ready"
+
+
+class IllegalTransition(RuntimeError):
+    """An event that cannot happen in the arbiter's state; its text tells the story of the microbatch concerned."""
+
+
+def waiting_nodes(plan: StagePlan, waiting: Sequence[int], arrived: set[Message]) -> list[Waiting]:
+    """Every unfinished node of a stage with what it lacks, in the plan's order."""
+    return [describe(plan, node, waiting, arrived) for node in range(plan.num_nodes) if waiting[node] >= 0]
+
+
+def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Message]) -> Waiting:
+    """What one node still waits for."""
+    messages, local = [], []
+    for prerequisite in plan.prerequisites(node):
+        if isinstance(prerequisite, Message):
+            if prerequisite not in arrived:
+                messages.append(prerequisite)
+        elif waiting[prerequisite] != FINISHED:
+            local.append(plan.name(prerequisite))
+    microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
+    return Waiting(plan.name(node), microbatch, tuple(messages), tuple(local))
+
+
+def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microbatch: int) -> str:
+    """The story of one microbatch on this stage, one line per task; -1 tells of the tasks of the step's end."""
+    lines = []
+    for node, task in enumerate(plan.tasks):
+        if task.microbatch != microbatch:
+            continue
+        if waiting[node] == FINISHED:
+            lines.append(f"  {task} has finished")
+        elif waiting[node] == RUNNING:
+            lines.append(f"  {task} is running")
+        else:
+            lines.append(f"  {describe(plan, node, waiting, arrived)}")
+    return "\n".join(lines) or "  this stage has no task with it"
+
+
+def illegal(what: str, stage: int, step: int | None, task: Task | Message, story: str) -> IllegalTransition:
+    return IllegalTransition(f"stage {stage}, step {step}: {what}; the story of {task} so far:\n{story}")

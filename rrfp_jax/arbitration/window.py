@@ -1,0 +1,89 @@
+"""How many microbatches a stage may hold, and why this bound can never deadlock.
+
+Rule
+----
+A stage *holds* a microbatch from the start of its first F there to the end of its last task there with that microbatch
+(B, or W where the backward is split). An F of a microbatch that the stage does not hold yet is admitted only if
+
+1. a slot is free, and
+2. afterwards the stage's *oldest unfinished* microbatch holds a slot, or one is still free.
+
+All other tasks, an F of a held microbatch included, are never restrained.
+
+Why no deadlock, for any positive window per stage, any placement, graph and hint
+--------------------------------------------------------------------------------
+Order all tasks of a step: first by microbatch; within one microbatch the F in topological order of the chunks, then the
+B or I in reverse topological order, each W after its I. Every dependency goes from a smaller to a larger task in this
+order, those that accumulation in microbatch order adds included. Consider the smallest task T that has not finished,
+and let m be its microbatch and s its stage. All its predecessors are smaller, so they have finished: T is ready (or
+running, or its inputs are under way and will arrive). Every smaller microbatch has finished everywhere, so m is the
+oldest unfinished microbatch of s. If T is not an F, or if s holds m, T is admissible. Otherwise T is the F that would
+start holding m. By induction over the admitted forwards a slot is free: whenever one was admitted, either the oldest
+unfinished microbatch held a slot afterwards, or a slot stayed free; when the oldest finishes, its slot becomes free,
+and holds for the next oldest or stays free. As m, the oldest, holds none, a slot is free; admitting m satisfies
+condition 2 as well. So in every state with work left some task is ready and admissible or on its way, and since each
+task runs once, the step ends. Hints only choose among admissible tasks, so none can break this.
+
+Counting forwards minus backwards instead (as appendix C of the RRFP paper does for BF) lacks condition 2: with general
+hints, unequal windows or a graph, younger microbatches can take every slot that the oldest needs.
+"""
+
+
+class Window:
+    """One stage's held microbatches under the rule above; ``limit`` None switches the restraint off."""
+
+    __slots__ = ("held", "left", "limit", "oldest")
+
+    def __init__(self, limit: int | None, tasks_per_microbatch: tuple[int, ...]) -> None:
+        self.limit = limit
+        self.left = list(tasks_per_microbatch)
+        self.held: set[int] = set()
+        self.oldest = 0
+        self._advance()
+
+    def copy(self) -> "Window":
+        twin = object.__new__(Window)
+        twin.limit, twin.left, twin.held, twin.oldest = self.limit, self.left.copy(), self.held.copy(), self.oldest
+        return twin
+
+    def free(self) -> int | None:
+        """How many slots are free; None without a limit."""
+        return None if self.limit is None else self.limit - len(self.held)
+
+    def admits(self, microbatch: int) -> bool:
+        """Whether an F of ``microbatch`` may start now."""
+        if self.limit is None or microbatch in self.held:
+            return True
+        free = self.limit - len(self.held)
+        return free > 1 or (free == 1 and (microbatch == self.oldest or self.oldest in self.held))
+
+    def start_forward(self, microbatch: int) -> None:
+        self.held.add(microbatch)
+
+    def finish(self, microbatch: int) -> None:
+        """One of the stage's tasks with this microbatch has finished."""
+        self.left[microbatch] -= 1
+        if not self.left[microbatch]:
+            self.held.discard(microbatch)
+            if microbatch == self.oldest:
+                self._advance()
+
+    def _advance(self) -> None:
+        left, oldest = self.left, self.oldest
+        while oldest < len(left) and not left[oldest]:
+            oldest += 1
+        self.oldest = oldest
+
+
+def check_windows(window: int | tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    """One window per stage from one number or one per stage; raises ValueError with the remedy."""
+    windows = (window,) * num_stages if isinstance(window, int) else tuple(window)
+    if len(windows) != num_stages:
+        raise ValueError(
+            f"window has {len(windows)} numbers for {num_stages} stages: give one number, or one for each stage"
+        )
+    if min(windows) < 1:
+        raise ValueError(
+            f"window is {min(windows)}: a stage must be allowed to hold at least 1 microbatch, or it can never run"
+        )
+    return windows

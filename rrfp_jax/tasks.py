@@ -1,0 +1,354 @@
+"""The vocabulary every room shares: task kinds, tasks, placements and pipeline graphs.
+
+Terms
+-----
+chunk
+    A consecutive part of the model with its own parameters, numbered ``0..C-1`` over the whole model.
+stage
+    A place that runs one task at a time. A :class:`Placement` says which stage owns which chunk.
+task
+    One unit of work, ``Task(kind, chunk, microbatch)``; its text form is ``2F5`` (chunk 2, forward, microbatch 5).
+
+Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to a split backward)
+--------------------------------------------------------------------------------------------------
+* ``F(c, m)`` waits for ``F(p, m)`` of every predecessor ``p`` of ``c`` that runs microbatch ``m``.
+* ``B(c, m)``, or ``I(c, m)`` where the backward is split, waits for ``F(c, m)`` and for the backward of every
+  successor that runs ``m`` and returns a gradient to ``c``.
+* ``W(c, m)`` waits for ``I(c, m)``.
+* ``R(c)`` waits for every ``B`` (or ``W``) of ``c`` and of the chunks that share parameters with it.
+* ``U(c)`` waits for ``R(c)`` and for what the stages agree on once per step.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+NO_MICROBATCH = -1
+"""The microbatch of tasks that run once per chunk and step (R and U)."""
+
+
+class TaskKind(StrEnum):
+    """What a task does, in the letters that ``torch.distributed.pipelining`` writes."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Full backward: input gradient and weight gradient in one."""
+    I = "I"  # noqa: E741 - the field's letter
+    """Input gradient, the first half of a split backward."""
+    W = "W"
+    """Weight gradient, the second half of a split backward."""
+    R = "R"
+    """Sum of a chunk's gradients over replicas and shared parameters; once per step."""
+    U = "U"
+    """Optimizer update of a chunk; once per step."""
+
+
+_TASK_TEXT = re.compile(r"(\d+)([FBIWRU])(\d*)")
+
+
+class Task(NamedTuple):
+    """One unit of work of a stage."""
+
+    kind: TaskKind
+    chunk: int
+    microbatch: int = NO_MICROBATCH
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Task":
+        """Read the text form, for example ``2F5`` or ``3U``; raises ValueError on anything else."""
+        match = _TASK_TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a task: write chunk, kind and microbatch, for example '2F5'")
+        chunk, letter, microbatch = match.groups()
+        kind = TaskKind(letter)
+        if (kind in (TaskKind.R, TaskKind.U)) == bool(microbatch):
+            raise ValueError(f"{text!r} is not a task: R and U run once per step, all other kinds name a microbatch")
+        return cls(kind, int(chunk), int(microbatch) if microbatch else NO_MICROBATCH)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which stage owns which chunk.
+
+    ``stage_of_chunk[c]`` is the stage of chunk ``c``. Every stage from 0 to the largest named one owns at least one chunk.
+    """
+
+    stage_of_chunk: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stage_of_chunk:
+            raise ValueError("a placement needs at least one chunk")
+        unused = set(range(self.num_stages)) - set(self.stage_of_chunk)
+        if unused or min(self.stage_of_chunk) < 0:
+            raise ValueError(
+                f"placement {self.stage_of_chunk} leaves stages {sorted(unused)} without a chunk: "
+                "number the stages from 0 without gaps"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stage_of_chunk)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return max(self.stage_of_chunk) + 1
+
+    @cached_property
+    def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each stage, ascending."""
+        return tuple(
+            tuple(c for c, stage in enumerate(self.stage_of_chunk) if stage == s) for s in range(self.num_stages)
+        )
+
+
+def linear(num_stages: int) -> Placement:
+    """One chunk per stage, in order."""
+    return looped(num_stages, chunks_per_stage=1)
+
+
+def looped(num_stages: int, chunks_per_stage: int) -> Placement:
+    """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
+    if num_stages < 1 or chunks_per_stage < 1:
+        raise ValueError(
+            f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1"
+        )
+    return Placement(tuple(range(num_stages)) * chunks_per_stage)
+
+
+class Edge(NamedTuple):
+    """The output of chunk ``source`` is an input of chunk ``target``; a gradient may flow back."""
+
+    source: int
+    target: int
+    carries_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class PipelineGraph:
+    """Which chunks feed which, for how many microbatches, and how the backward is cut.
+
+    A chain by default (:func:`chain`). ``absent`` holds (chunk, microbatch) pairs that do not exist, for example a
+    microbatch without images that skips the image encoder. ``split`` holds the chunks whose backward runs as I and W.
+    ``shared`` holds groups of chunks that hold copies of the same parameters (tied embeddings).
+    """
+
+    num_chunks: int
+    num_microbatches: int
+    edges: tuple[Edge, ...]
+    absent: frozenset[tuple[int, int]] = field(default=frozenset())
+    split: frozenset[int] = field(default=frozenset())
+    shared: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1 or self.num_microbatches < 1:
+            raise ValueError(
+                f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
+            )
+        self._check_edges()
+        self._check_pairs()
+
+    def _check_edges(self) -> None:
+        seen: set[tuple[int, int]] = set()
+        for source, target, _ in self.edges:
+            if not (0 <= source < target < self.num_chunks):
+                raise ValueError(
+                    f"edge {source} -> {target} does not go forward among {self.num_chunks} chunks: "
+                    "number the chunks so that every edge leads to a larger one"
+                )
+            if (source, target) in seen:
+                raise ValueError(f"edge {source} -> {target} is given twice")
+            seen.add((source, target))
+        for chunk in (*self.split, *(c for group in self.shared for c in group)):
+            if not 0 <= chunk < self.num_chunks:
+                raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
+
+    def _check_pairs(self) -> None:
+        for chunk, microbatch in self.absent:
+            if not (0 <= chunk < self.num_chunks and 0 <= microbatch < self.num_microbatches):
+                raise ValueError(f"absent pair (chunk {chunk}, microbatch {microbatch}) names no pair of this graph")
+            for successor in self.successors(chunk):
+                if self.exists(successor, microbatch) and not any(
+                    self.exists(p, microbatch) for p in self.predecessors(successor)
+                ):
+                    raise ValueError(
+                        f"microbatch {microbatch} skips chunk {chunk}, and chunk {successor} is left without any input: "
+                        "skip that one too, or keep one of its predecessors"
+                    )
+        for chunk in range(self.num_chunks):
+            successors = self.successors(chunk)
+            for microbatch in range(self.num_microbatches):
+                if (
+                    successors
+                    and self.exists(chunk, microbatch)
+                    and not any(self.exists(s, microbatch) for s in successors)
+                ):
+                    raise ValueError(
+                        f"nobody reads the output of chunk {chunk} for microbatch {microbatch}: skip it there too"
+                    )
+
+    @cached_property
+    def _predecessors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(e.source for e in self.edges if e.target == c)) for c in range(self.num_chunks))
+
+    @cached_property
+    def _successors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(e.target for e in self.edges if e.source == c)) for c in range(self.num_chunks))
+
+    @cached_property
+    def _gradient_edges(self) -> frozenset[tuple[int, int]]:
+        return frozenset((e.source, e.target) for e in self.edges if e.carries_gradient)
+
+    @cached_property
+    def _backward_chunks(self) -> tuple[bool, ...]:
+        """A chunk has a backward if it is a sink (it computes a loss) or a successor's gradient reaches it."""
+        has = [not self._successors[c] for c in range(self.num_chunks)]
+        for chunk in reversed(range(self.num_chunks)):
+            has[chunk] |= any((chunk, s) in self._gradient_edges and has[s] for s in self._successors[chunk])
+        return tuple(has)
+
+    def predecessors(self, chunk: int) -> tuple[int, ...]:
+        """Chunks whose output ``chunk`` reads, ascending."""
+        return self._predecessors[chunk]
+
+    def successors(self, chunk: int) -> tuple[int, ...]:
+        """Chunks that read the output of ``chunk``, ascending."""
+        return self._successors[chunk]
+
+    def gradient_successors(self, chunk: int) -> tuple[int, ...]:
+        """Successors that return a gradient to ``chunk``, ascending."""
+        return tuple(
+            s for s in self._successors[chunk] if (chunk, s) in self._gradient_edges and self._backward_chunks[s]
+        )
+
+    def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
+        """Predecessors to which ``chunk`` returns a gradient, ascending."""
+        if not self._backward_chunks[chunk]:
+            return ()
+        return tuple(p for p in self._predecessors[chunk] if (p, chunk) in self._gradient_edges)
+
+    def exists(self, chunk: int, microbatch: int) -> bool:
+        return (chunk, microbatch) not in self.absent
+
+    def has_backward(self, chunk: int) -> bool:
+        """False for a chunk that no gradient reaches, such as a frozen encoder: it has F tasks only."""
+        return self._backward_chunks[chunk]
+
+    def microbatches(self, chunk: int) -> tuple[int, ...]:
+        """The microbatches that exist for ``chunk``, ascending."""
+        return tuple(m for m in range(self.num_microbatches) if self.exists(chunk, m))
+
+    def input_gradient_kind(self, chunk: int) -> TaskKind:
+        """The kind of task that returns the input gradient of ``chunk``: I if its backward is split, else B."""
+        return TaskKind.I if chunk in self.split else TaskKind.B
+
+    def accumulating_kind(self, chunk: int) -> TaskKind:
+        """The kind of task that adds to the gradients of ``chunk``: W if its backward is split, else B."""
+        return TaskKind.W if chunk in self.split else TaskKind.B
+
+    def tasks_of_pair(self, chunk: int, microbatch: int) -> tuple[Task, ...]:
+        """The tasks of one microbatch on one chunk, in the order in which they can run."""
+        if not self.exists(chunk, microbatch):
+            return ()
+        forward = Task(TaskKind.F, chunk, microbatch)
+        if not self.has_backward(chunk):
+            return (forward,)
+        if chunk in self.split:
+            return (forward, Task(TaskKind.I, chunk, microbatch), Task(TaskKind.W, chunk, microbatch))
+        return (forward, Task(TaskKind.B, chunk, microbatch))
+
+    def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
+        """All tasks with a microbatch (F, B, I, W), of some chunks or of all."""
+        for chunk in range(self.num_chunks) if chunks is None else chunks:
+            for microbatch in range(self.num_microbatches):
+                yield from self.tasks_of_pair(chunk, microbatch)
+
+    def dependencies(self, task: Task) -> tuple[Task, ...]:
+        """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules)."""
+        kind, chunk, m = task
+        if kind is TaskKind.F:
+            return tuple(Task(TaskKind.F, p, m) for p in self.predecessors(chunk) if self.exists(p, m))
+        if kind is TaskKind.W:
+            return (Task(TaskKind.I, chunk, m),)
+        if kind in (TaskKind.B, TaskKind.I):
+            gradients = (s for s in self.gradient_successors(chunk) if self.exists(s, m))
+            return (
+                Task(TaskKind.F, chunk, m),
+                *(Task(self.input_gradient_kind(s), s, m) for s in gradients),
+            )
+        sharing = [chunk] if kind is TaskKind.U else self.sharing(chunk)
+        return tuple(
+            Task(self.accumulating_kind(c), c, i)
+            for c in sharing
+            if self.has_backward(c)
+            for i in self.microbatches(c)
+        )
+
+    def sharing(self, chunk: int) -> list[int]:
+        """``chunk`` and the chunks that share parameters with it, ascending."""
+        return sorted({chunk, *(c for group in self.shared if chunk in group for c in group)})
+
+    def skipping(self, absent: Iterable[tuple[int, int]]) -> "PipelineGraph":
+        """The same graph with these pairs absent."""
+        return replace(self, absent=frozenset(absent))
+
+
+def chain(
+    num_chunks: int, num_microbatches: int, *, split: bool = False, shared: tuple[tuple[int, ...], ...] = ()
+) -> PipelineGraph:
+    """Chunk 0 feeds chunk 1 feeds chunk 2 and so on; every microbatch runs everywhere."""
+    return PipelineGraph(
+        num_chunks,
+        num_microbatches,
+        tuple(Edge(c, c + 1) for c in range(num_chunks - 1)),
+        split=frozenset(range(num_chunks)) if split else frozenset(),
+        shared=shared,
+    )
+
+
+def v_shaped(num_stages: int) -> Placement:
+    """Two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
+    return waves(num_stages, num_waves=1)
+
+
+def waves(num_stages: int, num_waves: int) -> Placement:
+    """``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
+    if num_stages < 1 or num_waves < 1:
+        raise ValueError(f"num_stages ({num_stages}) and num_waves ({num_waves}) must both be at least 1")
+    down = tuple(range(num_stages))
+    return Placement((down + down[::-1]) * num_waves)
+
+
+def bidirectional(num_stages: int) -> Placement:
+    """Two copies of the model in opposite directions (Chimera, SC'21).
+
+    Chunks ``0..num_stages-1`` go down the stages; their copies ``num_stages..2*num_stages-1`` go up.
+    """
+    return v_shaped(num_stages)
+
+
+def opposite_chains(
+    num_chunks: int, down_microbatches: Iterable[int], num_microbatches: int, *, split: bool = False
+) -> PipelineGraph:
+    """Two chains of ``num_chunks`` chunks with tied parameters; each microbatch runs through one of them.
+
+    ``down_microbatches`` run through chunks ``0..num_chunks-1``, the others through the copies, ``num_chunks`` and up.
+    """
+    down = frozenset(down_microbatches)
+    one_way = tuple(Edge(c, c + 1) for c in range(num_chunks - 1))
+    return PipelineGraph(
+        2 * num_chunks,
+        num_microbatches,
+        (*one_way, *(Edge(source + num_chunks, target + num_chunks) for source, target, _ in one_way)),
+        absent=frozenset(
+            (c if m not in down else c + num_chunks, m) for c in range(num_chunks) for m in range(num_microbatches)
+        ),
+        split=frozenset(range(2 * num_chunks)) if split else frozenset(),
+        shared=tuple((c, c + num_chunks) for c in range(num_chunks)),
+    )

@@ -1,0 +1,163 @@
+"""What ran when, and why a stage was idle: one record for the simulator and the runtime.
+
+Definitions (times in seconds on one clock, whose zero is arbitrary)
+--------------------------------------------------------------------
+makespan
+    First start to last end of a step's tasks with a microbatch (F, B, I, W), over all stages.
+cost
+    The longest span of a stage, from its first start to its last end; a parallelogram has no bubble by this measure
+    (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 5).
+bubble fraction
+    ``(cost - mean work of a stage) / cost``.
+stage bubble
+    ``1 - work of the stage / makespan``.
+in flight
+    A stage holds a microbatch from the start of its first F there to the end of its last B or W there.
+
+R and U run once per step, after the pipeline has drained, and count in none of these.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from rrfp_jax.tasks import Task, TaskKind
+
+
+class IdleReason(StrEnum):
+    """Why a stage had nothing to run."""
+
+    FILL = "fill"
+    """It has not run any task of this step yet: no input has reached it."""
+    INPUT = "input"
+    """Every task that is left waits for an input or for its own predecessor."""
+    WINDOW = "window"
+    """Forwards are ready, but the window admits none."""
+    ORDER = "order"
+    """Tasks are ready, but a strict table names another one next."""
+    DRAIN = "drain"
+    """Its own microbatches are done; the other stages are still busy, or the step's agreement is under way."""
+    HOST = "host"
+    """A task was chosen; the host was still handing it to the device."""
+
+
+class Span(NamedTuple):
+    """A task's run on a stage."""
+
+    step: int
+    stage: int
+    task: Task
+    start_s: float
+    end_s: float
+
+
+class Wait(NamedTuple):
+    """A stage's idle time, with its reason."""
+
+    step: int
+    stage: int
+    start_s: float
+    end_s: float
+    reason: IdleReason
+
+
+@dataclass
+class Timeline:
+    """The spans and waits of one or more steps, in the order of recording."""
+
+    num_stages: int
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+    def steps(self) -> list[int]:
+        return sorted({span.step for span in self.spans})
+
+    def of_step(self, step: int) -> "Timeline":
+        """The record of one step alone."""
+        return Timeline(
+            self.num_stages, [s for s in self.spans if s.step == step], [w for w in self.waits if w.step == step]
+        )
+
+    def of_stage(self, stage: int) -> "Timeline":
+        """The record of one stage alone, in the same stage numbering."""
+        return Timeline(
+            self.num_stages, [s for s in self.spans if s.stage == stage], [w for w in self.waits if w.stage == stage]
+        )
+
+    def extend(self, other: "Timeline") -> None:
+        self.spans.extend(other.spans)
+        self.waits.extend(other.waits)
+
+    def makespan_s(self) -> float:
+        """First start to last end; 0 where nothing ran."""
+        return _extent(self._microbatch_spans())
+
+    def cost_s(self) -> float:
+        """The longest stage's own first start to last end."""
+        per_stage = self._per_stage()
+        return max((_extent(spans) for spans in per_stage.values()), default=0.0)
+
+    def work_s(self) -> list[float]:
+        """Seconds of work of each stage."""
+        per_stage = self._per_stage()
+        return [sum(s.end_s - s.start_s for s in per_stage.get(stage, ())) for stage in range(self.num_stages)]
+
+    def bubble_fraction(self) -> float:
+        cost = self.cost_s()
+        return (cost - sum(self.work_s()) / self.num_stages) / cost if cost else 0.0
+
+    def stage_bubbles(self) -> list[float]:
+        makespan = self.makespan_s()
+        return [1 - work / makespan if makespan else 0.0 for work in self.work_s()]
+
+    def order(self) -> list[list[Task]]:
+        """The tasks with a microbatch that each stage ran, by start."""
+        per_stage = self._per_stage()
+        return [
+            [s.task for s in sorted(per_stage.get(stage, ()), key=lambda s: s.start_s)]
+            for stage in range(self.num_stages)
+        ]
+
+    def peak_in_flight(self) -> list[int]:
+        """The largest number of microbatches that each stage held at once, over all steps recorded."""
+        per_stage = self._per_stage()
+        return [_peak(per_stage.get(stage, ())) for stage in range(self.num_stages)]
+
+    def idle_s_by_reason(self) -> list[dict[IdleReason, float]]:
+        """Seconds that each stage was idle, by reason."""
+        totals: list[dict[IdleReason, float]] = [defaultdict(float) for _ in range(self.num_stages)]
+        for wait in self.waits:
+            totals[wait.stage][wait.reason] += wait.end_s - wait.start_s
+        return [dict(total) for total in totals]
+
+    def _microbatch_spans(self) -> Iterator[Span]:
+        return (s for s in self.spans if s.task.microbatch >= 0)
+
+    def _per_stage(self) -> dict[int, list[Span]]:
+        per_stage: dict[int, list[Span]] = defaultdict(list)
+        for span in self._microbatch_spans():
+            per_stage[span.stage].append(span)
+        return per_stage
+
+
+def _extent(spans: Iterable[Span]) -> float:
+    spans = list(spans)
+    return max(s.end_s for s in spans) - min(s.start_s for s in spans) if spans else 0.0
+
+
+def _peak(spans: Iterable[Span]) -> int:
+    first: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int], float] = {}
+    for span in spans:
+        key = (span.step, span.task.microbatch)
+        if span.task.kind is TaskKind.F:
+            first[key] = min(first.get(key, span.start_s), span.start_s)
+        last[key] = max(last.get(key, span.end_s), span.end_s)
+    changes = sorted([(last[key], -1) for key in first] + [(start, 1) for start in first.values()])
+    peak = held = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
