@@ -15,6 +15,7 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, Hint, hint_by_name, schedule_hint
+from rrfp_jax.arbitration.ordering import Ordering
 from rrfp_jax.arbitration.plan import Agreement, StagePlan, StepRules, reporting_stages, stage_plan
 from rrfp_jax.arbitration.story import IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window, check_windows
@@ -32,6 +33,7 @@ __all__ = [
     "Instruction",
     "Message",
     "MessageKind",
+    "Ordering",
     "RunTask",
     "Send",
     "StageArbiter",

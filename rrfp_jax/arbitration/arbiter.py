@@ -102,15 +102,16 @@ class StageArbiter:
         return twin
 
     def key(self) -> Hashable:
-        """The state as a hashable value: equal keys mean equal futures."""
+        """The state as a hashable value: equal keys mean equal futures. When and in which order things came counts not."""
         return (
             self.step,
             self.is_active,
+            self._absent,
             tuple(self._waiting),
             frozenset(self._arrived),
             self._hint_state,
             tuple(self._running),
-            tuple(self._early.items()),
+            frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events),
         )
 
     def idle_reason(self) -> IdleReason | None:
@@ -144,6 +145,7 @@ class StageArbiter:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _begin(self, absent: frozenset[tuple[int, int]]) -> None:
+        self._absent = absent
         self._ranked = self._ranked_plan(absent)
         plan = self._ranked.plan
         self._waiting = list(plan.needs)

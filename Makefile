@@ -1,0 +1,95 @@
+# Every target that needs Python uses the virtual environment in $(VENV) and makes it first where it is missing.
+# Stamp files inside it remember what is installed, so pip runs again only when pyproject.toml or the pins change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= tpu_gpu_configs/cpu/debug.yaml
+# Extra arguments, for example: make train ARGS="--steps 20"   make test ARGS="-k window"
+ARGS ?=
+
+BIN := $(VENV)/bin
+PINS := $(wildcard requirements/constraints-*.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# $(1): what to install. Quiet while all goes well; pip's whole output where it does not.
+install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
+	log=$(VENV)/install.log; \
+	$(PIP) install -c "requirements/constraints-$$pins.txt" -e $(1) >"$$log" 2>&1 \
+	  || { cat "$$log" >&2; echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
+
+.PHONY: help
+help: ## list every target
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# ------------------------------------------------------------------------------------------------ environment
+
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null \
+	  || { echo "error: no '$(PYTHON)' found: install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "making a virtual environment in $(VENV) ($$("$(PYTHON)" -V))"
+	@"$(PYTHON)" -m venv --clear "$(VENV)" >/dev/null \
+	  || { rm -rf "$(VENV)"; echo "error: '$(PYTHON) -m venv' failed: on Debian or Ubuntu install the package python3-venv" >&2; exit 1; }
+
+$(VENV)/.installed: pyproject.toml $(PINS) | $(BIN)/python
+	@echo "installing the pinned dependencies into $(VENV)"
+	@$(call install,.)
+	@touch "$@"
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development tools into $(VENV)"
+	@$(call install,'.[dev]')
+	@touch "$@"
+
+.PHONY: setup dev
+setup: $(VENV)/.installed ## make .venv and install the pinned dependencies
+
+dev: $(VENV)/.installed-dev ## the same with the tools for tests, lint and types
+
+# -------------------------------------------------------------------------------------------------------- use
+
+.PHONY: train bench
+train: setup ## train a byte-level language model through a 4-stage pipeline on 4 virtual CPU devices
+	@$(BIN)/python -m experiments.train --config "$(CONFIG)" $(ARGS)
+
+bench: setup ## measure what the runtime itself costs
+	@$(BIN)/python -m experiments.bench $(ARGS)
+
+# ----------------------------------------------------------------------------------------------------- checks
+
+.PHONY: test test-slow check lint types imports format
+test: dev ## run the fast tests
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: lint types imports ## lint, types and import rule together
+
+lint: dev ## check style and formatting with ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: dev ## check types with mypy, strictly in the pure rooms
+	@$(BIN)/mypy
+
+imports: dev ## check that rooms import downwards only
+	@$(BIN)/lint-imports --no-logo
+
+format: dev ## reformat the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# -------------------------------------------------------------------------------------------------- housekeeping
+
+.PHONY: pins clean
+pins: ## resolve the newest versions for the Python of PYTHON and write them to requirements/
+	@PYTHON="$(PYTHON)" requirements/resolve
+
+clean: ## remove .venv, caches and build leftovers (runs/ stays)
+	@rm -rf "$(VENV)" build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

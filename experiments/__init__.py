@@ -1,0 +1,1 @@
+"""Commands that a user runs: ``python -m experiments.train`` and its neighbours."""

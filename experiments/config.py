@@ -1,0 +1,131 @@
+"""Load the configuration of a run: a YAML file of sections, overridden from the command line.
+
+Each section is a record that lives beside its owner; this file only composes them. A command-line option is the field's
+name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3`` as a list.
+"""
+
+import difflib
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rrfp_jax.data.config import DataConfig
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.training.config import OptimizerConfig, PipelineConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a training run."""
+
+    model: LanguageModelConfig
+    data: DataConfig
+    pipeline: PipelineConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for YAML."""
+        return {section.name: _plain(asdict(getattr(self, section.name))) for section in fields(self)}
+
+
+SECTIONS: dict[str, type] = {field.name: field.type for field in fields(TrainConfig)}  # type: ignore[misc]
+
+
+def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
+    """Read ``path`` and apply ``overrides``, a mapping from ``section.field`` to a value.
+
+    Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong type,
+    and values that the records refuse.
+    """
+    sections = _read(path)
+    for name, value in overrides.items():
+        section, _, field = name.partition(".")
+        sections[section][field] = value
+    return TrainConfig(**{name: _section(path, name, values) for name, values in sections.items()})
+
+
+def add_overrides(parser: ArgumentParser) -> None:
+    """Add an option for every field of every section, ``--field`` where its name is unique and ``--section.field``."""
+    names = [field.name for record in SECTIONS.values() for field in fields(record)]
+    for section, record in SECTIONS.items():
+        group = parser.add_argument_group(f"{section} (overrides the file)")
+        for field in fields(record):
+            dashed = field.name.replace("_", "-")
+            flags = [f"--{section}.{dashed}"]
+            if names.count(field.name) == 1:
+                flags.insert(0, f"--{dashed}")
+            group.add_argument(*flags, dest=f"{section}.{field.name}", metavar="VALUE", default=SUPPRESS)
+
+
+def overrides_of(arguments: Namespace) -> dict[str, Any]:
+    """The overrides that were given on the command line, read as YAML."""
+    return {name: _parse(name, text) for name, text in vars(arguments).items() if "." in name}
+
+
+def _parse(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} cannot be read as a value of {name}") from None
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"configuration {path} cannot be read: {error.strerror}") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"configuration {path} is not YAML: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
+        raise ValueError(f"configuration {path} must hold the sections {', '.join(SECTIONS)}, each with its keys")
+    _refuse_unknown(path, "section", content, list(SECTIONS))
+    missing = [name for name in SECTIONS if name not in content]
+    if missing:
+        raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}")
+    return content
+
+
+def _section(path: str, name: str, values: Mapping[str, Any]) -> Any:
+    record = SECTIONS[name]
+    known = [field.name for field in fields(record)]
+    _refuse_unknown(path, f"key of {name}", values, known)
+    try:
+        return _adapter(record).validate_python(dict(values))
+    except ValidationError as error:
+        raise ValueError(_sentence(path, name, error)) from None
+
+
+def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
+            raise ValueError(f"{path}: {key!r} is no {what}: {hint}")
+
+
+def _adapter(record: type) -> TypeAdapter[Any]:
+    return TypeAdapter(record)
+
+
+def _sentence(path: str, section: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
+        return f"{path}: {section}: {cause}"
+    where = ".".join([section, *(str(part) for part in first["loc"] if not str(part).startswith("function"))])
+    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{path}: {where} is missing: add it"
+    return f"{path}: {where} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

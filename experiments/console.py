@@ -1,0 +1,76 @@
+"""What a training run shows on the terminal: the stage table, one line per step, a progress bar."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.training.loop import StepRow
+
+_LINE = "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  bubble {bubble:5.1%}{note}"
+
+
+class TrainingConsole:
+    """Prints to stdout; the progress bar is drawn on a terminal only."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("training", total=num_steps)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def show_stages(self, pipeline: Pipeline, devices: Sequence[jax.Device]) -> None:
+        """The stages, with what they hold and how much they may hold in flight."""
+        table = Table(title="stages", title_justify="left")
+        for heading in ("stage", "device", "chunks", "layers", "parameters", "window"):
+            table.add_column(heading, justify="right" if heading in ("stage", "parameters", "window") else "left")
+        for stage, chunks in enumerate(pipeline.placement.chunks_of_stage):
+            table.add_row(
+                str(stage),
+                str(devices[stage]),
+                ", ".join(map(str, chunks)),
+                "; ".join(pipeline.chunks[c].name for c in chunks),
+                f"{pipeline.num_params()[stage]:,}",
+                str(pipeline.windows[stage]),
+            )
+        self._console.print(table)
+
+    def show_step(self, row: StepRow) -> None:
+        self._console.print(
+            _LINE.format(
+                step=row.step,
+                loss=row.loss,
+                norm="-" if row.grad_norm is None else f"{row.grad_norm:.3f}",
+                rate=row.learning_rate,
+                ms=row.step_time_s * 1e3,
+                speed=row.tokens_per_s,
+                bubble=row.bubble_fraction,
+                note="  skipped: not finite" if row.skipped else "",
+            ),
+            markup=False,
+        )
+        self._progress.advance(self._task)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,102 @@
+"""The small pipelines that the tests explore completely: graphs, windows and hints of one size.
+
+Two equivalences keep the product small without leaving anything out.
+
+* A window of at least the number of microbatches never refuses a forward: before microbatch m starts, a stage holds at
+  most the other microbatches. If one slot is free, all the others are held or have finished, so the oldest unfinished
+  one is held or is m itself. All such windows are one class; the larger numbers stand for it here, so they are run too.
+* Hints that order a stage's tasks alike and choose among the lanes alike make the same arbiter, whatever their names:
+  with one chunk per stage, ``bf`` and ``bf-deep`` are one hint. Such settings are explored once.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import product
+from math import factorial
+from typing import TypeVar
+
+from rrfp_jax.arbitration import HINTS, Agreement, Hint, StepRules, ready, schedule_hint, stage_plan
+from rrfp_jax.checking.setting import Policy, Setting
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, chain, looped
+
+T = TypeVar("T")
+
+PIPELINE_ONLY = StepRules(updates=False, agreement=Agreement.NONE)
+"""Steps of F, B, I and W tasks alone."""
+LARGEST_WINDOW = 4
+
+
+def nth_permutation(items: Iterable[T], number: int) -> tuple[T, ...]:
+    """The permutation of the given number, modulo how many there are; randomness comes in as the number."""
+    left = list(items)
+    chosen: list[T] = []
+    number %= factorial(len(left))
+    while left:
+        place, number = divmod(number, factorial(len(left) - 1))
+        chosen.append(left.pop(place))
+    return tuple(chosen)
+
+
+def small_graphs(num_chunks: int, num_microbatches: int, *, split: bool = False) -> dict[str, PipelineGraph]:
+    """Chains and fork-join graphs of this size, by name."""
+    graphs = {"chain": chain(num_chunks, num_microbatches, split=split)}
+    splits = frozenset(range(num_chunks)) if split else frozenset[int]()
+
+    def graph(
+        edges: Sequence[tuple[int, int]], absent: Iterable[tuple[int, int]] = (), frozen: Iterable[tuple[int, int]] = ()
+    ) -> PipelineGraph:
+        return PipelineGraph(
+            num_chunks,
+            num_microbatches,
+            tuple(Edge(*edge, edge not in frozen) for edge in edges),
+            absent=frozenset(absent),
+            split=splits,
+        )
+
+    if num_chunks >= 2:
+        edges = [(c, c + 1) for c in range(num_chunks - 1)]
+        graphs["frozen first chunk"] = graph(edges, frozen=edges[:1])
+    if num_chunks >= 3:
+        first, second, edges = two_encoders(num_chunks)
+        graphs["two encoders"] = graph(edges)
+        skipped = [(c, 0) for c in second] + [(c, 1) for c in first if num_microbatches > 1]
+        graphs["two encoders, some skipped"] = graph(edges, absent=skipped)
+        graphs["two encoders, one frozen"] = graph(edges, frozen=[edge for edge in edges if edge[0] in second])
+    if num_chunks >= 4:
+        edges = [(0, 1), (0, 2), (1, num_chunks - 1), (2, 3), *((c, c + 1) for c in range(3, num_chunks - 1))]
+        graphs["fork and join"] = graph(sorted(set(edges)))
+    return graphs
+
+
+def two_encoders(num_chunks: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """The chunks of two encoders, interleaved, and the edges that lead through them into one decoder."""
+    num_encoding = 4 if num_chunks >= 6 else 2
+    first, second = list(range(0, num_encoding, 2)), list(range(1, num_encoding, 2))
+    decoder = list(range(num_encoding, num_chunks))
+    ways = [[*first, decoder[0]], [*second, decoder[0]], decoder]
+    return first, second, sorted({edge for way in ways for edge in zip(way, way[1:], strict=False)})
+
+
+def table_hints(graph: PipelineGraph, placement: Placement, numbers: Iterable[int]) -> Iterator[tuple[Hint, ...]]:
+    """One hint per stage: from every schedule that fits, from numbered permutations, and from a table with gaps."""
+    for table in fitting_tables(graph, placement):
+        yield tuple(schedule_hint(order) for order in table.orders)
+    for number in numbers:
+        rows = [nth_permutation(graph.tasks(chunks), number + stage) for stage, chunks in enumerate(placement.chunks_of_stage)]
+        yield tuple(schedule_hint(row) for row in rows)
+        yield tuple(schedule_hint(row[::3]) for row in rows)
+
+
+def fitting_tables(graph: PipelineGraph, placement: Placement) -> Iterator[ScheduleTable]:
+    """The registered schedules of this very graph and placement."""
+    per_stage = len(placement.chunks_of_stage[0])
+    for name in schedule_names():
+        request = ScheduleRequest(
+            num_stages=placement.num_stages, num_microbatches=graph.num_microbatches, chunks_per_stage=per_stage
+        )
+        try:
+            table = build_schedule(name, request)
+        except ValueError:
+            continue
+        if table.graph == graph and table.placement == placement:
+            yield table

@@ -1,0 +1,186 @@
+"""The judge of one stage: follows its events and instructions and knows nothing of how the arbiter decides.
+
+It keeps an :class:`Account`, a few integers, and raises :class:`Violation` where an instruction breaks the stage's
+contract:
+
+* a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once;
+* the stage holds more microbatches than its window, counted from the tasks that started and finished;
+* strict consumption leaves its row;
+* a message is sent that nobody expects, for the second time, or before what it carries is complete;
+* a step ends with a task, message or input left over;
+* the stage idles although a task is ready that the window rule admits (readiness means to skip what is absent, never
+  to wait).
+"""
+
+from typing import NamedTuple
+
+from rrfp_jax.arbitration import Event, FinishStep, InputArrived, Instruction, RunTask, Send, StepStarted, TaskFinished
+from rrfp_jax.checking.contract import Contract, Wiring
+from rrfp_jax.checking.setting import Setting
+from rrfp_jax.checking.trace import Stimulus, Violation
+from rrfp_jax.tasks import Task, TaskKind
+
+
+class Account(NamedTuple):
+    """The history of a stage as far as its contract needs it."""
+
+    step: int = -1
+    """The present step, or the last one if none is active; -1 before the first."""
+    is_active: bool = False
+    started: int = 0
+    """Tasks of the present step."""
+    finished: int = 0
+    """Tasks of the present step."""
+    delivered: int = 0
+    """Packets of all steps that have reached the stage."""
+    sent: int = 0
+    """Packets of all steps that the stage has sent."""
+
+
+class StageJudge:
+    """Follows one stage of a setting. ``demand_work`` False leaves idling to show as a deadlock, if it leads to one."""
+
+    def __init__(self, setting: Setting, stage: int, wiring: Wiring, *, demand_work: bool = True) -> None:
+        self.stage = stage
+        self.contracts = wiring.contracts[stage]
+        self.bit_of = {stimulus: 1 << place for place, stimulus in enumerate(wiring.packets)}
+        policy = setting.policies[stage]
+        self.row = policy if isinstance(policy, tuple) else None
+        self.window = None if isinstance(policy, tuple) else setting.windows[stage]
+        self.capacity = 1 + setting.dispatch_ahead
+        self.demand_work = demand_work
+
+    def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
+        """The account after an event and the instructions that answered it; raises Violation."""
+        if isinstance(event, TaskFinished):
+            account = self._finish(account, event)
+        else:
+            account = account._replace(delivered=account.delivered | self.bit_of[Stimulus(self.stage, event)])
+            if isinstance(event, StepStarted) and not account.is_active:
+                account = self._begin_next(account)
+        for instruction in instructions:
+            if isinstance(instruction, RunTask):
+                account = self._run(account, instruction)
+            elif isinstance(instruction, Send):
+                account = self._send(account, instruction)
+            else:
+                account = self._finish_step(account, instruction)
+        if self.demand_work:
+            self._check_idling(account)
+        return account
+
+    def running(self, account: Account) -> list[Task]:
+        """The tasks that have started and not finished."""
+        if not account.is_active:
+            return []
+        contract = self.contracts[account.step]
+        return [contract.tasks[place] for place in _places(account.started & ~account.finished)]
+
+    def is_done(self, account: Account) -> bool:
+        """Whether every step has ended."""
+        return account.step == len(self.contracts) - 1 and not account.is_active
+
+    def _begin_next(self, account: Account) -> Account:
+        """Start the next step if its start has been delivered."""
+        following = account.step + 1
+        if following < len(self.contracts) and account.delivered & self.contracts[following].start:
+            return account._replace(step=following, is_active=True, started=0, finished=0)
+        return account
+
+    def _finish(self, account: Account, event: TaskFinished) -> Account:
+        place = self.contracts[account.step].place[event.task]
+        return account._replace(finished=account.finished | 1 << place)
+
+    def _run(self, account: Account, instruction: RunTask) -> Account:
+        task, contract = instruction.task, self._active(account, instruction)
+        place = contract.place.get(task)
+        if place is None:
+            raise Violation(f"stage {self.stage} runs {task}, which is not a task of it")
+        if account.started >> place & 1:
+            raise Violation(f"stage {self.stage} runs {task} twice")
+        needs = contract.needs[place]
+        if needs.tasks & ~account.finished or needs.packets & ~account.delivered:
+            raise Violation(f"stage {self.stage} runs {task} before {self._lacking(contract, account, task)}")
+        account = account._replace(started=account.started | 1 << place)
+        if (account.started & ~account.finished).bit_count() > self.capacity:
+            raise Violation(f"stage {self.stage} runs {task} beside {self.capacity} other tasks")
+        if self.window is not None and len(self._held(contract, account)) > self.window:
+            held = sorted(self._held(contract, account))
+            raise Violation(
+                f"stage {self.stage} runs {task} and holds microbatches {held}: its window is {self.window}"
+            )
+        if self.row is not None:
+            self._check_row(account, task)
+        return account
+
+    def _check_row(self, account: Account, task: Task) -> None:
+        assert self.row is not None
+        position = account.started.bit_count() - 1
+        expected = self.row[position] if position < len(self.row) else None
+        if task.microbatch >= 0 and task != expected:
+            raise Violation(f"stage {self.stage} runs {task}, but entry {position} of its strict row is {expected}")
+
+    def _send(self, account: Account, instruction: Send) -> Account:
+        contract = self._active(account, instruction)
+        promise = contract.sends.get((instruction.message, instruction.stage))
+        what = f"stage {self.stage} sends {instruction.message} to stage {instruction.stage}"
+        if promise is None:
+            raise Violation(f"{what}, which waits for no such message")
+        if account.sent & promise.packet:
+            raise Violation(f"{what} twice")
+        if promise.tasks & ~account.finished or promise.packets & ~account.delivered:
+            raise Violation(f"{what} before it is complete")
+        return account._replace(sent=account.sent | promise.packet)
+
+    def _finish_step(self, account: Account, instruction: FinishStep) -> Account:
+        contract = self._active(account, instruction)
+        left = [contract.tasks[place] for place in _places((1 << len(contract.tasks)) - 1 & ~account.finished)]
+        if left:
+            raise Violation(f"stage {self.stage} ends step {account.step} without {', '.join(map(str, left))}")
+        unsent = [str(message) for (message, _), promise in contract.sends.items() if not promise.packet & account.sent]
+        if unsent:
+            raise Violation(f"stage {self.stage} ends step {account.step} without having sent {', '.join(unsent)}")
+        if contract.inputs & ~account.delivered:
+            raise Violation(f"stage {self.stage} ends step {account.step} although inputs of it are missing")
+        return self._begin_next(account._replace(is_active=False))
+
+    def _active(self, account: Account, instruction: Instruction) -> Contract:
+        if not account.is_active or instruction.step != account.step:
+            state = f"in step {account.step}" if account.is_active else "between steps"
+            raise Violation(f"stage {self.stage} is {state} and answers {instruction}")
+        return self.contracts[account.step]
+
+    def _held(self, contract: Contract, account: Account) -> set[int]:
+        return {
+            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~account.finished
+        }
+
+    def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
+        needs = contract.needs[contract.place[task]]
+        tasks = [str(contract.tasks[place]) for place in _places(needs.tasks & ~account.finished)]
+        missing = needs.packets & ~account.delivered
+        packets = [stimulus.event for stimulus, bit in self.bit_of.items() if bit & missing]
+        return ", ".join([*tasks, *(str(event.message) for event in packets if isinstance(event, InputArrived))])
+
+    def _check_idling(self, account: Account) -> None:
+        if not account.is_active or self.row is not None or account.started != account.finished:
+            return
+        contract = self.contracts[account.step]
+        for place in _places((1 << len(contract.tasks)) - 1 & ~account.started):
+            needs = contract.needs[place]
+            if not (needs.tasks & ~account.finished or needs.packets & ~account.delivered):
+                task = contract.tasks[place]
+                if task.kind is not TaskKind.F or self._admits(contract, account, task.microbatch):
+                    raise Violation(f"stage {self.stage} idles although {task} is ready and admissible")
+
+    def _admits(self, contract: Contract, account: Account, microbatch: int) -> bool:
+        """The window rule, from its definition."""
+        assert self.window is not None
+        held = self._held(contract, account)
+        after = held | {microbatch}
+        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.finished)
+        return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
+
+
+def _places(bits: int) -> list[int]:
+    return [place for place in range(bits.bit_length()) if bits >> place & 1]

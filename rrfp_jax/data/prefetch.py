@@ -1,0 +1,31 @@
+"""The next batch is made while the current step runs."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+
+from rrfp_jax.data.dataset import Batch, Dataset
+
+
+@contextmanager
+def prefetched(dataset: Dataset, start_step: int = 0) -> Iterator[Iterator[Batch]]:
+    """An endless iterator over the batches of ``start_step``, ``start_step + 1``, ..., made one step ahead.
+
+    ::
+
+        with prefetched(dataset, start_step=step) as batches:
+            for batch in batches: ...
+
+    One background thread makes them; it has ended when the ``with`` block is left, after at most one more batch.
+    What ``dataset.batch`` raises is raised where its batch would have come.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as executor:
+        yield _one_ahead(dataset, start_step, executor)
+
+
+def _one_ahead(dataset: Dataset, start_step: int, executor: ThreadPoolExecutor) -> Iterator[Batch]:
+    upcoming = executor.submit(dataset.batch, start_step)
+    for step in count(start_step + 1):
+        current, upcoming = upcoming, executor.submit(dataset.batch, step)
+        yield current.result()

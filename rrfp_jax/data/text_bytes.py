@@ -1,0 +1,72 @@
+"""Bytes of text in fixed windows, shuffled anew every epoch, any step's batch computed from its number.
+
+The text is cut into windows of ``length`` tokens, one after the other; an epoch visits every window once, in an order
+that depends on (seed, epoch) alone. Sequences are counted over the whole run: sequence ``n`` is window
+``order(n // num_windows)[n % num_windows]``, and step ``s`` takes sequences ``s * batch_size`` onwards. A batch may
+therefore span two epochs, and nothing is dropped.
+
+A loader library (grain) was considered. It brings worker processes and iterator state that must be saved; gathering a
+batch of windows takes NumPy well below a millisecond and needs no state at all.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.config import DataConfig
+from rrfp_jax.data.corpus import read_corpus
+from rrfp_jax.data.dataset import Batch, token_leaves
+
+VOCAB_SIZE = 256
+"""Number of different tokens: one per byte value."""
+
+
+class TextBytes:
+    """A deterministic data set of byte sequences; see the module's text for the order.
+
+    Attributes: ``config``; ``num_bytes`` of text that was read; ``num_windows`` (sequences per epoch).
+    Raises ValueError, with the remedy, when the text cannot be read or does not fill one batch.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)
+        self.num_bytes = len(self._text)
+        # The last token of the last window still needs a target.
+        self.num_windows = (self.num_bytes - 1) // config.length
+        if self.num_windows < config.batch_size:
+            raise ValueError(
+                f"{self.num_bytes} bytes of text hold {max(self.num_windows, 0)} sequences of length {config.length}, "
+                f"fewer than batch_size {config.batch_size}: give at least {config.batch_size * config.length + 1} "
+                "bytes of text (more files, a larger max_bytes), or a smaller length or batch_size"
+            )
+
+    def batch(self, step: int) -> Batch:
+        """The batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32).
+
+        Each is ``[num_microbatches, microbatch_size, length]``. Safe to call from any thread.
+        """
+        if step < 0:
+            raise ValueError(f"step is {step}: give 0 or more")
+        length = self.config.length
+        starts = self._windows(step) * length
+        return token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
+
+    def _windows(self, step: int) -> NDArray[np.int64]:
+        first = step * self.config.batch_size
+        epoch, offset = divmod(first, self.num_windows)
+        order = _epoch_order(self.config.seed, epoch, self.num_windows)[offset : offset + self.config.batch_size]
+        rest = self.config.batch_size - len(order)
+        if not rest:
+            return order
+        # A batch holds at most num_windows sequences, so it reaches at most into the next epoch.
+        return np.concatenate([order, _epoch_order(self.config.seed, epoch + 1, self.num_windows)[:rest]])
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, num_windows: int) -> NDArray[np.int64]:
+    # NumPy guarantees the stream of raw bits over its versions, but not that of Generator.permutation: a run that
+    # resumes with another NumPy must see the same order.
+    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_windows)
+    return np.argsort(bits, kind="stable")

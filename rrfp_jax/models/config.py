@@ -1,0 +1,105 @@
+"""The shape of a language model: one validated record, pure data.
+
+It never mentions the cut into chunks, devices or training, so that the same record describes the model of a
+checkpoint whatever layout it was trained in.
+"""
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16")
+"""Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+
+    Raises ValueError, with the remedy, for values that do not describe a model.
+    """
+
+    vocab_size: int
+    """Number of token ids; tokens are integers in ``[0, vocab_size)``."""
+    hidden: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of decoder layers, embedding and head not counted."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key and value heads; it divides ``num_heads``. None: as many as ``num_heads``."""
+    head_dim: int | None = None
+    """Width of a head, even. None: ``hidden / num_heads``."""
+    mlp_dim: int
+    """Inner width of the gated MLP."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    norm_eps: float = 1e-5
+    """What RMSNorm adds to the mean square."""
+    tie_embeddings: bool = False
+    """Whether the head uses the transposed embedding table instead of a matrix of its own."""
+    init_std: float = 0.02
+    """Standard deviation of the initial matrices; those that write to the residual stream get
+    ``init_std / sqrt(2 * num_layers)`` (Radford et al. 2019, section 2.3)."""
+    param_dtype: str = "float32"
+    """Dtype in which parameters are kept and updated (master weights)."""
+    compute_dtype: str = "float32"
+    """Dtype of matrix products and of activations between layers and chunks. Norm statistics, softmax, logits and
+    loss are float32 whatever it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden", "num_layers", "num_heads", "mlp_dim"):
+            _require_positive(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            _require_positive(name, getattr(self, name))
+        self._check_heads()
+        for name in ("param_dtype", "compute_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(DTYPES)}")
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.hidden % self.num_heads:
+            raise ValueError(
+                f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim, "
+                f"or hidden {self.hidden + -self.hidden % self.num_heads}"
+            )
+        if self.size_per_head % 2:
+            raise ValueError(
+                f"heads are {self.size_per_head} wide, and rotary embeddings turn pairs: "
+                f"give an even head_dim, for example {self.size_per_head + 1}"
+            )
+        if self.num_heads % self.num_key_value_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key and value heads equally: "
+                f"give num_kv_heads out of {divisors}"
+            )
+
+    @property
+    def size_per_head(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def num_layer_params(self) -> int:
+        """Number of parameters of one decoder layer."""
+        queries = self.num_heads * self.size_per_head
+        keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
+        attention = self.hidden * (2 * queries + keys_and_values)
+        return attention + 3 * self.hidden * self.mlp_dim + 2 * self.hidden
+
+    def num_params(self) -> int:
+        """Number of parameters of the whole model, tied embeddings counted once."""
+        tables = 1 if self.tie_embeddings else 2
+        return self.num_layers * self.num_layer_params() + tables * self.vocab_size * self.hidden + self.hidden
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}: give a number above 0")

@@ -1,0 +1,30 @@
+"""How wide text is on paper, without drawing it."""
+
+from functools import lru_cache
+
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+FONT = "DejaVu Sans"
+"""Comes with matplotlib, so pictures look the same on every machine."""
+
+
+@lru_cache(maxsize=4096)
+def text_width(text: str, points: float, *, bold: bool = False) -> float:
+    """Width in inches of one line of ``text`` at a font size in points."""
+    font = FontProperties(family=FONT, size=points, weight="bold" if bold else "normal")
+    return float(TextPath((0, 0), text or " ", prop=font, usetex=False).get_extents().x1) / 72
+
+
+def shortened(text: str, points: float, room: float, *, bold: bool = False) -> str:
+    """``text``, cut and ended with an ellipsis where it is wider than ``room`` inches."""
+    if text_width(text, points, bold=bold) <= room:
+        return text
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text_width(text[:middle] + "…", points, bold=bold) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return text[:low].rstrip() + "…"

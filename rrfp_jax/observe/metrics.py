@@ -1,0 +1,117 @@
+"""The metrics file of a run: one strict JSON object per line, whole after every line.
+
+Numbers that are not finite (NaN, infinities) are written as ``null``, because JSON has no literals for them and strict
+readers refuse the ones that Python would write.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends one object per line and flushes each, so that a killed run loses no finished line.
+
+    A run that continues opens the same file again. Where the run before was killed within a line, that partial line is
+    dropped, a warning is logged, and :attr:`dropped` holds it. A power cut may cost the last lines: nothing is forced
+    to the disk.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab+")
+        self.dropped: bytes = self._repair()
+        """The partial last line that was removed on opening; empty where the file was whole."""
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object.
+
+        Values are what JSON knows, NumPy or JAX scalars and arrays, or nested dicts and lists of them; everything else
+        raises ValueError, and then the file is unchanged.
+        """
+        line = json.dumps(_strict(values, "metrics"), allow_nan=False, ensure_ascii=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _repair(self) -> bytes:
+        start = self._start_of_last_line()
+        self._file.seek(start)
+        last = self._file.read()
+        if not last or _is_object(last):
+            # A whole object can lack only its line end.
+            if last and not last.endswith(b"\n"):
+                self._file.write(b"\n")
+                self._file.flush()
+            return b""
+        self._file.truncate(start)
+        _log.warning("%s: dropped a partial last line of %d bytes, left by a run that was killed", self.path, len(last))
+        return last
+
+    def _start_of_last_line(self) -> int:
+        """Found from the end, because the file of a long run is long."""
+        size = self._file.seek(0, os.SEEK_END)
+        length = 4096
+        while True:
+            start = max(0, size - length)
+            self._file.seek(start)
+            # Without its own line end, the last line starts after the last of the others.
+            newline = self._file.read(max(0, size - start - 1)).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            if start == 0:
+                return 0
+            length *= 2
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of a metrics file; raises ValueError naming the first line that is not one."""
+    rows: list[dict[str, Any]] = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not _is_object(line):
+                raise ValueError(f"line {number} of {path} is not a JSON object: remove it, or cut the file before it")
+            rows.append(json.loads(line))
+    return rows
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _strict(value: Any, name: str) -> Any:
+    """``value`` as strict JSON types."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "tolist"):
+        return _strict(value.tolist(), name)
+    raise ValueError(
+        f"{name} is a {type(value).__name__}: give numbers, strings, booleans, None, or lists and dicts of them"
+    )

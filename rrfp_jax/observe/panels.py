@@ -1,0 +1,215 @@
+"""From timelines to boxes: what picture and page both draw, in milliseconds from the first start.
+
+A panel is one captioned timeline. Its boxes are grouped by colour, as arrays, because that is how both libraries draw
+many boxes quickly.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.observe.style import TASK_LOOKS, shade
+from rrfp_jax.tasks import TaskKind
+from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """Boxes of one look; all arrays have the shape [boxes]."""
+
+    stage: NDArray[np.int64]
+    step: NDArray[np.int64]
+    start_ms: NDArray[np.float64]
+    end_ms: NDArray[np.float64]
+    chunk: NDArray[np.int64]
+    """-1 for idle time."""
+    microbatch: NDArray[np.int64]
+    """-1 for idle time and for tasks that run once per step."""
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @property
+    def width_ms(self) -> NDArray[np.float64]:
+        return self.end_ms - self.start_ms
+
+
+class TaskGroup(NamedTuple):
+    """Tasks of one colour: a kind, and the rank of the chunk among those of its stage."""
+
+    kind: TaskKind
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One captioned timeline, ready to be drawn."""
+
+    caption: str
+    num_stages: int
+    steps: tuple[int, ...]
+    chunks_of_stage: tuple[tuple[int, ...], ...]
+    """The chunks that ran on each stage, ascending."""
+    tasks: Mapping[TaskGroup, Boxes]
+    waits: Mapping[IdleReason, Boxes]
+    end_ms: float
+    """The last end, of a task or of idle time."""
+    makespan_ms: float
+    """Mean over the steps."""
+    bubble_fraction: float
+    """Mean over the steps."""
+    stage_bubbles: tuple[float, ...]
+    """Mean over the steps, per stage."""
+    step_starts_ms: Mapping[int, Mapping[int, float]]
+    """step -> stage -> start of the stage's first task of that step."""
+
+    @property
+    def num_shades(self) -> int:
+        return max(len(chunks) for chunks in self.chunks_of_stage)
+
+    @property
+    def num_boxes(self) -> int:
+        return sum(len(boxes) for boxes in (*self.tasks.values(), *self.waits.values()))
+
+    def colour(self, group: TaskGroup) -> str:
+        return shade(TASK_LOOKS[group.kind].colour, group.rank, self.num_shades)
+
+    def summary(self) -> str:
+        """The facts of the title line: makespan, bubble fraction, step."""
+        if len(self.steps) == 1:
+            return f"makespan {format_ms(self.makespan_ms)} · bubble {self.bubble_fraction:.1%} · step {self.steps[0]}"
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
+        return f"{steps}, mean: makespan {format_ms(self.makespan_ms)} · bubble {self.bubble_fraction:.1%}"
+
+
+def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
+    """One panel per (caption, timeline).
+
+    Raises ValueError for no timeline at all, and for a timeline that is empty or that cannot be drawn.
+    """
+    found = [_panel(" ".join(caption.split()), timeline) for caption, timeline in timelines]
+    if not found:
+        raise ValueError("there is no timeline to draw: give at least one (caption, timeline) pair")
+    return found
+
+
+def require_drawable(timeline: Timeline, name: str = "the timeline") -> None:
+    """Raise ValueError with one sentence where ``timeline`` holds nothing, or what no stage can have done."""
+    if not timeline.spans:
+        raise ValueError(
+            f"{name} holds no task (and {len(timeline.waits)} idle intervals): record at least one step first"
+        )
+    for entry in _entries(timeline):
+        if not 0 <= entry.stage < timeline.num_stages:
+            raise ValueError(
+                f"{name} has an entry of stage {entry.stage}, but {timeline.num_stages} stages: "
+                f"give num_stages={entry.stage + 1} or more"
+            )
+        if not (math.isfinite(entry.start_s) and math.isfinite(entry.end_s) and entry.start_s <= entry.end_s):
+            raise ValueError(
+                f"{name} has an entry of stage {entry.stage} that lasts from {entry.start_s} s to {entry.end_s} s: "
+                "give finite times, the start not after the end"
+            )
+
+
+def first_start_s(timeline: Timeline) -> float:
+    """The zero of every drawn axis: the first start of a task or of idle time."""
+    return min(entry.start_s for entry in _entries(timeline))
+
+
+def format_ms(milliseconds: float) -> str:
+    """Four significant digits and the unit, for example ``57.25 ms`` or ``1,234 ms``."""
+    if milliseconds <= 0:
+        return "0 ms"
+    decimals = max(0, 3 - math.floor(math.log10(milliseconds)))
+    return f"{milliseconds:,.{decimals}f} ms"
+
+
+def _panel(caption: str, timeline: Timeline) -> Panel:
+    require_drawable(timeline, f"timeline {caption!r}")
+    zero_s = first_start_s(timeline)
+    chunks_of_stage = _chunks_of_stage(timeline)
+    steps = tuple(timeline.steps())
+    by_step = _by_step(timeline)
+    starts: dict[int, dict[int, float]] = {step: {} for step in steps}
+    for span in sorted(timeline.spans, key=lambda s: s.start_s, reverse=True):
+        starts[span.step][span.stage] = _ms(span.start_s, zero_s)
+    return Panel(
+        caption=caption,
+        num_stages=timeline.num_stages,
+        steps=steps,
+        chunks_of_stage=chunks_of_stage,
+        tasks=_task_boxes(timeline.spans, chunks_of_stage, zero_s),
+        waits=_wait_boxes(timeline.waits, zero_s),
+        end_ms=_ms(max(entry.end_s for entry in _entries(timeline)), zero_s),
+        makespan_ms=fmean(one.makespan_s() for one in by_step) * 1e3,
+        bubble_fraction=fmean(one.bubble_fraction() for one in by_step),
+        stage_bubbles=tuple(map(fmean, zip(*(one.stage_bubbles() for one in by_step), strict=True))),
+        step_starts_ms=starts,
+    )
+
+
+def _entries(timeline: Timeline) -> Iterator[Span | Wait]:
+    yield from timeline.spans
+    yield from timeline.waits
+
+
+def _by_step(timeline: Timeline) -> list[Timeline]:
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        spans[span.step].append(span)
+    return [Timeline(timeline.num_stages, spans[step]) for step in sorted(spans)]
+
+
+def _chunks_of_stage(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
+    chunks: list[set[int]] = [set() for _ in range(timeline.num_stages)]
+    for span in timeline.spans:
+        chunks[span.stage].add(span.task.chunk)
+    return tuple(tuple(sorted(found)) for found in chunks)
+
+
+def _task_boxes(
+    spans: Sequence[Span], chunks_of_stage: Sequence[Sequence[int]], zero_s: float
+) -> dict[TaskGroup, Boxes]:
+    rank_of = [{chunk: rank for rank, chunk in enumerate(chunks)} for chunks in chunks_of_stage]
+    groups: dict[TaskGroup, list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[TaskGroup(span.task.kind, rank_of[span.stage][span.task.chunk])].append(span)
+    order = list(TaskKind)
+    return {
+        group: _boxes(groups[group], [(s.task.chunk, s.task.microbatch) for s in groups[group]], zero_s)
+        for group in sorted(groups, key=lambda g: (order.index(g.kind), g.rank))
+    }
+
+
+def _wait_boxes(waits: Sequence[Wait], zero_s: float) -> dict[IdleReason, Boxes]:
+    groups: dict[IdleReason, list[Wait]] = defaultdict(list)
+    for wait in waits:
+        if wait.end_s > wait.start_s:
+            groups[wait.reason].append(wait)
+    return {
+        reason: _boxes(groups[reason], [(-1, -1)] * len(groups[reason]), zero_s)
+        for reason in IdleReason
+        if reason in groups
+    }
+
+
+def _boxes(entries: Sequence[Span] | Sequence[Wait], names: Sequence[tuple[int, int]], zero_s: float) -> Boxes:
+    return Boxes(
+        stage=np.array([e.stage for e in entries]),
+        step=np.array([e.step for e in entries]),
+        start_ms=np.array([_ms(e.start_s, zero_s) for e in entries]),
+        end_ms=np.array([_ms(e.end_s, zero_s) for e in entries]),
+        chunk=np.array([chunk for chunk, _ in names]),
+        microbatch=np.array([microbatch for _, microbatch in names]),
+    )
+
+
+def _ms(time_s: float, zero_s: float) -> float:
+    return (time_s - zero_s) * 1e3

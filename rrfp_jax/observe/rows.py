@@ -1,0 +1,237 @@
+"""The rows of one panel of a picture: idle time, tasks, numbers, labels and the time axis."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+from rrfp_jax.observe.dense import are_thin, share_images
+from rrfp_jax.observe.measure import shortened, text_width
+from rrfp_jax.observe.panels import Boxes, Panel
+from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, text_colour
+from rrfp_jax.tasks import TaskKind
+
+DPI = 160
+POINTS = 72
+"""Per inch."""
+DIGIT = 0.64
+"""Width of a digit of DejaVu Sans, in font sizes."""
+LABEL_POINTS = 9.0
+
+_BOX = 0.84
+"""Height of a box, of a row."""
+_NUMBER_POINTS = (4.2, 8.5)
+_MAX_NUMBERS = 8000
+"""More are neither legible nor quick to draw."""
+_MAX_HATCHED = 6000
+_CAPTION_POINTS, _FACTS_POINTS, _SMALL_POINTS = 10.5, 9.5, 7.5
+_BESIDE = 8
+"""From the time axis to what stands on its right, in points."""
+
+
+class Rows:
+    """Draws one panel; all sizes in inches."""
+
+    def __init__(self, panel: Panel, *, time_width: float, row_height: float, end_ms: float) -> None:
+        self.panel = panel
+        self.height = panel.num_stages * row_height
+        self._time_width = time_width
+        self._row_height = row_height
+        self._end_ms = end_ms
+        self._points_per_ms = time_width * POINTS / end_ms
+        widths = [boxes.width_ms for boxes in panel.tasks.values()]
+        self.thin = are_thin(widths, time_width * DPI / end_ms)
+        """Whether tasks are drawn as shares of the time."""
+        self.number_points = self._number_points()
+        """Font size of the numbers in the boxes; None where too few would fit."""
+
+    def draw(self, axes: Axes, *, last: bool) -> None:
+        """Draw into ``axes``; the last panel carries the time scale of all."""
+        axes.set_xlim(0, self._end_ms)
+        axes.set_ylim(self.panel.num_stages - 0.5, -0.5)
+        axes.set_autoscale_on(False)
+        self._draw_titles(axes)
+        self._draw_stage_labels(axes)
+        _draw_time_axis(axes, last=last)
+        self._draw_idle(axes)
+        if self.thin:
+            self._draw_shares(axes)
+        else:
+            self._draw_tasks(axes)
+        if self.number_points is not None:
+            self._draw_numbers(axes, self.number_points)
+        self._draw_step_marks(axes)
+
+    def _draw_titles(self, axes: Axes) -> None:
+        """The caption on the left, the facts on the right."""
+        facts = self.panel.summary()
+        room = self._time_width - text_width(facts, _FACTS_POINTS) - 0.3
+        caption = shortened(self.panel.caption, _CAPTION_POINTS, room, bold=True)
+        up = 6 if len(self.panel.steps) == 1 else 17
+        _note(axes, caption, (0, 1), (0, up), fontsize=_CAPTION_POINTS, fontweight="bold", color=INK)
+        _note(axes, facts, (1, 1), (0, up), fontsize=_FACTS_POINTS, color=INK, ha="right")
+        _note(axes, "idle", (1, 1), (_BESIDE, 3), fontsize=_SMALL_POINTS, color=FAINT_INK)
+
+    def _draw_stage_labels(self, axes: Axes) -> None:
+        """The stage on the left, its idle share on the right; in low rows only every few stages."""
+        size = float(np.clip(self._row_height * POINTS * 0.6, 6, LABEL_POINTS))
+        every = max(1, int(np.ceil(0.125 / self._row_height)))
+        shown = range(0, self.panel.num_stages, every)
+        labels = [stage_label(self.panel, stage, self._row_height) for stage in shown]
+        axes.set_yticks(list(shown))
+        axes.set_yticklabels(labels, fontsize=size, color=INK, linespacing=1.1)
+        axes.tick_params(axis="y", length=0, pad=5)
+        for stage in shown:
+            share = f"{self.panel.stage_bubbles[stage]:.1%}"
+            place = (1, 1 - (stage + 0.5) / self.panel.num_stages)
+            _note(axes, share, place, (_BESIDE, 0), fontsize=size, color=FAINT_INK, va="center_baseline")
+
+    def _draw_idle(self, axes: Axes) -> None:
+        hatched = sum(map(len, self.panel.waits.values())) <= _MAX_HATCHED
+        for reason, boxes in self.panel.waits.items():
+            look = IDLE_LOOKS[reason]
+            style = {"facecolor": look.fill, "edgecolor": look.line, "linewidth": 0}
+            hatch = look.hatch if hatched else None
+            axes.add_collection(_polygons(boxes, **style, hatch=hatch, rasterized=not hatched, zorder=1), autolim=False)
+
+    def _draw_tasks(self, axes: Axes) -> None:
+        for group, boxes in self.panel.tasks.items():
+            separated = float(np.median(boxes.width_ms)) * self._points_per_ms > 4
+            style = {
+                "facecolor": self.panel.colour(group),
+                "edgecolor": PAPER if separated else "none",
+                "linewidth": 0.5 if separated else 0,
+            }
+            many = len(boxes) > _MAX_NUMBERS
+            axes.add_collection(_polygons(boxes, **style, rasterized=many, zorder=2), autolim=False)
+
+    def _draw_shares(self, axes: Axes) -> None:
+        num_columns = round(self._time_width * DPI)
+        num_levels = max(1, round(self._row_height * _BOX * DPI))
+        images = share_images(self.panel, end_ms=self._end_ms, num_columns=num_columns, num_levels=num_levels)
+        for stage, image in enumerate(images):
+            extent = (0, self._end_ms, stage + _BOX / 2, stage - _BOX / 2)
+            axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
+
+    def _number_points(self) -> float | None:
+        boxes = [boxes for group, boxes in self.panel.tasks.items() if group.kind not in (TaskKind.R, TaskKind.U)]
+        smallest, largest = _NUMBER_POINTS
+        largest = min(largest, self._row_height * POINTS * _BOX * 0.72)
+        if self.thin or not boxes or largest < smallest:
+            return None
+        fitting = np.concatenate([self._room(one) for one in boxes])
+        size = float(np.clip(np.quantile(fitting, 0.1), smallest, largest))
+        num_fitting = int(_fits(fitting, size).sum())
+        return size if 0.3 * len(fitting) <= num_fitting <= _MAX_NUMBERS else None
+
+    def _room(self, boxes: Boxes) -> NDArray[np.float64]:
+        """The greatest font size in which each box holds its number, [boxes]."""
+        num_digits = 1 + np.floor(np.log10(np.maximum(boxes.microbatch, 1)))
+        return (boxes.width_ms * self._points_per_ms - 1.5) / (num_digits * DIGIT)
+
+    def _draw_numbers(self, axes: Axes, size: float) -> None:
+        for group, boxes in self.panel.tasks.items():
+            if group.kind in (TaskKind.R, TaskKind.U):
+                continue
+            colour = text_colour(self.panel.colour(group))
+            for i in np.flatnonzero(_fits(self._room(boxes), size)):
+                axes.text(
+                    (boxes.start_ms[i] + boxes.end_ms[i]) / 2,
+                    boxes.stage[i],
+                    str(boxes.microbatch[i]),
+                    fontsize=size,
+                    color=colour,
+                    ha="center",
+                    va="center_baseline",
+                    zorder=3,
+                )
+
+    def _draw_step_marks(self, axes: Axes) -> None:
+        """Where several steps are drawn: a line at each stage's first task of a step, and the step's number above."""
+        if len(self.panel.steps) == 1:
+            return
+        starts = self.panel.step_starts_ms
+        lines = [
+            [(start_ms, stage - 0.5), (start_ms, stage + 0.5)]
+            for of_stage in starts.values()
+            for stage, start_ms in of_stage.items()
+        ]
+        axes.add_collection(LineCollection(lines, colors=INK, linewidths=1.1, zorder=4), autolim=False)
+        end_of_last_in = -1.0
+        for step, of_stage in starts.items():
+            start_in = min(of_stage.values()) / self._end_ms * self._time_width
+            # Labels that would run into their left neighbour are left out.
+            if start_in > end_of_last_in:
+                place = (start_in / self._time_width, 1)
+                _note(axes, f"step {step}", place, (0, 2), fontsize=_SMALL_POINTS, color=FAINT_INK)
+                end_of_last_in = start_in + text_width(f"step {step}", _SMALL_POINTS) + 0.08
+
+
+def stage_label(panel: Panel, stage: int, row_height: float) -> str:
+    """``stage 2``, with its chunks on a second line where it has several and the row is high enough."""
+    chunks = panel.chunks_of_stage[stage]
+    if panel.num_shades == 1 or row_height < 0.3:
+        return f"stage {stage}"
+    named = [str(chunk) for chunk in chunks]
+    if len(named) > 4:
+        named[2:-1] = ["…"]
+    return f"stage {stage}\nchunk{'' if len(chunks) == 1 else 's'} {', '.join(named)}"
+
+
+def _fits(room: NDArray[np.float64], size: float) -> NDArray[np.bool_]:
+    """Boxes of equal length are treated alike, whatever rounding their ends went through."""
+    return room >= size * (1 - 1e-6)
+
+
+def _polygons(boxes: Boxes, **style: Any) -> PolyCollection:
+    left, right = boxes.start_ms, boxes.end_ms
+    top, bottom = boxes.stage - _BOX / 2, boxes.stage + _BOX / 2
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    # One array, [boxes, 4, 2], is quick; the annotations of matplotlib know lists only.
+    vertices: Any = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
+    return PolyCollection(vertices, **style)
+
+
+def _draw_time_axis(axes: Axes, *, last: bool) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, min_n_ticks=3))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}" if x < 1e6 else f"{x:,.0f}"))
+    axes.tick_params(axis="x", length=3, color=FAINT_INK, labelcolor=INK, labelsize=8.5, labelbottom=last)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT_INK)
+    if last:
+        axes.set_xlabel("time since the first start (ms)", fontsize=9, color=INK)
+
+
+def _note(
+    axes: Axes,
+    text: str,
+    place: tuple[float, float],
+    offset: tuple[float, float],
+    *,
+    fontsize: float,
+    color: str,
+    fontweight: str = "normal",
+    ha: str = "left",
+    va: str = "bottom",
+) -> None:
+    """Text at a place in fractions of the axes, moved by points; never read as mathematics, whatever it holds."""
+    axes.annotate(
+        text,
+        place,
+        xycoords="axes fraction",
+        xytext=offset,
+        textcoords="offset points",
+        fontsize=fontsize,
+        fontweight=fontweight,
+        color=color,
+        ha=ha,
+        va=va,
+        parse_math=False,
+        annotation_clip=False,
+    )

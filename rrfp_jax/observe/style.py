@@ -1,0 +1,114 @@
+"""The one look of every timeline: which colour, hatching and words stand for which task or idle time.
+
+Task colours come from Okabe and Ito's palette for all kinds of colour vision (https://jfly.uni-koeln.de/color/). Tasks
+are saturated, idle time is pale and hatched, so that work and bubble differ at a glance; the hatchings differ too,
+because pale colours alone are hard to tell apart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rrfp_jax.tasks import TaskKind
+from rrfp_jax.timeline import IdleReason
+
+INK = "#111111"
+"""Text and axes."""
+FAINT_INK = "#666666"
+"""Secondary text."""
+GRID = "#dddddd"
+PAPER = "#ffffff"
+
+_LIGHTEST = 0.62
+"""How far the last of a stage's chunks is blended into white."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLook:
+    """How tasks of one kind are drawn."""
+
+    colour: str
+    label: str
+    """Plain words for the legend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleLook:
+    """How idle time of one reason is drawn."""
+
+    fill: str
+    line: str
+    """Colour of the hatching."""
+    hatch: str
+    """Matplotlib's pattern."""
+    pattern: str
+    """Plotly's pattern."""
+    label: str
+    """Plain words for the legend."""
+
+
+TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
+    TaskKind.F: TaskLook(colour="#0072b2", label="F: forward"),
+    TaskKind.B: TaskLook(colour="#d55e00", label="B: backward"),
+    TaskKind.I: TaskLook(colour="#e69f00", label="I: backward, gradient of the input"),
+    TaskKind.W: TaskLook(colour="#009e73", label="W: backward, gradient of the weights"),
+    TaskKind.R: TaskLook(colour="#cc79a7", label="R: sum of gradients over copies"),
+    TaskKind.U: TaskLook(colour="#3d3d3d", label="U: optimizer update"),
+}
+
+IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
+    IdleReason.FILL: IdleLook(
+        fill="#f2f2f2", line="#c4c4c4", hatch="///", pattern="/", label="pipeline fills: no input has come yet"
+    ),
+    IdleReason.INPUT: IdleLook(
+        fill="#fff4b3", line="#d9bf3f", hatch="...", pattern=".", label="waits for an input from another stage"
+    ),
+    IdleReason.WINDOW: IdleLook(
+        fill="#ded0f2", line="#9c7bcb", hatch="|||", pattern="|", label="window full: forwards are ready"
+    ),
+    IdleReason.ORDER: IdleLook(
+        fill="#ffc9c4",
+        line="#dd6f66",
+        hatch="xxx",
+        pattern="x",
+        label="fixed order: others are ready, the next is not",
+    ),
+    IdleReason.DRAIN: IdleLook(
+        fill="#dcdcdc", line="#a6a6a6", hatch="\\\\\\", pattern="\\", label="pipeline drains: own microbatches are done"
+    ),
+    IdleReason.HOST: IdleLook(
+        fill="#8f8f8f", line="#5c5c5c", hatch="---", pattern="-", label="host hands the task to the device"
+    ),
+}
+
+UNEXPLAINED_LABEL = "idle, reason not recorded"
+
+
+def shade(colour: str, rank: int, count: int) -> str:
+    """The colour of the ``rank``-th of a stage's ``count`` chunks: the first is full, later ones are lighter."""
+    blend = _LIGHTEST * rank / max(count - 1, 1)
+    if count == 2:
+        blend *= 0.75
+    return "#" + "".join(f"{round(channel + (255 - channel) * blend):02x}" for channel in rgb(colour))
+
+
+def text_colour(colour: str) -> str:
+    """Dark or white, whichever stands out more against ``colour`` (contrast ratio of WCAG 2.1)."""
+    luminance = relative_luminance(colour)
+    contrast_with_white = 1.05 / (luminance + 0.05)
+    contrast_with_ink = (luminance + 0.05) / (relative_luminance(INK) + 0.05)
+    return PAPER if contrast_with_white >= contrast_with_ink else INK
+
+
+def relative_luminance(colour: str) -> float:
+    """0 for black to 1 for white (WCAG 2.1)."""
+    red, green, blue = (_linear(channel / 255) for channel in rgb(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """The channels of ``#rrggbb``, 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else float(((channel + 0.055) / 1.055) ** 2.4)

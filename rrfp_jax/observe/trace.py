@@ -1,0 +1,102 @@
+"""A timeline as a trace file for https://ui.perfetto.dev or chrome://tracing.
+
+The format is Chrome's Trace Event Format (JSON object form): one process per stage, in it one track of tasks and one of
+idle time. Every box is a complete event (``ph: X``); ``ts`` and ``dur`` are microseconds from the first start. An
+event is named by the task's text form (``2F5``): Perfetto colours by the name without its digits, hence by kind.
+"""
+
+import json
+import os
+from typing import Any
+
+from rrfp_jax.observe.files import replacing
+from rrfp_jax.observe.panels import first_start_s, require_drawable
+from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
+from rrfp_jax.timeline import Span, Timeline, Wait
+
+Event = dict[str, Any]
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as an object for ``json.dump``; raises ValueError for a timeline without tasks."""
+    require_drawable(timeline)
+    zero_s = first_start_s(timeline)
+    events = [event for stage in range(timeline.num_stages) for event in _names(stage)]
+    events += [_task_event(span, zero_s) for span in timeline.spans]
+    events += [_idle_event(wait, zero_s) for wait in timeline.waits if wait.end_s > wait.start_s]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _summary(timeline)}
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write :func:`chrome_trace` to ``path`` in one piece."""
+    text = json.dumps(chrome_trace(timeline), allow_nan=False, separators=(",", ":"))
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+# Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
+def _process(stage: int) -> int:
+    return stage + 1
+
+
+def _task_thread(stage: int) -> int:
+    return 2 * stage + 1
+
+
+def _idle_thread(stage: int) -> int:
+    return 2 * stage + 2
+
+
+def _names(stage: int) -> list[Event]:
+    process = _process(stage)
+    events = [
+        _metadata("process_name", process, None, {"name": f"stage {stage}"}),
+        _metadata("process_sort_index", process, None, {"sort_index": stage}),
+    ]
+    for index, (thread, name) in enumerate([(_task_thread(stage), "tasks"), (_idle_thread(stage), "idle")]):
+        events.append(_metadata("thread_name", process, thread, {"name": name}))
+        events.append(_metadata("thread_sort_index", process, thread, {"sort_index": index}))
+    return events
+
+
+def _metadata(name: str, process: int, thread: int | None, args: dict[str, Any]) -> Event:
+    event = {"ph": "M", "name": name, "pid": process, "args": args}
+    return event if thread is None else {**event, "tid": thread}
+
+
+def _task_event(span: Span, zero_s: float) -> Event:
+    task = span.task
+    args: dict[str, Any] = {"step": span.step, "kind": TASK_LOOKS[task.kind].label, "chunk": task.chunk}
+    if task.microbatch >= 0:
+        args["microbatch"] = task.microbatch
+    return {
+        **_complete(span, zero_s),
+        "name": str(task),
+        "cat": f"task,{task.kind}",
+        "tid": _task_thread(span.stage),
+        "args": args,
+    }
+
+
+def _idle_event(wait: Wait, zero_s: float) -> Event:
+    return {
+        **_complete(wait, zero_s),
+        "name": f"idle: {wait.reason}",
+        "cat": f"idle,{wait.reason}",
+        "tid": _idle_thread(wait.stage),
+        "args": {"step": wait.step, "reason": wait.reason.value, "meaning": IDLE_LOOKS[wait.reason].label},
+    }
+
+
+def _complete(entry: Span | Wait, zero_s: float) -> Event:
+    # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
+    start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
+    return {"ph": "X", "pid": _process(entry.stage), "ts": start_us, "dur": round(end_us - start_us, 3)}
+
+
+def _summary(timeline: Timeline) -> dict[str, str]:
+    by_step = {step: timeline.of_step(step) for step in timeline.steps()}
+    return {
+        f"step {step}": f"makespan {one.makespan_s() * 1e3:.3f} ms, bubble {one.bubble_fraction():.4f}"
+        for step, one in by_step.items()
+    }

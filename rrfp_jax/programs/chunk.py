@@ -1,0 +1,51 @@
+"""What a chunk of a model is: the one interface on which models and programs agree.
+
+A chunk is a pair of pure functions, ``init`` and ``apply``, and a few words on what they read. Model code knows
+nothing of pipelines; programs know nothing of models.
+
+Conventions
+-----------
+params
+    A dictionary from layer name to an arbitrary pytree of arrays. Layer names are unique over the whole model, except
+    those in ``shared``, which name copies of one and the same parameter (tied embeddings): they start from the copy
+    of the lowest chunk, their gradients are summed over the copies, and norms count them once.
+inputs
+    None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
+    outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros.
+leaves
+    A dictionary from batch leaf name to the array of one microbatch: they are read where they are needed and never
+    travel from chunk to chunk.
+key
+    A typed random key that depends on (seed, step, microbatch) only. A chunk folds in its global layer numbers itself,
+    so that the randomness of a layer does not depend on where the model is cut.
+outputs
+    Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
+    summed (not averaged) over the microbatch, and its weight, for example the number of tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Params = dict[str, Any]
+"""Parameters of a chunk: layer name -> pytree of arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A consecutive part of a model with its own parameters."""
+
+    name: str
+    """For tables and errors, for example ``layers 0-1``."""
+    init: Callable[[jax.Array], Params]
+    """``init(key) -> params``, from a typed key."""
+    apply: Callable[..., Any]
+    """``apply(params, inputs, leaves, *, key) -> outputs``."""
+    leaves: tuple[str, ...] = ()
+    """Names of the batch leaves that ``apply`` reads."""
+    shared: frozenset[str] = frozenset()
+    """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
+    uses_key: bool = False
+    """Whether ``apply`` reads ``key``; otherwise it gets None."""

@@ -1,0 +1,40 @@
+"""Compile a program ahead of time, once.
+
+Nothing may be traced or compiled while a step runs: a stage that compiles while its peers wait can hang them all. So
+every program is lowered and compiled for the shapes it will see, and a second trace is an error.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+from jax.stages import Compiled
+
+_serial = itertools.count()
+
+
+def compile_program(
+    name: str,
+    function: Callable[..., Any],
+    *specs: Any,
+    sharding: jax.sharding.Sharding,
+    donate: tuple[int, ...] = (),
+) -> Compiled:
+    """Compile ``function`` for arguments of these shapes, all of them and all results placed by ``sharding``.
+
+    ``name`` appears in profiles. ``donate`` lists the positions of arguments whose memory the results may take over.
+    The compiled program takes JAX arrays that lie on the sharding's devices and NumPy arrays alike; arguments of
+    another shape, dtype or tree raise TypeError.
+    """
+
+    def program(*args: Any) -> Any:
+        return function(*args)
+
+    # chex counts traces by name and call stack, so every program needs a name of its own
+    program.__name__ = f"{name}_{next(_serial)}"
+    once = chex.assert_max_traces(program, n=1)
+    once.__name__ = name
+    jitted = jax.jit(once, in_shardings=sharding, out_shardings=sharding, donate_argnums=donate)
+    return jitted.lower(*specs).compile()

@@ -1,0 +1,188 @@
+"""Which shapes every chunk reads and returns, derived before anything runs.
+
+Everything that can be wrong with a list of chunks is found here, with the name of the chunk in the message: leaves that
+the batch does not have, chunks that do not fit together, a last chunk that returns no loss, shared parameters that
+differ.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.rng import microbatch_key
+from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
+from rrfp_jax.tasks import PipelineGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkShapes:
+    """Shapes and dtypes of one chunk and one microbatch; all are pytrees of ``jax.ShapeDtypeStruct``."""
+
+    params: dict[str, Specs]
+    """Layer name -> parameters."""
+    inputs: tuple[Specs, ...]
+    """The output of every predecessor, ascending."""
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    """The batch leaves that the chunk reads."""
+    outputs: Specs
+    """What ``apply`` returns."""
+
+
+def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
+    """For messages: ``chunk 3 (layers 6-7)``."""
+    return f"chunk {index} ({chunks[index].name})"
+
+
+def derive_shapes(
+    chunks: Sequence[Chunk], graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[ChunkShapes, ...]:
+    """Trace every chunk once and return its shapes; nothing is computed.
+
+    ``batch`` holds the leaves of one microbatch. Raises ValueError, naming the chunk, where chunks, graph and batch do
+    not fit together.
+    """
+    if len(chunks) != graph.num_chunks:
+        raise ValueError(f"{len(chunks)} chunks are given for a graph of {graph.num_chunks}: the numbers must agree")
+    shapes: list[ChunkShapes] = []
+    for index in range(len(chunks)):
+        params = _params(chunks, index)
+        inputs = tuple(shapes[p].outputs for p in graph.predecessors(index))
+        leaves = _leaves(chunks, index, batch)
+        outputs = _outputs(chunks, index, params, inputs, leaves)
+        if not graph.successors(index):
+            _check_loss(chunks, index, outputs)
+        shapes.append(ChunkShapes(params=params, inputs=inputs, leaves=leaves, outputs=outputs))
+    _check_layer_names(chunks, graph, shapes)
+    _check_gradient_edges(chunks, graph, shapes)
+    return tuple(shapes)
+
+
+def arrange_inputs(inputs: tuple[Any, ...]) -> Any:
+    """The ``inputs`` argument of ``Chunk.apply``: None, the only predecessor's output, or a tuple of all."""
+    if not inputs:
+        return None
+    return inputs[0] if len(inputs) == 1 else inputs
+
+
+def holders(chunks: Sequence[Chunk], name: str) -> list[int]:
+    """The chunks that hold a copy of the shared layer ``name``, ascending; the first one owns it."""
+    return [index for index, chunk in enumerate(chunks) if name in chunk.shared]
+
+
+def model_params(shapes: Sequence[ChunkShapes]) -> dict[str, Specs]:
+    """The parameters of the whole model by layer name; shared ones once."""
+    whole: dict[str, Specs] = {}
+    for shape in shapes:
+        whole |= {name: layer for name, layer in shape.params.items() if name not in whole}
+    return whole
+
+
+def _params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
+    who = describe_chunk(chunks, index)
+    params = jax.eval_shape(chunks[index].init, jax.random.key(0))
+    if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
+        raise ValueError(f"{who} initialises to {type(params).__name__}: return a dictionary from layer name to arrays")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_inexact(leaf):
+            raise ValueError(
+                f"{who} has the parameter {jax.tree_util.keystr(path)} of type {leaf.dtype}, which has no gradient: "
+                "pass it as a batch leaf or close over it"
+            )
+    for name in chunks[index].shared:
+        if name not in params:
+            raise ValueError(f"{who} says that it shares {name!r}, but its layers are {', '.join(params) or 'none'}")
+    return dict(spec_of(params))
+
+
+def _leaves(
+    chunks: Sequence[Chunk], index: int, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    for name in chunks[index].leaves:
+        if name not in batch:
+            raise ValueError(
+                f"{describe_chunk(chunks, index)} reads batch leaf {name!r}, which the batch does not have: "
+                f"it has {', '.join(sorted(batch)) or 'no leaves'}"
+            )
+    return {name: spec_of(batch[name]) for name in chunks[index].leaves}
+
+
+def _outputs(
+    chunks: Sequence[Chunk], index: int, params: Specs, inputs: tuple[Specs, ...], leaves: dict[str, Specs]
+) -> Specs:
+    chunk = chunks[index]
+
+    def apply(params: Any, inputs: Any, leaves: Any) -> Any:
+        key = microbatch_key(0, 0, 0) if chunk.uses_key else None
+        return chunk.apply(params, arrange_inputs(inputs), leaves, key=key)
+
+    try:
+        return spec_of(jax.eval_shape(apply, params, inputs, leaves))
+    except (TypeError, ValueError) as error:
+        read = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
+        raise ValueError(
+            f"{describe_chunk(chunks, index)} cannot be applied to inputs {describe(inputs)} and batch leaves "
+            f"{read or 'none'}: {error}"
+        ) from error
+
+
+def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
+    scalar = jax.ShapeDtypeStruct((), np.dtype("float32"))
+    if not isinstance(outputs, tuple) or len(outputs) != 2 or any(spec != scalar for spec in outputs):
+        raise ValueError(
+            f"{describe_chunk(chunks, index)} has no successor and returns {describe(outputs)}: "
+            "the last chunk must return (loss_sum, weight), two float32 scalars"
+        )
+
+
+def _check_layer_names(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:
+    first: dict[str, int] = {}
+    for index, shape in enumerate(shapes):
+        for name in shape.params:
+            owner = first.setdefault(name, index)
+            if owner != index:
+                _check_copies(chunks, graph, shapes, name, (owner, index))
+    for index, chunk in enumerate(chunks):
+        for name in chunk.shared:
+            if len(holders(chunks, name)) == 1:
+                raise ValueError(
+                    f"{describe_chunk(chunks, index)} shares {name!r} with no other chunk: drop it from `shared`"
+                )
+
+
+def _check_copies(
+    chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes], name: str, pair: tuple[int, int]
+) -> None:
+    owner, other = pair
+    who = f"{describe_chunk(chunks, owner)} and {describe_chunk(chunks, other)}"
+    if not (name in chunks[owner].shared and name in chunks[other].shared):
+        raise ValueError(
+            f"{who} both hold a layer named {name!r}: rename one, or list it in `shared` of both if they are copies of "
+            "one parameter"
+        )
+    here, there = shapes[owner].params[name], shapes[other].params[name]
+    if here != there:
+        raise ValueError(
+            f"{who} share {name!r}, but it is {describe(here)} in one and {describe(there)} in the other: "
+            "initialise both to the same tree, shapes and dtypes"
+        )
+    if owner not in graph.sharing(other):
+        raise ValueError(f"{who} share {name!r}, but the graph does not know: build it with shared=({pair},)")
+    if graph.has_backward(owner) != graph.has_backward(other):
+        raise ValueError(
+            f"{who} share {name!r}, but a gradient reaches only one of them, and the copies would drift apart: "
+            "let gradients flow to both, or give the other a layer of its own"
+        )
+
+
+def _check_gradient_edges(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:
+    for index, shape in enumerate(shapes):
+        if graph.gradient_successors(index) and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
+            target = graph.gradient_successors(index)[0]
+            raise ValueError(
+                f"{describe_chunk(chunks, index)} sends {describe(shape.outputs)} to chunk {target}, which has no "
+                f"gradient: write Edge({index}, {target}, carries_gradient=False)"
+            )

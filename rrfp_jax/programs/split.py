@@ -1,0 +1,180 @@
+"""Splits the backward of any JAX function into two programs: input gradient now, weight gradients later.
+
+    split = split_backward(fn, params, inputs)
+    outputs, stash = split.forward(params, inputs)
+    input_grad, owed = split.backward(params, stash, output_grad)
+    params_grad = split.weight_gradient(params, owed)
+
+A pipeline stage's predecessor waits for `input_grad` alone, so weight gradients can fill what would be idle time (Zero
+Bubble Pipeline Parallelism, arXiv 2401.10241). The split is exact: forward, backward and weight gradient together do
+the work of the fused forward and backward, nothing twice, with the same arithmetic. It is made by partition of the
+traced backward (`splitting.partition` has the rules), not by differentiating twice.
+
+What is stored
+--------------
+`stash` and `owed` are tuples of arrays. Nothing in them is derived from parameters alone: each function takes the live
+parameters, *which must be those of the forward*. An input that the backward needs is in the stash as it is: under
+`jax.jit` that is the same buffer, so do not donate or overwrite it before the backward has run. Likewise `owed`
+holds again those arrays of the stash that the weight gradient needs; donate the stash to a jitted `backward` and they
+change hands without a copy, while the others are freed. `split.report` counts the bytes.
+
+Once per update
+---------------
+Some values are derived from parameters alone and cost work, such as weights cast to bfloat16. Each function computes
+them where it needs them, or takes them from `split.prepare(params)`, to be computed once after every update:
+
+    derived = split.prepare(params)
+    outputs, stash = split.forward(params, inputs, derived=derived)
+
+Limits: `cond`, `while` and opaque kernels stay whole in the input gradient where it needs any of their outputs; reverse
+differentiation must be possible; the functions are meant for `jax.jit`, not for being differentiated again; `fn` must
+not close over tracers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rrfp_jax.programs.splitting.cut import Partition
+from rrfp_jax.programs.splitting.derived import hoisted
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate
+from rrfp_jax.programs.splitting.light import light_outputs
+from rrfp_jax.programs.splitting.liveness import slice_nodes
+from rrfp_jax.programs.splitting.partition import partition
+from rrfp_jax.programs.splitting.report import SplitReport, make_report
+from rrfp_jax.programs.splitting.stash import Joined, join
+from rrfp_jax.programs.splitting.tracing import Traced, trace
+
+__all__ = ["FusedBackward", "SplitBackward", "SplitReport", "fused_backward", "split_backward"]
+
+
+def split_backward(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> SplitBackward:
+    """Splits `fn(params, inputs) -> outputs` for arguments of these shapes.
+
+    `params`, `inputs` and the outputs are any pytrees; arguments are arrays or `jax.ShapeDtypeStruct`s. Leaves that are
+    not inexact (integers, booleans, random keys) have no gradient; if `inputs` has no inexact leaf (or is None), the
+    input gradient is trivial and all work is in the weight gradient. Raises what tracing `fn` raises.
+    """
+    traced = trace(fn, params, inputs)
+    joined = join(traced)
+    parts = _divide(joined)
+    shared = hoisted(joined.backward, [*joined.params_grad, *joined.inputs_grad])
+    report = make_report(joined, parts.crossing, shared)
+    return SplitBackward(report=report, _traced=traced, _joined=joined, _parts=parts, _shared=tuple(shared))
+
+
+def fused_backward(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> FusedBackward:
+    """As `split_backward`, for a backward in one piece with the same lean stash."""
+    return FusedBackward(split_backward(fn, params, inputs))
+
+
+def _divide(joined: Joined) -> Partition:
+    prices = {value: value.num_bytes for value in (*joined.stash, *joined.cotangents)}
+    if not joined.inputs_grad:
+        live = slice_nodes(joined.backward, joined.params_grad)
+        crossing = [value for value in prices if value in live.needed]
+        return Partition(first=[], second=live.nodes, crossing=crossing, outputs=joined.params_grad)
+    light = light_outputs(joined.backward, joined.inputs_grad, joined.params_grad)
+    early = [gradient for gradient, is_light in zip(joined.params_grad, light, strict=True) if is_light]
+    return partition(joined.backward, [*joined.inputs_grad, *early], joined.params_grad, prices=prices)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SplitBackward:
+    """The programs of one function. All are pure and can be jitted; `derived` is `prepare(params)` or None."""
+
+    report: SplitReport
+    _traced: Traced = field(repr=False)
+    _joined: Joined = field(repr=False)
+    _parts: Partition = field(repr=False)
+    _shared: tuple[Value, ...] = field(repr=False)
+
+    def prepare(self, params: Any) -> tuple[Any, ...]:
+        """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
+        fixed = slice_nodes([*self._joined.backward], self._shared, keep_effects=False).nodes
+        return tuple(evaluate(fixed, self._bind_params(params), self._shared))
+
+    def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
+        """(outputs, stash)."""
+        joined = self._joined
+        environment = self._bind_params(params)
+        environment.update(zip(joined.inputs, self._traced.inputs.flatten(inputs), strict=True))
+        wanted = [*joined.outputs, *joined.stash]
+        results = self._run(joined.forward, environment, wanted, derived)
+        count = len(joined.outputs)
+        return self._traced.outputs.treedef.unflatten(results[:count]), tuple(results[count:])
+
+    def backward(
+        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(input_grad, owed). `output_grad` is a tree like the outputs; leaves for outputs that are not inexact are
+        ignored and may be None. Leaves of `input_grad` for inputs that are not inexact are None."""
+        environment = self._bind_backward(params, stash, output_grad)
+        wanted = [*self._joined.inputs_grad, *self._parts.crossing]
+        results = self._run(self._parts.first, environment, wanted, derived)
+        count = len(self._joined.inputs_grad)
+        return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
+
+    def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
+        """The gradient of the parameters, a tree like theirs with None for leaves that are not inexact."""
+        environment = self._bind_params(params)
+        environment.update(zip(self._parts.crossing, owed, strict=True))
+        gradients = self._run(self._parts.second, environment, self._parts.outputs, derived)
+        return self._traced.params.unflatten_gradient(gradients)
+
+    def full_backward(
+        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+    ) -> tuple[Any, Any]:
+        """(input_grad, params_grad) in one program, from the same stash."""
+        joined = self._joined
+        environment = self._bind_backward(params, stash, output_grad)
+        gradients = self._run(joined.backward, environment, [*joined.params_grad, *joined.inputs_grad], derived)
+        count = len(joined.params_grad)
+        input_grad = self._traced.inputs.unflatten_gradient(gradients[count:])
+        return input_grad, self._traced.params.unflatten_gradient(gradients[:count])
+
+    def _bind_params(self, params: Any) -> dict[Value, Any]:
+        return dict(zip(self._joined.params, self._traced.params.flatten(params), strict=True))
+
+    def _bind_backward(self, params: Any, stash: Sequence[Any], output_grad: Any) -> dict[Value, Any]:
+        environment = self._bind_params(params)
+        environment.update(zip(self._joined.stash, stash, strict=True))
+        cotangents = self._traced.outputs.flatten_gradient(output_grad)
+        environment.update(zip(self._joined.cotangents, cotangents, strict=True))
+        return environment
+
+    def _run(
+        self, nodes: Sequence[Node], environment: dict[Value, Any], wanted: Sequence[Operand], derived: Any
+    ) -> list[Any]:
+        if derived is not None:
+            environment.update(zip(self._shared, derived, strict=True))
+        given = {value for value in environment}
+        return evaluate(slice_nodes(nodes, wanted, given=given).nodes, environment, wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBackward:
+    """Forward and one-piece backward of a function with the lean stash of its split."""
+
+    split: SplitBackward
+
+    @cached_property
+    def report(self) -> SplitReport:
+        return self.split.report
+
+    def prepare(self, params: Any) -> tuple[Any, ...]:
+        """See `SplitBackward.prepare`."""
+        return self.split.prepare(params)
+
+    def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
+        """(outputs, stash)."""
+        return self.split.forward(params, inputs, derived=derived)
+
+    def backward(
+        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+    ) -> tuple[Any, Any]:
+        """(input_grad, params_grad)."""
+        return self.split.full_backward(params, stash, output_grad, derived=derived)

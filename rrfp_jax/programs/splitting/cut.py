@@ -1,0 +1,91 @@
+"""Which values cross from I to W: a minimum cut over bytes.
+
+The graph: a vertex per node and per value; being on the source's side means *computed in I* for a node and *not
+available in W* for a value. An edge of the value's size leads from a node to each value that it makes: cutting it means
+that the value crosses. An edge without bound leads from a value to each node that reads it: a node in W needs its
+operands in W. Three more kinds without bound state the rules of `partition`:
+
+* source to each node that I must compute, except free ones and fixed ones, which W may do again;
+* each heavy node that I need not compute, and each output of W, to the sink;
+* from each reader to the node that makes what it reads, where both belong to the rest and the latter is neither free
+  nor fixed: if that is computed in W, so are its readers, since no array goes from W back to I.
+
+Fixed values have no way from the source, and an unbounded edge from their node: they cost nothing and never cross.
+Among cuts of equal size the one nearest to the source is taken: it prefers what is in the stash already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, is_fixed, values
+from rrfp_jax.programs.splitting.mincut import UNBOUNDED, FlowGraph
+from rrfp_jax.programs.splitting.rules import is_free, is_heavy
+
+
+class Partition(NamedTuple):
+    """The nodes of I and of W in order, the values that W reads and I makes or has read itself, and W's outputs."""
+
+    first: list[Node]
+    second: list[Node]
+    crossing: list[Value]
+    outputs: list[Operand]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CutProblem:
+    nodes: Sequence[Node]
+    """All nodes but barriers, in order."""
+    urgent: Collection[Value]
+    """The values that I must compute."""
+    second: Sequence[Operand]
+    """What W must have in the end."""
+    prices: Mapping[Value, int]
+    """Bytes of each input that is not fixed."""
+    late: Collection[Value]
+    """Inputs that only W has."""
+
+
+def minimum_cut(problem: CutProblem) -> set[Value]:
+    graph = FlowGraph()
+    source, sink = "source", "sink"
+    graph.add_edge(source, sink, 0)
+    makers = {output: node for node in problem.nodes for output in node.outputs}
+    for value, price in problem.prices.items():
+        graph.add_edge(source, ("input", value))
+        graph.add_edge(("input", value), value, max(1, price))
+    for value in problem.late:
+        graph.add_edge(value, sink)
+    for operand in values(problem.second):
+        graph.add_edge(operand, sink)
+    for node in problem.nodes:
+        _add_node(graph, node, problem, makers)
+    side = graph.source_side(source, sink)
+    made = [output for node in problem.nodes if node in side for output in node.outputs]
+    return {value for value in [*problem.prices, *made] if value not in side}
+
+
+def _add_node(graph: FlowGraph, node: Node, problem: CutProblem, makers: Mapping[Value, Node]) -> None:
+    is_urgent = any(output in problem.urgent for output in node.outputs)
+    for output in node.outputs:
+        graph.add_edge(node, output, UNBOUNDED if output.fixed else max(1, output.num_bytes))
+    if is_urgent and not is_repeatable(node):
+        graph.add_edge("source", node)
+        return
+    for operand in values(node.inputs):
+        graph.add_edge(operand, node)
+        maker = makers.get(operand)
+        if operand in problem.late:
+            graph.add_edge(node, operand)
+        elif not is_urgent and maker is not None and not is_repeatable(maker):
+            if not any(output in problem.urgent for output in maker.outputs):
+                graph.add_edge(node, maker)
+    if not is_urgent and is_heavy(node):
+        graph.add_edge(node, "sink")
+
+
+def is_repeatable(node: Node) -> bool:
+    """Whether W may do again what I does: it costs nothing, or makes values that must not cross."""
+    return is_free(node) or all(map(is_fixed, node.outputs))

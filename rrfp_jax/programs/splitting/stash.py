@@ -1,0 +1,92 @@
+"""What the forward hands to the backward: the residuals, without what need not be handed on.
+
+The forward and the backward are lowered into one list of nodes, the residuals being values of the former that the
+latter reads. Then
+
+* a residual that is fixed (a parameter, or made of parameters and constants) is not stored: the backward takes it from
+  the live parameters;
+* a residual that is another array reshaped, transposed, broadcast or widened is not stored: that array is, if it is not
+  larger, and the backward redoes the free operation;
+* what is left is stored once, however many residuals show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, is_fixed, values
+from rrfp_jax.programs.splitting.liveness import slice_nodes
+from rrfp_jax.programs.splitting.lowering import lower, new_value
+from rrfp_jax.programs.splitting.operations import Apply
+from rrfp_jax.programs.splitting.rules import is_free
+from rrfp_jax.programs.splitting.tracing import Spec, Traced
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Joined:
+    """Forward and backward of one function over shared values."""
+
+    params: list[Value]
+    inputs: list[Value]
+    outputs: list[Operand]
+    residuals: list[Operand]
+    """What `jax.vjp` would keep."""
+    stash: list[Value]
+    """What is kept: in part inputs as they are, in part values that the forward makes."""
+    cotangents: list[Value]
+    params_grad: list[Operand]
+    inputs_grad: list[Operand]
+    forward: list[Node]
+    backward: list[Node]
+    """All that leads from parameters, stash and cotangents to the gradients."""
+
+
+def join(traced: Traced) -> Joined:
+    params = [_value(spec, fixed=True) for spec in traced.params.specs]
+    inputs = [_value(spec, fixed=False) for spec in traced.inputs.specs]
+    forward: list[Node] = []
+    results = lower(traced.forward, [*params, *inputs], forward)
+    outputs, residuals = results[: len(traced.outputs.specs)], results[len(traced.outputs.specs) :]
+
+    pairs = zip(traced.outputs.specs, traced.outputs.differentiable, strict=True)
+    cotangents = [_value(spec, fixed=False) for spec, wanted in pairs if wanted]
+    backward: list[Node] = []
+    gradients = lower(traced.backward, [*residuals, *cotangents], backward)
+    num_params = sum(traced.params.differentiable)
+
+    whole = [*_repeatable(forward, residuals), *backward]
+    live = slice_nodes(whole, gradients)
+    return Joined(
+        params=params, inputs=inputs, outputs=outputs, residuals=residuals, cotangents=cotangents,
+        stash=_stored(live.needed, live.nodes, inputs, forward), forward=forward, backward=live.nodes,
+        params_grad=gradients[:num_params], inputs_grad=gradients[num_params:],
+    )  # fmt: skip
+
+
+def _value(spec: Spec, *, fixed: bool) -> Value:
+    return new_value(spec, fixed)
+
+
+def _repeatable(forward: list[Node], residuals: list[Operand]) -> list[Node]:
+    """The nodes of the forward that the backward does again: fixed ones, and free ones from a stored array."""
+    makers = {output: node for node in forward for output in node.outputs}
+    redone: set[Node] = set()
+    for value in values(residuals):
+        while (maker := makers.get(value)) is not None and (source := _free_source(maker)) is not None:
+            redone.add(maker)
+            value = source
+    return [node for node in forward if node in redone or (node.outputs and all(map(is_fixed, node.outputs)))]
+
+
+def _free_source(node: Node) -> Value | None:
+    """The one array that a free node shows, if it is no larger than what the node makes of it."""
+    sources = [operand for operand in values(node.inputs) if not operand.fixed]
+    if len(sources) != 1 or not isinstance(node.operation, Apply) or not is_free(node):
+        return None
+    return sources[0] if sources[0].num_bytes <= node.outputs[0].num_bytes else None
+
+
+def _stored(needed: set[Value], backward: list[Node], inputs: list[Value], forward: list[Node]) -> list[Value]:
+    made = {output for node in backward for output in node.outputs}
+    candidates = [*inputs, *(output for node in forward for output in node.outputs)]
+    return [value for value in candidates if value in needed and value not in made and not value.fixed]

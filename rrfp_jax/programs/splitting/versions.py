@@ -1,0 +1,94 @@
+"""What is undocumented about jaxprs, or differs between JAX 0.10 and 0.12, in one place.
+
+No private module is imported, but the parameters of the `scan`, `shard_map` and call equations, the context in which
+an equation was traced and the type of a shard's variation are not part of JAX's public contract. Everything that
+relies on them is here, so that a new JAX release is met in one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+class OpenJaxpr(NamedTuple):
+    """The parts of an open or closed jaxpr; JAX 0.12 has made the two one class."""
+
+    constvars: Sequence[Any]
+    consts: Sequence[Any]
+    invars: Sequence[Any]
+    equations: Sequence[Any]
+    outvars: Sequence[Any]
+
+
+def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()))
+    return OpenJaxpr(inner.constvars, consts, inner.invars, inner.eqns, inner.outvars)
+
+
+def called_jaxpr(equation: Any) -> Any | None:
+    """The jaxpr that a call equation runs once and as it stands, None for any other equation."""
+    name = _CALLS.get(equation.primitive.name)
+    return None if name is None else equation.params[name]
+
+
+def is_rematerialised(equation: Any) -> bool:
+    """Whether the equation is the backward of `jax.checkpoint`, to be kept from running ahead of its cotangents."""
+    params = equation.params
+    return bool(params.get("differentiated", False)) and params.get("prevent_cse", False) not in (False, ())
+
+
+class ScanShape(NamedTuple):
+    num_constants: int
+    num_carries: int
+
+
+def scan_shape(equation: Any) -> ScanShape:
+    params = equation.params
+    if "num_carry" in params:
+        return ScanShape(params["num_consts"], params["num_carry"])
+    constants, carries, _ = params["ft_in"].unpack()
+    return ScanShape(len(list(constants)), len(list(carries)))
+
+
+def holds_references(equation: Any) -> bool:
+    """Whether the equation reads or writes mutable arrays (refs), which cannot be split."""
+    return any("Ref" in type(var.aval).__name__ for var in equation.invars)
+
+
+def effectful(equation: Any) -> bool:
+    """Whether the equation has an effect beyond naming a mesh axis."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes over which a shard_map equation maps."""
+    params = equation.params
+    return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside a checked shard map varies."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", None) or getattr(aval, "vma", frozenset()))
+
+
+def replay(equation_context: Any) -> contextlib.AbstractContextManager[Any]:
+    """Restores mesh, key layout and placement hints under which an equation was traced, as JAX's own replay does."""
+    manager = getattr(equation_context, "manager", None)
+    return contextlib.nullcontext() if manager is None else manager

@@ -1,0 +1,21 @@
+"""The asyncio runtime: stage actors that drive compiled programs as their inputs arrive (RRFP paper, section 4)."""
+
+from rrfp_jax.runtime.driver import PipelineRuntime, StepOutcome
+from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.runtime.report import NoProgress, RunFailed, StageState, TaskFailed, WaitForReport
+from rrfp_jax.runtime.transport import Deliver, InProcessTransport, Transport
+
+__all__ = [
+    "Batch",
+    "Deliver",
+    "InProcessTransport",
+    "NoProgress",
+    "PipelineRuntime",
+    "RunFailed",
+    "StageExecutor",
+    "StageState",
+    "StepOutcome",
+    "TaskFailed",
+    "Transport",
+    "WaitForReport",
+]

@@ -1,0 +1,83 @@
+"""A stage actor: the shell that feeds events to its arbiter and carries out the instructions.
+
+Everything here runs on the event loop. Tasks run on the actor's compute thread; their completions come back as events.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rrfp_jax.arbitration import (
+    Event,
+    FinishStep,
+    InputArrived,
+    Message,
+    RunTask,
+    StageArbiter,
+    StepStarted,
+    TaskFinished,
+)
+from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.runtime.recorder import StageRecorder
+from rrfp_jax.runtime.transport import Transport
+from rrfp_jax.timeline import Timeline
+
+StepEnded = Callable[[int, int, Any, Timeline], None]
+"""Called with the stage, the step, the executor's outcome and the stage's record of the step."""
+
+
+class StageActor:
+    """Drives one stage; ``submit`` hands a task to the compute thread."""
+
+    def __init__(
+        self,
+        arbiter: StageArbiter,
+        executor: StageExecutor,
+        transport: Transport,
+        *,
+        submit: Callable[[RunTask], None],
+        ended: StepEnded,
+        log_steps: int,
+    ) -> None:
+        self.arbiter, self.executor = arbiter, executor
+        self.stage = arbiter.stage
+        self.log = EventLog(arbiter, log_steps)
+        self.last_event_s = time.perf_counter()
+        self._transport, self._submit, self._ended = transport, submit, ended
+        self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
+
+    def start_step(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
+        self.executor.begin(step, batch, absent)
+        if not self.arbiter.is_active:
+            self._recorder.begin(step, time.perf_counter())
+        self._handle(StepStarted(step, time.perf_counter(), absent))
+
+    def receive(self, step: int, message: Message, payload: Any) -> None:
+        self.executor.accept(step, message, payload)
+        self._handle(InputArrived(step, time.perf_counter(), message))
+
+    def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
+        self._recorder.ran(instruction, start_s, end_s)
+        self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
+
+    def _handle(self, event: Event) -> None:
+        instructions = self.arbiter.handle(event)
+        self.log.append(event, instructions)
+        self.last_event_s = event.time_s
+        for instruction in instructions:
+            if isinstance(instruction, RunTask):
+                self._submit(instruction)
+            elif isinstance(instruction, FinishStep):
+                self._finish(instruction.step, event.time_s)
+            else:
+                step, message, stage = instruction
+                self._transport.send(stage, step, message, self.executor.payload(step, message))
+        self._recorder.observe(event.time_s, self.arbiter.idle_reason())
+
+    def _finish(self, step: int, time_s: float) -> None:
+        self._recorder.end(time_s)
+        if self.arbiter.is_active:
+            self._recorder.begin(step + 1, time_s)
+        self.log.roll(self.arbiter)
+        self._ended(self.stage, step, self.executor.finish(step), self._recorder.take())

@@ -1,0 +1,53 @@
+"""A stage's compute thread: launches programs and waits for them, so that the event loop never does."""
+
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from rrfp_jax.arbitration import RunTask
+from rrfp_jax.tasks import Task
+
+Done = Callable[[RunTask, float, float, BaseException | None], None]
+"""Called on the event loop with the instruction, its start and end (``time.perf_counter``) and an error, if any."""
+
+
+class ComputeThread:
+    """Runs instructions one after another; completions are handed to the event loop."""
+
+    def __init__(self, name: str, run: Callable[[int, Task], None], done: Done, loop: AbstractEventLoop) -> None:
+        self._run, self._done, self._loop = run, done, loop
+        self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.started: tuple[RunTask, float] | None = None
+        """The instruction that is running and its start, for reports from other threads."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, instruction: RunTask) -> None:
+        self._queue.put(instruction)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the queued work; False if the thread is still busy after ``timeout_s``."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        clock, wake = time.perf_counter, self._loop.call_soon_threadsafe
+        while (instruction := self._queue.get()) is not None:
+            error: BaseException | None = None
+            start = clock()
+            self.started = (instruction, start)
+            try:
+                self._run(instruction.step, instruction.task)
+            except BaseException as caught:  # noqa: BLE001 - whatever it is, the loop must hear of it
+                error = caught
+            end = clock()
+            self.started = None
+            try:
+                wake(self._done, instruction, start, end, error)
+            except RuntimeError:  # the loop was closed while the task ran
+                return

@@ -1,0 +1,39 @@
+"""The log of what an arbiter was told and what it answered, bounded, and its replay.
+
+The log is kept in segments of one step. A segment opens with a copy of the arbiter as it stood, so a replay needs
+nothing from before it; only the newest segments are kept.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rrfp_jax.arbitration import Event, Instruction, StageArbiter
+
+Entry = tuple[Event, list[Instruction]]
+
+
+@dataclass
+class Segment:
+    """Events from one step's end to the next, with the arbiter's state before the first of them."""
+
+    arbiter: StageArbiter
+    entries: list[Entry] = field(default_factory=list)
+
+    def replay(self) -> list[Entry]:
+        """Feed the events through the core again; equal to ``entries`` whenever the log is complete."""
+        arbiter = self.arbiter.copy()
+        return [(event, arbiter.handle(event)) for event, _ in self.entries]
+
+
+class EventLog:
+    """The newest ``max_segments`` segments of one stage."""
+
+    def __init__(self, arbiter: StageArbiter, max_segments: int) -> None:
+        self.segments: deque[Segment] = deque([Segment(arbiter.copy())], maxlen=max_segments)
+
+    def append(self, event: Event, instructions: list[Instruction]) -> None:
+        self.segments[-1].entries.append((event, instructions))
+
+    def roll(self, arbiter: StageArbiter) -> None:
+        """Open the next segment; ``arbiter`` is in the state after the last event appended."""
+        self.segments.append(Segment(arbiter.copy()))

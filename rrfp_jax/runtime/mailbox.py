@@ -1,0 +1,54 @@
+"""A stage's values on their way: what has arrived, what was handed from chunk to chunk here, what waits to be sent.
+
+Values are keyed by step and message, so they may come in any order and early. An edge between two chunks of the same
+stage uses the same key and never leaves the stage.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.tasks import Placement
+
+Ship = Callable[[Any, int], Any]
+"""Brings a value into the form in which it reaches a stage; see ``Transport.ship``."""
+
+
+class Mailbox:
+    """The inbox and outbox of one stage. Dictionary operations are atomic, so both its threads may use it."""
+
+    def __init__(self, placement: Placement, stage: int, ship: Ship) -> None:
+        self._placement, self._stage, self._ship = placement, stage, ship
+        self._inbox: dict[int, dict[Message, Any]] = {}
+        self._outbox: dict[tuple[int, Message], Any] = {}
+
+    def begin(self, step: int) -> None:
+        self._inbox.setdefault(step, {})
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        """A value from another stage; the step need not have begun here."""
+        self._inbox.setdefault(step, {})[message] = payload
+
+    def post(self, step: int, message: Message, value: Any) -> None:
+        """A chunk of this stage has produced ``value`` for the chunk that ``message`` names; called after it is ready."""
+        receiver = self._placement.stage_of_chunk[message.target]
+        shipped = self._ship(value, receiver)
+        if receiver == self._stage:
+            self._inbox[step][message] = shipped
+        else:
+            self._outbox[step, message] = shipped
+
+    def read(self, step: int, message: Message) -> Any:
+        """A value that has arrived; it stays until the step ends or :meth:`take` removes it."""
+        return self._inbox[step][message]
+
+    def take(self, step: int, message: Message) -> Any:
+        return self._inbox[step].pop(message)
+
+    def payload(self, step: int, message: Message) -> Any:
+        """Hand over a value that waits to be sent."""
+        return self._outbox.pop((step, message))
+
+    def finish(self, step: int) -> None:
+        """Forget what is left of a step."""
+        self._inbox.pop(step, None)

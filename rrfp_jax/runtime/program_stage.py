@@ -1,0 +1,204 @@
+"""A stage that runs the compiled programs of its chunks; implements the runtime's ``StageExecutor``.
+
+The compute thread alone touches parameters, optimizer state, accumulators and stashes. What it hands to the event loop
+(messages, reports) is complete before the task that produces it is reported finished.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from rrfp_jax.arbitration import Message, MessageKind, StepRules, reporting_stages
+from rrfp_jax.programs.agreement import StageReport, Verdict, agree
+from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.runtime.executor import Batch
+from rrfp_jax.runtime.mailbox import Mailbox, Ship
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRules:
+    """What the stages do with a step's gradients."""
+
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient of the mean loss; None: no clipping."""
+    skip_nonfinite: bool = True
+    """Leave out a step whose loss or gradients are not finite, on all stages."""
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether every stage must report before any may update."""
+        return self.clip_norm is not None or self.skip_nonfinite
+
+
+@dataclass
+class _Step:
+    graph: PipelineGraph
+    batch: Batch
+    stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
+    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    squared_norms: dict[int, float] = field(default_factory=dict)
+    shared_parts: dict[int, Any] = field(default_factory=dict)
+    """Shared accumulators of this stage's chunks as they were before any R: each R replaces its own by the sum."""
+    verdict: Verdict | None = None
+
+
+class ProgramStage:
+    """Runs the chunks of one stage.
+
+    Args:
+        programs: the compiled programs of each chunk of this stage.
+        states: parameters, optimizer state and accumulators of each of them; taken over.
+        ship: brings an output into the form in which it travels to a stage.
+    """
+
+    def __init__(
+        self,
+        graph: PipelineGraph,
+        placement: Placement,
+        stage: int,
+        *,
+        programs: Mapping[int, ChunkPrograms],
+        states: dict[int, ChunkState],
+        update_rules: UpdateRules,
+        step_rules: StepRules,
+        ship: Ship,
+    ) -> None:
+        self._graph, self._stage = graph, stage
+        self._programs, self.states = dict(programs), states
+        self._update_rules = update_rules
+        self._ship = ship
+        self._placement = placement
+        self._mailbox = Mailbox(placement, stage, ship)
+        self._steps: dict[int, _Step] = {}
+        self._reporters = reporting_stages(graph, placement, step_rules)
+        self._run: dict[TaskKind, Callable[[int, int, int], None]] = {
+            TaskKind.F: self._forward,
+            TaskKind.B: self._backward,
+            TaskKind.R: self._reduce,
+            TaskKind.U: self._update,
+        }
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
+        graph = self._graph.skipping(self._graph.absent | absent) if absent else self._graph
+        self._steps[step] = _Step(graph, batch)
+        self._mailbox.begin(step)
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        self._mailbox.accept(step, message, payload)
+
+    def payload(self, step: int, message: Message) -> Any:
+        kind = message.kind
+        if kind is MessageKind.SHARED:
+            part = self._programs[message.source].shared_part(self.states[message.source].accumulators)
+            return self._ship(part, self._placement.stage_of_chunk[message.target])
+        if kind is MessageKind.REPORT:
+            return self._report(self._steps[step])
+        if kind is MessageKind.VERDICT:
+            return self._verdict(step)
+        return self._mailbox.payload(step, message)
+
+    def finish(self, step: int) -> Verdict | None:
+        """The step's verdict, None where the stages agree on nothing."""
+        verdict = self._verdict(step) if self._reporters else None
+        del self._steps[step]
+        self._mailbox.finish(step)
+        return verdict
+
+    def _report(self, state: _Step) -> StageReport:
+        return StageReport(
+            squared_norms=tuple(sorted(state.squared_norms.items())),
+            losses=tuple((m, chunk, *loss) for (chunk, m), loss in state.losses.items()),
+        )
+
+    def _verdict(self, step: int) -> Verdict:
+        """The agreement of a step: worked out by the coordinator, received by all others."""
+        state = self._steps[step]
+        if state.verdict is None:
+            coordinator = self._reporters[0]
+            if self._stage == coordinator:
+                messages = (Message(MessageKind.REPORT, other, coordinator) for other in self._reporters[1:])
+                reports = [self._report(state), *(self._mailbox.read(step, message) for message in messages)]
+                rules = self._update_rules
+                state.verdict = agree(reports, clip_norm=rules.clip_norm, skip_nonfinite=rules.skip_nonfinite)
+            else:
+                state.verdict = self._mailbox.read(step, Message(MessageKind.VERDICT, coordinator, self._stage))
+        return state.verdict
+
+    # -- on the compute thread ---------------------------------------------------------------------------------------
+
+    def run(self, step: int, task: Task) -> None:
+        self._run[task.kind](step, task.chunk, task.microbatch)
+
+    def _forward(self, step: int, chunk: int, microbatch: int) -> None:
+        state, programs = self._steps[step], self._programs[chunk]
+        graph = state.graph
+        inputs = tuple(
+            self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, microbatch))
+            if graph.exists(p, microbatch)
+            else None
+            for p in graph.predecessors(chunk)
+        )
+        leaves = {name: state.batch[name][microbatch] for name in programs.chunk.leaves}
+        outputs, stash = programs.forward(self.states[chunk].params, inputs, leaves, step, microbatch)
+        _wait(outputs)
+        if graph.has_backward(chunk):
+            state.stashes[chunk, microbatch] = stash
+        for successor in graph.successors(chunk):
+            if graph.exists(successor, microbatch):
+                self._mailbox.post(step, Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
+        if not graph.successors(chunk):
+            loss_sum, weight = outputs
+            state.losses[chunk, microbatch] = (float(loss_sum), float(weight))
+
+    def _backward(self, step: int, chunk: int, microbatch: int) -> None:
+        state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
+        graph = state.graph
+        output_grads = tuple(
+            self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, microbatch))
+            if graph.exists(s, microbatch)
+            else None
+            for s in graph.gradient_successors(chunk)
+        )
+        stash = state.stashes.pop((chunk, microbatch))
+        input_grads, held.accumulators = programs.backward(held.params, stash, output_grads, held.accumulators)
+        _wait((input_grads, held.accumulators))
+        for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True):
+            if graph.exists(predecessor, microbatch):
+                self._mailbox.post(step, Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
+
+    def _reduce(self, step: int, chunk: int, _: int) -> None:
+        programs, held = self._programs[chunk], self.states[chunk]
+        sharing = self._graph.sharing(chunk)
+        shared = tuple(self._shared_part(step, other, chunk) for other in sharing) if len(sharing) > 1 else ()
+        held.accumulators, squared_norm = programs.reduce(held.accumulators, shared)
+        self._steps[step].squared_norms[chunk] = float(squared_norm)
+
+    def _shared_part(self, step: int, source: int, chunk: int) -> Any:
+        if source in self._programs:
+            parts = self._steps[step].shared_parts
+            if source not in parts:
+                parts[source] = self._programs[source].shared_part(self.states[source].accumulators)
+            return parts[source]
+        return self._mailbox.read(step, Message(MessageKind.SHARED, source, chunk))
+
+    def _update(self, step: int, chunk: int, _: int) -> None:
+        programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
+        held.params, held.optimizer_state, held.accumulators = programs.update(
+            held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
+        )
+        _wait(held.params)
+
+
+def _wait(tree: Any) -> None:
+    """Wait for a program's outputs; all outputs of a program become ready together."""
+    for leaf in jax.tree.leaves(tree):
+        if not isinstance(leaf, np.ndarray) and not leaf.is_ready():
+            leaf.block_until_ready()
+        return

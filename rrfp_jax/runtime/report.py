@@ -1,0 +1,88 @@
+"""The wait-for report: which task each stage waits for or runs, and since when; and the errors that carry it."""
+
+from dataclasses import asdict, dataclass
+
+from rrfp_jax.tasks import Placement
+from rrfp_jax.arbitration import StageArbiter
+from rrfp_jax.arbitration.events import Message, MessageKind
+
+_MAX_TASKS_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageState:
+    """One stage at the moment of the report; ``since_s`` counts seconds back from it."""
+
+    stage: int
+    step: int | None
+    running: str | None
+    since_s: float
+    idle_reason: str | None
+    held: tuple[int, ...]
+    waits: tuple[str, ...]
+    """The tasks that lack nothing but messages, with the stage that owes each, the oldest microbatch first."""
+    waits_for_stages: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.running:
+            return f"stage {self.stage} has been running {self.running} for {self.since_s:.1f} s"
+        if not self.waits:
+            return f"stage {self.stage} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
+        return f"stage {self.stage} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitForReport:
+    """The state of every stage when a run was given up."""
+
+    summary: str
+    stages: tuple[StageState, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  {stage}" for stage in self.stages)])
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as plain data for JSON."""
+        return asdict(self)
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on; ``report`` says what every stage was doing."""
+
+    def __init__(self, report: WaitForReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class NoProgress(RunFailed):
+    """No task finished within the progress deadline."""
+
+
+class TaskFailed(RunFailed):
+    """A task raised an error."""
+
+
+def stage_state(arbiter: StageArbiter, placement: Placement, running: str | None, since_s: float) -> StageState:
+    """Describe one stage from its arbiter."""
+    reason = arbiter.idle_reason()
+    waiting = sorted((w for w in arbiter.waiting() if w.missing_messages), key=lambda w: (bool(w.missing_local), w.microbatch))
+    shown = [w for w in waiting if not w.missing_local][:_MAX_TASKS_SHOWN] or waiting[:_MAX_TASKS_SHOWN]
+    owing = {m: _sender(m, placement) for w in shown for m in w.missing_messages}
+    return StageState(
+        stage=arbiter.stage,
+        step=arbiter.step,
+        running=running,
+        since_s=since_s,
+        idle_reason=reason and str(reason),
+        held=tuple(sorted(arbiter.held())),
+        waits=tuple(
+            f"{w.what} waits for {' and '.join(f'the {m} (stage {owing[m]})' for m in w.missing_messages)}" for w in shown
+        ),
+        waits_for_stages=tuple(sorted(set(owing.values()))),
+    )
+
+
+def _sender(message: Message, placement: Placement) -> int:
+    if message.kind in (MessageKind.REPORT, MessageKind.VERDICT):
+        return message.source
+    return placement.stage_of_chunk[message.source]

@@ -1,0 +1,137 @@
+"""Tables as CSV, in the form of ``torch.distributed.pipelining`` ("compute only").
+
+One line per stage, one cell per slot, ``2F5`` for chunk 2 (torch says stage), forward, microbatch 5; kinds F, B, I and
+W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this form and ``_load_csv`` reads it. Torch's
+compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
+backwards are split (DualPipe-V) as I and W; communication and sharding cells (SEND_F, UNSHARD, ...) belong to torch's
+lowered form, and are refused.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
+
+_OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+Rows = tuple[tuple[Task | None, ...], ...]
+
+
+def to_csv(table: ScheduleTable) -> str:
+    """The table as CSV text."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(["" if t is None else str(t) for t in row] for row in table.rows)
+    return text.getvalue()
+
+
+def write_csv(table: ScheduleTable, path: str | Path) -> None:
+    """Write the table to a file that torch.distributed.pipelining can load."""
+    Path(path).write_text(to_csv(table), encoding="utf-8")
+
+
+def read_csv(
+    path: str | Path, *, placement: Placement | None = None, graph: PipelineGraph | None = None
+) -> ScheduleTable:
+    """Read and validate a table; its name is the file's. Raises ValueError as :func:`from_csv` does."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot read schedule {path}: {error.strerror}: give the path of a CSV table") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read schedule {path}: it is not UTF-8 text") from error
+    return from_csv(text, name=path.stem, placement=placement, graph=graph)
+
+
+def from_csv(
+    text: str, *, name: str = "csv", placement: Placement | None = None, graph: PipelineGraph | None = None
+) -> ScheduleTable:
+    """Read and validate a table.
+
+    Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
+    that every microbatch passes; or two opposite chains with tied parameters, if no microbatch appears in both halves
+    of the chunks. Chunks with I or W have a split backward. Raises ValueError, naming row and column, for a cell that
+    is not a task, and whatever :meth:`ScheduleTable.validate` finds.
+    """
+    rows = tuple(tuple(_cells(name, stage, line)) for stage, line in enumerate(_lines(text)))
+    tasks = [task for row in rows for task in row if task is not None]
+    if not tasks:
+        raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
+    placement = placement or _placement(name, rows)
+    if len(rows) != placement.num_stages:
+        raise ValueError(
+            f"table {name!r} has {len(rows)} lines for {placement.num_stages} stages: write one line per stage"
+        )
+    graph = graph or _graph(placement, tasks)
+    return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
+
+
+def _lines(text: str) -> list[list[str]]:
+    """The cells line by line; a last line without any cell is the file's end, not a stage."""
+    lines = list(csv.reader(io.StringIO(text)))
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    return lines
+
+
+def _cells(name: str, stage: int, line: Sequence[str]) -> Iterator[Task | None]:
+    for column, cell in enumerate(line):
+        overlapped = _OVERLAPPED.fullmatch(cell.strip())
+        for part in overlapped.group(1).split(";") if overlapped else [cell]:
+            yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
+
+
+def _task(place: str, text: str) -> Task | None:
+    if not text:
+        return None
+    if _LOWERED.fullmatch(text):
+        raise ValueError(f"{place}: {text!r} is a communication or sharding action: dump the compute-only schedule")
+    try:
+        task = Task.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if task.kind in (TaskKind.R, TaskKind.U):
+        raise ValueError(f"{place}: {text!r} runs once per step and is not part of a table: remove it")
+    return task
+
+
+def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task | None]:
+    """The row with each B of a split chunk as I and W."""
+    for task in row:
+        if task is not None and task.kind is TaskKind.B and task.chunk in graph.split:
+            yield task._replace(kind=TaskKind.I)
+            yield task._replace(kind=TaskKind.W)
+        else:
+            yield task
+
+
+def _placement(name: str, rows: Rows) -> Placement:
+    stage_of_chunk: dict[int, int] = {}
+    for stage, row in enumerate(rows):
+        for task in row:
+            if task is not None and stage_of_chunk.setdefault(task.chunk, stage) != stage:
+                raise ValueError(
+                    f"table {name!r}: chunk {task.chunk} appears on stages {stage_of_chunk[task.chunk]} and {stage}: "
+                    "keep all tasks of a chunk on one line"
+                )
+    gaps = sorted(set(range(max(stage_of_chunk) + 1)) - set(stage_of_chunk))
+    if gaps:
+        raise ValueError(f"table {name!r} has no task of chunks {gaps}: number the chunks from 0 without gaps")
+    return Placement(tuple(stage_of_chunk[c] for c in range(len(stage_of_chunk))))
+
+
+def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
+    num_microbatches = max(task.microbatch for task in tasks) + 1
+    half, odd = divmod(placement.num_chunks, 2)
+    halves = [{t.microbatch for t in tasks if (t.chunk >= half) == up} for up in (False, True)]
+    if not odd and half > 0 and halves[0].isdisjoint(halves[1]):
+        graph = opposite_chains(half, halves[0], num_microbatches)
+    else:
+        graph = chain(placement.num_chunks, num_microbatches)
+    return replace(graph, split=frozenset(t.chunk for t in tasks if t.kind in (TaskKind.I, TaskKind.W)))

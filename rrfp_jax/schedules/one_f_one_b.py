@@ -1,0 +1,58 @@
+"""1F1B and eager 1F1B: warm-up forwards, then forward and backward in turn, then the remaining backwards.
+
+1F1B is PipeDream-Flush (Narayanan et al., arXiv 2006.09503). Eager 1F1B runs more forwards in the warm-up, so that a
+late input does not stall a stage at once (Zhuang et al., arXiv 2211.05322), at the price of memory.
+"""
+
+from rrfp_jax.schedules.registry import ScheduleRequest, schedule
+from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.tasks import Task, TaskKind, chain, linear
+
+
+@schedule("1f1b", placement="one chunk per stage", source="PipeDream-Flush, arXiv 2006.09503")
+def one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
+    """Stage s runs p-1-s warm-up forwards; it holds at most p-s microbatches."""
+    p = request.num_stages
+    return _table("1f1b", request, tuple(p - stage for stage in range(p)))
+
+
+@schedule(
+    "eager-1f1b",
+    placement="one chunk per stage",
+    source="Eager-1F1B, arXiv 2211.05322",
+    constraints="the window must not grow along the stages; without one, stage s of p holds 2(p-s)-1 microbatches",
+)
+def eager_one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
+    """Stage s runs window(s)-1 warm-up forwards and holds at most window(s) microbatches.
+
+    Raises ValueError if a stage's window is larger than its predecessor's: it would wait for forwards that the
+    predecessor must not run before a backward.
+    """
+    p = request.num_stages
+    window = request.window
+    if window is None:
+        window = tuple(2 * (p - stage) - 1 for stage in range(p))
+    windows = (window,) * p if isinstance(window, int) else window
+    for stage in range(1, p):
+        before, here = (min(w, request.num_microbatches) for w in windows[stage - 1 : stage + 1])
+        if here > before:
+            raise ValueError(
+                f"window {here} of stage {stage} is larger than window {before} of stage {stage - 1}, which would "
+                f"deadlock: give stage {stage} at most {before}"
+            )
+    return _table("eager-1f1b", request, windows)
+
+
+def _table(name: str, request: ScheduleRequest, windows: tuple[int, ...]) -> ScheduleTable:
+    p, m = request.num_stages, request.num_microbatches
+    orders = [_order(stage, m, min(windows[stage], m) - 1) for stage in range(p)]
+    return ScheduleTable.from_orders(name, linear(p), chain(p, m), orders)
+
+
+def _order(stage: int, num_microbatches: int, num_warmup: int) -> list[Task]:
+    order = [Task(TaskKind.F, stage, i) for i in range(num_warmup)]
+    for i in range(num_microbatches):
+        if i + num_warmup < num_microbatches:
+            order.append(Task(TaskKind.F, stage, i + num_warmup))
+        order.append(Task(TaskKind.B, stage, i))
+    return order

@@ -1,0 +1,144 @@
+"""The names of the schedules, and how each is built.
+
+Adding a schedule is one small function in a module of its own::
+
+    @schedule("my-schedule", placement="one chunk per stage", source="where it is published")
+    def my_schedule(request: ScheduleRequest) -> ScheduleTable:
+        ...
+
+and that module's name in the list of ``rrfp_jax.schedules``.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rrfp_jax.schedules.table import ScheduleTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """What a table is built for. Raises ValueError on numbers that no schedule accepts."""
+
+    num_stages: int
+    num_microbatches: int
+    chunks_per_stage: int | None = None
+    """None: the schedule's own choice (its ``chunks_per_stage`` entry)."""
+    window: int | tuple[int, ...] | None = None
+    """In-flight microbatches, for all stages or one per stage; read by eager 1F1B."""
+    durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by the automatic schedule."""
+    comm_ms: float = 0.0
+    """Profiled time from one stage to the next, in milliseconds; read by the automatic schedule."""
+    memory_limit: float | None = None
+    """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
+    input_gradient_frees: float = 0.0
+    """The part of a microbatch's activations that I frees already; W frees the rest. Read by the automatic schedule."""
+
+    def __post_init__(self) -> None:
+        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
+        if self.chunks_per_stage is not None:
+            counts["chunks_per_stage"] = self.chunks_per_stage
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} is {count}: give at least 1")
+        windows = (self.window,) if isinstance(self.window, int) else self.window or ()
+        if any(window < 1 for window in windows):
+            raise ValueError(f"window {self.window} holds no microbatch on some stage: give at least 1 per stage")
+        if isinstance(self.window, tuple) and len(self.window) != self.num_stages:
+            raise ValueError(f"{len(self.window)} windows for {self.num_stages} stages: give one, or one per stage")
+        if min(self.durations_ms) < 0 or self.comm_ms < 0:
+            raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
+        if not 0 <= self.input_gradient_frees <= 1:
+            raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")
+
+
+Generator = Callable[[ScheduleRequest], ScheduleTable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEntry:
+    """One schedule and what a user should know before asking for it."""
+
+    name: str
+    build: Generator
+    placement: str
+    """How chunks go to stages, in words."""
+    source: str
+    split_backward: bool = False
+    """Whether the backward runs as I and W."""
+    chunks_per_stage: int = 1
+    """Without the user's word."""
+    fixed_chunks: bool = True
+    """Whether ``chunks_per_stage`` is the only number possible."""
+    constraints: str = "none"
+    chunk_parts: Callable[[int], tuple[int, ...]] | None = None
+    """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
+
+
+_ENTRIES: dict[str, ScheduleEntry] = {}
+
+
+def schedule(
+    name: str,
+    *,
+    placement: str,
+    source: str,
+    split_backward: bool = False,
+    chunks_per_stage: int = 1,
+    fixed_chunks: bool = True,
+    constraints: str = "none",
+    chunk_parts: Callable[[int], tuple[int, ...]] | None = None,
+) -> Callable[[Generator], Generator]:
+    """Register a function ``(request) -> table`` under a name."""
+
+    def register(build: Generator) -> Generator:
+        assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
+        _ENTRIES[name] = ScheduleEntry(
+            name=name,
+            build=build,
+            placement=placement,
+            source=source,
+            split_backward=split_backward,
+            chunks_per_stage=chunks_per_stage,
+            fixed_chunks=fixed_chunks,
+            constraints=constraints,
+            chunk_parts=chunk_parts,
+        )
+        return build
+
+    return register
+
+
+def schedule_names() -> tuple[str, ...]:
+    """All names, sorted."""
+    return tuple(sorted(_ENTRIES))
+
+
+def schedule_entry(name: str) -> ScheduleEntry:
+    """The entry of a schedule; raises ValueError with the names there are."""
+    if name not in _ENTRIES:
+        near = difflib.get_close_matches(name, _ENTRIES, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no schedule {name!r}: {meant}the schedules are {', '.join(schedule_names())}")
+    return _ENTRIES[name]
+
+
+def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
+    """The number that a request means for a schedule; raises ValueError if the schedule cannot have it."""
+    entry = schedule_entry(name)
+    asked = request.chunks_per_stage
+    if asked is None:
+        return entry.chunks_per_stage
+    if entry.fixed_chunks and asked != entry.chunks_per_stage:
+        raise ValueError(
+            f"schedule {name!r} has {entry.chunks_per_stage} chunks per stage, not {asked}: "
+            f"give chunks_per_stage={entry.chunks_per_stage}"
+        )
+    return asked
+
+
+def build_schedule(name: str, request: ScheduleRequest) -> ScheduleTable:
+    """The validated table of a schedule; raises ValueError with the remedy where the sizes do not fit it."""
+    chunks_per_stage(name, request)
+    return schedule_entry(name).build(request).validate()

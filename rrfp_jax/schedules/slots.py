@@ -1,0 +1,150 @@
+"""The ideal slot table: every task as soon as its stage's order and its inputs allow, with given lengths.
+
+This is the second of three levels of comparison: a closed formula (``formulas.py``), the ideal table (here), and
+execution by the real core in virtual time (the simulator). A table has no timing of its own, so its bubble depends on
+the slot lengths: say them beside every number.
+
+The start of a task is the longest path to it in the graph whose edges are the dependencies (plus ``hop`` where they
+cross stages) and the stage's order; the execution below visits the tasks in a topological order of that graph.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
+from rrfp_jax.schedules.validation import execution_order
+from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class SlotLengths:
+    """How long one task lasts, by kind, in any unit; a full backward takes the sum of its halves."""
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+    def __call__(self, task: Task) -> float:
+        match task.kind:
+            case TaskKind.F:
+                return self.forward
+            case TaskKind.I:
+                return self.input_gradient
+            case TaskKind.W:
+                return self.weight_gradient
+            case _:
+                return self.input_gradient + self.weight_gradient
+
+
+EQUAL = SlotLengths()
+"""F = I = W = 1, so a full backward takes 2."""
+BACKWARD_AS_FORWARD = SlotLengths(1.0, 0.5, 0.5)
+"""A full backward as long as a forward: the slot of many published tables."""
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """A table with times: ``spans[task]`` is (start, end), in the unit of the lengths."""
+
+    table: ScheduleTable
+    spans: dict[Task, tuple[float, float]]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The same as a recorded step, one second per unit."""
+        stage_of = self.table.placement.stage_of_chunk
+        spans = [Span(0, stage_of[task.chunk], task, start, end) for task, (start, end) in self.spans.items()]
+        return Timeline(self.table.num_stages, spans)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all stages."""
+        return self.timeline.makespan_s()
+
+    @property
+    def cost(self) -> float:
+        """The longest stage, from its own first start to its own last end."""
+        return self.timeline.cost_s()
+
+    @property
+    def bubble_rate(self) -> float:
+        """``(cost - mean work of a stage) / cost``: zero for a parallelogram (the zero-bubble papers)."""
+        return self.timeline.bubble_fraction()
+
+    @property
+    def idle_fraction(self) -> float:
+        """The idle part of all stages during the makespan (GPipe, Chimera, Hanayo count so)."""
+        return sum(self.timeline.stage_bubbles()) / self.table.num_stages
+
+    def aligned(self, slot: float = 1.0) -> ScheduleTable:
+        """The table with empty cells: column k starts at ``k * slot``, and a longer task is followed by empty cells.
+
+        Raises ValueError if a start is no multiple of the slot.
+        """
+        return ScheduleTable(
+            self.table.name,
+            self.table.placement,
+            self.table.graph,
+            tuple(tuple(self._cells(order, slot)) for order in self.table.orders),
+        )
+
+    def _cells(self, order: tuple[Task, ...], slot: float) -> Iterator[Task | None]:
+        column = 0
+        for task in order:
+            start = self.spans[task][0] / slot
+            if start != int(start):
+                raise ValueError(f"{task} starts at {start} slots of {slot}: give a slot that divides all lengths")
+            yield from [None] * (int(start) - column)
+            yield task
+            column = int(start) + 1
+
+
+def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, hop: float = 0.0) -> SlotTable:
+    """Run the orders strictly and as soon as possible.
+
+    ``length`` gives the time of a task, ``hop`` the time between the end of a task and the start of a dependent one on
+    another stage. Raises ValueError if the table deadlocks.
+    """
+    stage_of = table.placement.stage_of_chunk
+    finished, position = execution_order(table.graph, table.orders)
+    if any(done < len(order) for done, order in zip(position, table.orders, strict=True)):
+        table.validate()
+    spans: dict[Task, tuple[float, float]] = {}
+    free = [0.0] * table.num_stages
+    for task in finished:
+        stage = stage_of[task.chunk]
+        start = free[stage]
+        for needed in table.graph.dependencies(task):
+            start = max(start, spans[needed][1] + (hop if stage_of[needed.chunk] != stage else 0.0))
+        free[stage] = start + length(task)
+        spans[task] = (start, free[stage])
+    return SlotTable(table, spans)
+
+
+def per_stage(
+    table: ScheduleTable, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
+) -> Callable[[Task], float]:
+    """Lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
+
+    So that schedules with different numbers of chunks are compared at the same work per microbatch and model.
+    """
+    stage_of = table.placement.stage_of_chunk
+    passes = [table.passes_per_microbatch(stage) for stage in range(table.num_stages)]
+    sizes = relative_sizes(chunk_parts, table.graph.num_chunks)
+    return lambda task: lengths(task) * sizes[task.chunk] / passes[stage_of[task.chunk]]
+
+
+def drawing(slots: SlotTable, slot: float = 1.0) -> str:
+    """The table as text, one line per stage and one column per slot, to compare with a paper's figure by eye."""
+    width = max(len(str(task)) for task in slots.spans) + 1
+    lines = []
+    for order in slots.table.orders:
+        cells = [""] * round(slots.makespan / slot)
+        for task in order:
+            start, end = slots.spans[task]
+            for column in range(round(start / slot), round(end / slot)):
+                cells[column] = str(task) if column == round(start / slot) else "-" * (width - 1)
+        lines.append("".join(cell.ljust(width) for cell in cells).rstrip())
+    return "\n".join(lines) + "\n"

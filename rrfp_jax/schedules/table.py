@@ -1,0 +1,124 @@
+"""The table of a schedule: for every stage, the order of its tasks.
+
+A table is one thing used in three ways: run strictly (each stage waits for its next entry), used as a hint (the rank
+in the table breaks ties among ready tasks), and simulated. It says nothing about time: an empty cell only shows where
+the construction left a gap, and execution ignores it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rrfp_jax.schedules.validation import check_orders, peak_in_flight
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+
+
+@dataclass(frozen=True)
+class ScheduleTable:
+    """Who runs what, in which order.
+
+    ``rows[s]`` holds the cells of stage ``s``; None is an empty slot. Construction checks only the number of rows, so
+    that a broken table can be looked at; :meth:`validate` checks the rest.
+    """
+
+    name: str
+    placement: Placement
+    graph: PipelineGraph
+    rows: tuple[tuple[Task | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != self.placement.num_stages:
+            raise ValueError(
+                f"table {self.name!r} has {len(self.rows)} rows, its placement {self.placement.num_stages} stages: "
+                "give one row per stage"
+            )
+        if self.graph.num_chunks != self.placement.num_chunks:
+            raise ValueError(
+                f"table {self.name!r}: the graph has {self.graph.num_chunks} chunks, the placement "
+                f"{self.placement.num_chunks}: give both the same chunks"
+            )
+
+    @classmethod
+    def from_orders(
+        cls, name: str, placement: Placement, graph: PipelineGraph, orders: Iterable[Iterable[Task]]
+    ) -> "ScheduleTable":
+        """A table without empty slots."""
+        return cls(name, placement, graph, tuple(tuple(order) for order in orders))
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @cached_property
+    def orders(self) -> tuple[tuple[Task, ...], ...]:
+        """The tasks of each stage, in order, without the empty slots."""
+        return tuple(tuple(task for task in row if task is not None) for row in self.rows)
+
+    def validate(self) -> "ScheduleTable":
+        """Return the table itself if every stage can run its row to the end and all tasks appear exactly once.
+
+        Raises ValueError, in one sentence, for a row that names a task that the graph does not have or that lives on
+        another stage, for a duplicated or missing task, and for a deadlock (with the cycle of tasks that wait for each
+        other).
+        """
+        check_orders(self.name, self.placement, self.graph, self.orders)
+        return self
+
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """The largest number of microbatches that each stage holds at once, from first F there to last B or W there."""
+        return tuple(peak_in_flight(order) for order in self.orders)
+
+    def peak_activations(self, chunk_parts: Sequence[float] = ()) -> tuple[float, ...]:
+        """The largest number of activations that each stage holds at once.
+
+        One unit is what a stage keeps of one microbatch over all its chunks (of one direction, if the pipeline is
+        bidirectional); each chunk keeps an equal part of it, or one in the proportions of ``chunk_parts``, from F to
+        B or W.
+        """
+        sizes = relative_sizes(chunk_parts, self.graph.num_chunks)
+        return tuple(
+            self._peak_passes(stage, sizes) / self.passes_per_microbatch(stage) for stage in range(self.num_stages)
+        )
+
+    def check_window(self, window: int | Sequence[int]) -> None:
+        """Raise ValueError if some stage holds more microbatches than its window (one for all, or one per stage)."""
+        windows = [window] * self.num_stages if isinstance(window, int) else list(window)
+        if len(windows) != self.num_stages:
+            raise ValueError(
+                f"{len(windows)} windows do not fit the {self.num_stages} stages of table {self.name!r}: "
+                "give one number, or one per stage"
+            )
+        for stage, (peak, limit) in enumerate(zip(self.peak_in_flight(), windows, strict=True)):
+            if peak > limit:
+                raise ValueError(
+                    f"table {self.name!r} holds {peak} microbatches on stage {stage}, but the window there is {limit}: "
+                    f"raise the window to {peak}, or take a schedule with a lower peak"
+                )
+
+    def passes_per_microbatch(self, stage: int) -> int:
+        """How many of the stage's chunks a microbatch passes through (the largest number, if they differ)."""
+        chunks = self.placement.chunks_of_stage[stage]
+        passes = (sum(self.graph.exists(c, m) for c in chunks) for m in range(self.graph.num_microbatches))
+        return max(1, *passes)
+
+    def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
+        peak = held = 0.0
+        for task in self.orders[stage]:
+            if task.kind is TaskKind.F and self.graph.has_backward(task.chunk):
+                held += sizes[task.chunk]
+                peak = max(peak, held)
+            elif task.kind is self.graph.accumulating_kind(task.chunk):
+                held -= sizes[task.chunk]
+        return peak
+
+    def __iter__(self) -> Iterator[tuple[Task | None, ...]]:
+        return iter(self.rows)
+
+
+def relative_sizes(chunk_parts: Sequence[float], num_chunks: int) -> tuple[float, ...]:
+    """The chunks' sizes, 1 on average; all equal without parts. Raises ValueError unless there is a part per chunk."""
+    if not chunk_parts:
+        return (1.0,) * num_chunks
+    if len(chunk_parts) != num_chunks:
+        raise ValueError(f"{len(chunk_parts)} chunk parts for {num_chunks} chunks: give one per chunk")
+    return tuple(part * num_chunks / sum(chunk_parts) for part in chunk_parts)

@@ -1,0 +1,148 @@
+"""Checks of the orders of a table: is every task there once, on its stage, and can strict execution finish?
+
+Strict execution is monotone: a stage runs its next entry once everything it waits for has finished, and finishing a
+task never blocks another. So one execution decides the question for all, and where it stops, each blocked stage's next
+entry waits for a task that lies behind the next entry of another blocked stage. Following these waits leads into a
+cycle, which is the reason named.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rrfp_jax.tasks import PipelineGraph, Placement, Task
+
+Orders = Sequence[Sequence[Task]]
+
+
+def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> None:
+    """Raise ValueError, naming the table, at the first thing that keeps these orders from running."""
+    expected = set(graph.tasks())
+    for stage, order in enumerate(orders):
+        for task in order:
+            if task not in expected:
+                raise ValueError(f"table {name!r}, stage {stage}: {_why_unknown(task, graph)}")
+            if placement.stage_of_chunk[task.chunk] != stage:
+                raise ValueError(
+                    f"table {name!r}, stage {stage}: {task} belongs to stage {placement.stage_of_chunk[task.chunk]}, "
+                    f"which owns chunk {task.chunk}: move it to that row"
+                )
+    counts = Counter(task for order in orders for task in order)
+    duplicated = [task for task, count in counts.items() if count > 1]
+    if duplicated:
+        raise ValueError(f"table {name!r} runs {_some(duplicated)} more than once: keep one entry each")
+    missing = [task for task in graph.tasks() if task not in counts]
+    if missing:
+        stages = sorted({placement.stage_of_chunk[task.chunk] for task in missing})
+        raise ValueError(f"table {name!r} misses {_some(missing)}: add what is missing to the rows of stages {stages}")
+    _check_execution(name, placement, graph, orders)
+
+
+def peak_in_flight(order: Sequence[Task]) -> int:
+    """The largest number of microbatches between their first and last task in this order."""
+    last = {task.microbatch: position for position, task in enumerate(order)}
+    held: set[int] = set()
+    peak = 0
+    for position, task in enumerate(order):
+        held.add(task.microbatch)
+        peak = max(peak, len(held))
+        if last[task.microbatch] == position:
+            held.remove(task.microbatch)
+    return peak
+
+
+def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
+    """For every task with dependants, the tasks that wait for it."""
+    after: dict[Task, list[Task]] = {}
+    for task in graph.tasks():
+        for needed in graph.dependencies(task):
+            after.setdefault(needed, []).append(task)
+    return after
+
+
+def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], list[int]]:
+    """Run the orders strictly; return the tasks in an order in which they can finish, and how far each stage came."""
+    finished: list[Task] = []
+    done: set[Task] = set()
+    waiting: dict[Task, list[int]] = {}
+    position = [0] * len(orders)
+    runnable = list(range(len(orders)))
+    while runnable:
+        stage = runnable.pop()
+        order = orders[stage]
+        while position[stage] < len(order):
+            task = order[position[stage]]
+            blocker = next((d for d in graph.dependencies(task) if d not in done), None)
+            if blocker is not None:
+                waiting.setdefault(blocker, []).append(stage)
+                break
+            done.add(task)
+            finished.append(task)
+            position[stage] += 1
+            runnable.extend(waiting.pop(task, ()))
+    return finished, position
+
+
+def _check_execution(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> None:
+    finished, position = execution_order(graph, orders)
+    blocked = [stage for stage, order in enumerate(orders) if position[stage] < len(order)]
+    if blocked:
+        done = set(finished)
+        heads = {stage: orders[stage][position[stage]] for stage in blocked}
+        cycle = _cycle(placement, graph, heads, done)
+        if len(cycle) == 1:
+            task, needed = cycle[0]
+            raise ValueError(
+                f"table {name!r} breaks a dependency: stage {placement.stage_of_chunk[task.chunk]} runs {task} before "
+                f"{needed}, for which it waits; exchange them"
+            )
+        raise ValueError(
+            f"table {name!r} deadlocks: {_chain(placement, cycle)}; reorder one of these stages to break the cycle"
+        )
+
+
+def _cycle(
+    placement: Placement, graph: PipelineGraph, heads: dict[int, Task], done: set[Task]
+) -> list[tuple[Task, Task]]:
+    """The cycle of blocked entries as pairs (the entry, what it waits for)."""
+    stage = min(heads)
+    path: dict[int, tuple[Task, Task]] = {}
+    while stage not in path:
+        task = heads[stage]
+        needed = next(d for d in graph.dependencies(task) if d not in done)
+        path[stage] = (task, needed)
+        stage = placement.stage_of_chunk[needed.chunk]
+    stages = list(path)
+    return [path[s] for s in stages[stages.index(stage) :]]
+
+
+def _chain(placement: Placement, cycle: list[tuple[Task, Task]]) -> str:
+    links = []
+    for (task, needed), (head, _) in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        waits = f"{task} on stage {placement.stage_of_chunk[task.chunk]} waits for {needed}"
+        if needed != head:
+            waits += f", which stage {placement.stage_of_chunk[head.chunk]} runs only after {head}"
+        links.append(waits)
+    return "; ".join(links)
+
+
+def _why_unknown(task: Task, graph: PipelineGraph) -> str:
+    if task.microbatch < 0:
+        return f"{task} runs once per step and is not part of a table: remove it"
+    if task.chunk >= graph.num_chunks:
+        return f"{task} names chunk {task.chunk}, but there are {graph.num_chunks}: use 0..{graph.num_chunks - 1}"
+    if task.microbatch >= graph.num_microbatches:
+        return (
+            f"{task} names microbatch {task.microbatch}, but there are {graph.num_microbatches}: "
+            f"use 0..{graph.num_microbatches - 1}"
+        )
+    if not graph.exists(task.chunk, task.microbatch):
+        return f"{task} does not exist, because microbatch {task.microbatch} skips chunk {task.chunk}: remove it"
+    if not graph.has_backward(task.chunk):
+        return f"{task} does not exist, because no gradient reaches chunk {task.chunk}: remove it"
+    kinds = "I and W" if task.chunk in graph.split else "B"
+    return f"{task} does not exist, because the backward of chunk {task.chunk} runs as {kinds}: write {kinds}"
+
+
+def _some(tasks: Sequence[Task]) -> str:
+    shown = ", ".join(str(task) for task in tasks[:5])
+    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more tasks"

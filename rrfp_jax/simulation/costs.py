@@ -1,0 +1,121 @@
+"""How long tasks take: constants, an array of durations, or the recorded timeline of a real run.
+
+Every source becomes one array of milliseconds, float64 ``[steps, chunks, microbatches, 3]``, whose last axis holds F,
+input gradient and weight gradient. A fused backward takes the sum of the last two. A run of more steps than the array
+has begins again with its first.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from rrfp_jax.simulation.jitter import Durations, InjectedSleeps
+from rrfp_jax.tasks import PipelineGraph, TaskKind
+from rrfp_jax.timeline import Timeline
+
+SLOT = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2}
+"""Where an array holds the durations of a kind; B takes its slot and the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the tasks of a run cost. Raises ValueError on durations that no task can have."""
+
+    durations_ms: Durations
+    """[steps, chunks, microbatches, 3]."""
+    sleeps: InjectedSleeps | None = None
+    """Sleeps that depend on what the stage ran before (the RRFP paper's jitter)."""
+    reduce_ms: float = 0.0
+    """Each R, once per chunk and step, where the rules have one."""
+    update_ms: float = 0.0
+    """Each U, once per chunk and step, where the rules have one."""
+
+    def __post_init__(self) -> None:
+        check_durations(self.durations_ms)
+        if self.reduce_ms < 0 or self.update_ms < 0:
+            raise ValueError(f"reduce_ms ({self.reduce_ms}) and update_ms ({self.update_ms}) must not be negative")
+
+
+def check_durations(durations_ms: Durations) -> None:
+    """Raise ValueError unless this is an array of finite, non-negative milliseconds of the right rank."""
+    shape = durations_ms.shape
+    if len(shape) != 4 or shape[-1] != 3 or 0 in shape:
+        raise ValueError(
+            f"durations have the shape {list(shape)}: give [steps, chunks, microbatches, 3] for F, input gradient and "
+            "weight gradient"
+        )
+    if not (np.isfinite(durations_ms).all() and (durations_ms >= 0).all()):
+        raise ValueError("durations hold negative or non-finite numbers: give milliseconds, 0 or more")
+
+
+def constant(durations_ms: tuple[float, float, float], graph: PipelineGraph) -> Durations:
+    """The same F, input gradient and weight gradient for every chunk and microbatch, one step."""
+    return np.broadcast_to(np.array(durations_ms, np.float64), (1, graph.num_chunks, graph.num_microbatches, 3)).copy()
+
+
+def for_graph(durations_ms: Durations, graph: PipelineGraph) -> Durations:
+    """The array itself, if it fits the graph; raises ValueError with both sizes otherwise."""
+    check_durations(durations_ms)
+    _, chunks, microbatches, _ = durations_ms.shape
+    if (chunks, microbatches) != (graph.num_chunks, graph.num_microbatches):
+        raise ValueError(
+            f"durations are for {chunks} chunks and {microbatches} microbatches, the pipeline has {graph.num_chunks} "
+            f"and {graph.num_microbatches}: make both the same"
+        )
+    return durations_ms
+
+
+def for_steps(durations_ms: Durations, num_steps: int) -> Durations:
+    """The array's steps, repeated or cut to ``num_steps``."""
+    return np.take(durations_ms, np.arange(num_steps) % durations_ms.shape[0], axis=0)
+
+
+def recorded(timeline: Timeline, graph: PipelineGraph, *, per_task: bool = False) -> Durations:
+    """The durations of a recorded run.
+
+    By default one step of means per chunk and kind, which serve any number of microbatches; ``per_task`` keeps every
+    task of every step. A recorded fused backward counts as input gradient and leaves 0 for the weight gradient. Raises
+    ValueError if the record lacks a task of the graph, or a split backward that the graph has.
+    """
+    spans = [span for span in timeline.spans if span.task.microbatch >= 0]
+    fused = {span.task.chunk for span in spans if span.task.kind is TaskKind.B}
+    if fused & graph.split:
+        raise ValueError(
+            f"the recorded run has a fused backward on chunks {sorted(fused & graph.split)}, which cannot be split "
+            "afterwards: simulate a fused one, or record a split one"
+        )
+    by_task: dict[tuple[int, int, int, int], list[float]] = defaultdict(list)
+    for span in spans:
+        kind, chunk, microbatch = span.task
+        milliseconds = (span.end_s - span.start_s) * 1e3
+        place = (span.step, chunk, microbatch, SLOT[kind]) if per_task else (0, chunk, 0, SLOT[kind])
+        by_task[place].append(milliseconds)
+    steps = timeline.steps() if per_task else [0]
+    durations = np.zeros((max(1, len(steps)), graph.num_chunks, graph.num_microbatches, 3))
+    for task in graph.tasks():
+        for row, step in enumerate(steps):
+            microbatch = task.microbatch if per_task else 0
+            found = [by_task.get((step, task.chunk, microbatch, slot)) for slot in _slots(task.kind)]
+            if found[0] is None:
+                where = f" in step {step}" if per_task else ""
+                raise ValueError(f"the recorded run has no {task}{where}: record a run of the same pipeline")
+            for slot, values in zip(_slots(task.kind), found, strict=True):
+                if values is not None:
+                    durations[row, task.chunk, task.microbatch, slot] = fmean(values)
+    return durations
+
+
+def _slots(kind: TaskKind) -> tuple[int, ...]:
+    return (1, 2) if kind is TaskKind.B else (SLOT[kind],)
+
+
+def of_tasks(durations_ms: Durations) -> dict[TaskKind, list[list[list[float]]]]:
+    """Plain nested lists ``[kind][step][chunk][microbatch]``, which a loop reads much faster than an array."""
+    return {
+        TaskKind.F: durations_ms[..., 0].tolist(),
+        TaskKind.B: (durations_ms[..., 1] + durations_ms[..., 2]).tolist(),
+        TaskKind.I: durations_ms[..., 1].tolist(),
+        TaskKind.W: durations_ms[..., 2].tolist(),
+    }

@@ -1,0 +1,238 @@
+"""The discrete-event driver: the same arbiters as in the runtime, in virtual time.
+
+Each stage is a device that runs one task at a time, a host that hands it tasks, and the stage's own
+:class:`StageArbiter`. The driver tells the arbiters what happens (step started, input arrived, task finished) and
+carries out what they instruct; it decides nothing about the order. Times are milliseconds inside, seconds in the record.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from rrfp_jax.arbitration import Event, FinishStep, Instruction, RunTask, Send, StageArbiter, StepStarted
+from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
+from rrfp_jax.simulation.event_queue import EventQueue
+from rrfp_jax.simulation.jitter import EMA_KEPT
+from rrfp_jax.simulation.links import Communication, Links
+from rrfp_jax.simulation.transfers import transfers
+from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+
+OCCUPIED = IdleReason.INPUT
+"""How the record names the time in which a stage is held up by its own transfer (blocking and rendezvous)."""
+
+EventLog = list[tuple[Event, tuple[Instruction, ...]]]
+"""What one arbiter was told and what it answered, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What happens between tasks. Raises ValueError on negative times."""
+
+    links: Links = field(default_factory=Links)
+    communication: Communication = Communication.ASYNC
+    dispatch_overhead_ms: float = 0.0
+    """Of the host per task: from the choice of a task to its start, if the device is free by then."""
+    agreement_ms: float = 0.0
+    """Of a tensor-parallel group per task: the ranks agree on it before the host hands it over."""
+
+    def __post_init__(self) -> None:
+        if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
+            raise ValueError(
+                f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
+                "must not be negative"
+            )
+
+    @property
+    def host_ms(self) -> float:
+        """Per task, before it can start; hidden behind the running task if the arbiter dispatches ahead."""
+        return self.dispatch_overhead_ms + self.agreement_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a simulated run left behind."""
+
+    timeline: Timeline
+    step_ends_ms: tuple[float, ...]
+    """When each step had ended on every stage, its agreement included."""
+    logs: tuple[EventLog, ...] = ()
+    """One per stage, if they were asked for."""
+
+    @property
+    def step_ms(self) -> list[float]:
+        """The intervals between the ends of steps, the first one from the start of the run."""
+        return [end - start for start, end in zip((0.0, *self.step_ends_ms), self.step_ends_ms, strict=False)]
+
+
+def simulate(
+    arbiters: Sequence[StageArbiter],
+    costs: Costs,
+    *,
+    machine: Machine = Machine(),
+    num_steps: int = 1,
+    record_events: bool = False,
+) -> Simulation:
+    """Run fresh arbiters, one per stage, through ``num_steps`` steps.
+
+    A stage begins its next step as soon as its arbiter has finished the one before. Raises ValueError where costs and
+    pipeline do not fit together, and RuntimeError, with what every stage waits for, if the run cannot end (a strict
+    order that deadlocks).
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}: simulate at least 1")
+    driver = _Driver(arbiters, costs, machine, num_steps, record_events)
+    driver.run()
+    return Simulation(
+        timeline=driver.timeline,
+        step_ends_ms=tuple(driver.step_ends_ms),
+        logs=tuple(stage.log for stage in driver.stages if stage.log is not None),
+    )
+
+
+class _Stage:
+    """A stage's device, host and record."""
+
+    __slots__ = ("arbiter", "average_ms", "dispatched", "host_free_ms", "idle", "idle_since_ms", "is_over", "log")
+
+    def __init__(self, arbiter: StageArbiter, record_events: bool) -> None:
+        self.arbiter = arbiter
+        self.dispatched: deque[tuple[float, int, Task]] = deque()
+        """(when the host is ready, step, task) of the running task and those behind it."""
+        self.host_free_ms = 0.0
+        self.idle: tuple[int, IdleReason] | None = None
+        self.idle_since_ms = 0.0
+        self.average_ms = 0.0
+        """The moving average of compute times that injected sleeps depend on."""
+        self.is_over = False
+        self.log: EventLog | None = [] if record_events else None
+
+
+class _Driver:
+    def __init__(
+        self, arbiters: Sequence[StageArbiter], costs: Costs, machine: Machine, num_steps: int, record_events: bool
+    ) -> None:
+        durations = for_graph(costs.durations_ms, arbiters[0].graph)
+        self.costs, self.machine, self.num_steps = costs, machine, num_steps
+        self.stages = [_Stage(arbiter, record_events) for arbiter in arbiters]
+        self.timeline = Timeline(len(arbiters))
+        self.step_ends_ms = [0.0] * num_steps
+        self.queue = EventQueue()
+        self.transfers = transfers(
+            machine.communication,
+            queue=self.queue,
+            links=machine.links,
+            arbiters=arbiters,
+            deliver=self.deliver,
+            is_computing=self.is_computing,
+        )
+        self._durations_ms = of_tasks(durations)
+        self._num_given = durations.shape[0]
+        self._sleep_factors = costs.sleeps.factors.tolist() if costs.sleeps else []
+
+    def run(self) -> None:
+        for stage in range(len(self.stages)):
+            self.queue.post(0.0, self._start_step, stage, 0)
+        self.queue.run()
+        if not all(stage.is_over for stage in self.stages):
+            raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
+
+    def deliver(self, index: int, event: Event) -> None:
+        """Tell an arbiter something and carry out its instructions."""
+        stage = self.stages[index]
+        instructions = stage.arbiter.handle(event)
+        if stage.log is not None:
+            stage.log.append((event, tuple(instructions)))
+        for instruction in instructions:
+            if isinstance(instruction, RunTask):
+                self._dispatch(index, stage, instruction)
+            elif isinstance(instruction, Send):
+                self.transfers.send(index, instruction)
+            else:
+                self._finish_step(index, instruction)
+        self._note_idle(index, stage)
+
+    def is_computing(self, index: int) -> bool:
+        return bool(self.stages[index].dispatched)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _start_step(self, index: int, step: int) -> None:
+        self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3))
+
+    def _finish_step(self, index: int, instruction: FinishStep) -> None:
+        step = instruction.step
+        self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
+        if step + 1 < self.num_steps:
+            self.queue.post(self.queue.now_ms, self._start_step, index, step + 1)
+        else:
+            self.stages[index].is_over = True
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+        stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self.machine.host_ms
+        stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
+        if len(stage.dispatched) == 1:
+            self._start_task(index, stage)
+
+    def _start_task(self, index: int, stage: _Stage) -> None:
+        now_ms = self.queue.now_ms
+        host_ready_ms, step, task = stage.dispatched[0]
+        start_ms = max(now_ms, host_ready_ms)
+        self._set_idle(index, stage, None)
+        if start_ms > now_ms:
+            self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
+        end_ms = start_ms + self._duration_ms(stage, step, task)
+        self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3))
+        self.queue.post(end_ms, self._end_task, index)
+
+    def _end_task(self, index: int) -> None:
+        stage = self.stages[index]
+        _, step, task = stage.dispatched.popleft()
+        if stage.dispatched:
+            self._start_task(index, stage)
+        self.transfers.task_ended(index, step, task)
+        self._note_idle(index, stage)
+
+    def _duration_ms(self, stage: _Stage, step: int, task: Task) -> float:
+        kind, chunk, microbatch = task
+        if microbatch < 0:
+            return self.costs.reduce_ms if kind is TaskKind.R else self.costs.update_ms
+        compute_ms: float = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
+        sleeps = self.costs.sleeps
+        if sleeps is None or kind is TaskKind.W:
+            return compute_ms
+        stage.average_ms = EMA_KEPT * stage.average_ms + (1 - EMA_KEPT) * compute_ms
+        slot = 0 if kind is TaskKind.F else 1
+        factor: float = self._sleep_factors[step % len(self._sleep_factors)][chunk][microbatch][slot]
+        slept_ms: float = factor * max(sleeps.base_ms, stage.average_ms)
+        return compute_ms + slept_ms
+
+    # -- record ------------------------------------------------------------------------------------------------------
+
+    def _note_idle(self, index: int, stage: _Stage) -> None:
+        if stage.dispatched:
+            return
+        if stage.is_over:
+            self._set_idle(index, stage, None)
+            return
+        reason = stage.arbiter.idle_reason() or OCCUPIED
+        assert stage.arbiter.step is not None
+        self._set_idle(index, stage, (stage.arbiter.step, reason))
+
+    def _set_idle(self, index: int, stage: _Stage, idle: tuple[int, IdleReason] | None) -> None:
+        if idle == stage.idle:
+            return
+        now_ms = self.queue.now_ms
+        if stage.idle is not None and now_ms > stage.idle_since_ms:
+            step, reason = stage.idle
+            self.timeline.waits.append(Wait(step, index, stage.idle_since_ms / 1e3, now_ms / 1e3, reason))
+        stage.idle, stage.idle_since_ms = idle, now_ms
+
+    def _report(self) -> list[str]:
+        lines = []
+        for index, stage in zip(count(), self.stages):
+            lines += [f"  stage {index}: {waiting}" for waiting in stage.arbiter.waiting()[:3]]
+        return lines

@@ -1,0 +1,84 @@
+"""How long messages take from stage to stage, and what a transfer occupies."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rrfp_jax.arbitration import MessageKind
+
+_MS_PER_S = 1e3
+
+
+class Communication(StrEnum):
+    """Who is occupied while a tensor travels."""
+
+    ASYNC = "async"
+    """Nobody: the sender goes on at once (RRFP)."""
+    BLOCKING = "blocking"
+    """The sender: it starts its next task after the transfer; the receiver takes it in by itself."""
+    RENDEZVOUS = "rendezvous"
+    """Both (Megatron-LM, gloo): a transfer waits until neither computes; opposite transfers of a pair go together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Latency plus size over bandwidth for tensors; a latency alone for control messages.
+
+    Raises ValueError on negative numbers.
+    """
+
+    latency_ms: float = 0.0
+    activation_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    """Of one microbatch, from chunk to chunk."""
+    shared_bytes: float = 0.0
+    """Gradients of shared parameters, once per step."""
+    bandwidth_gb_per_s: float = math.inf
+    """Of each directed link, 10^9 bytes per second."""
+    extra_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Extra latency of tensors on directed links, by (sending stage, receiving stage)."""
+    control_ms: float = 0.0
+    """Latency of reports and verdicts, which carry no tensor."""
+    contention: bool = False
+    """A directed link carries one tensor at a time, from the start of its transfer to its end; later ones queue.
+
+    For asynchronous communication only: the other modes keep a sender from starting two transfers at once.
+    """
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "latency_ms": self.latency_ms,
+            "activation_bytes": self.activation_bytes,
+            "gradient_bytes": self.gradient_bytes,
+            "shared_bytes": self.shared_bytes,
+            "control_ms": self.control_ms,
+            **{f"extra_ms of link {a}-{b}": extra for (a, b), extra in self.extra_ms.items()},
+        }
+        for name, number in numbers.items():
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} is {number}: give 0 or more")
+        if not self.bandwidth_gb_per_s > 0:
+            raise ValueError(f"bandwidth_gb_per_s is {self.bandwidth_gb_per_s}: give more than 0")
+
+    def transfer_ms(self, kind: MessageKind, source: int, target: int) -> float:
+        """How long a message of this kind takes from stage ``source`` to stage ``target`` on an idle link."""
+        if kind in (MessageKind.REPORT, MessageKind.VERDICT):
+            return self.control_ms
+        size = {
+            MessageKind.ACTIVATION: self.activation_bytes,
+            MessageKind.GRADIENT: self.gradient_bytes,
+            MessageKind.SHARED: self.shared_bytes,
+        }[kind]
+        seconds = size / (self.bandwidth_gb_per_s * 1e9)
+        return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * _MS_PER_S
+
+
+def both_directions(delays_ms: Mapping[tuple[int, int], float], num_stages: int) -> dict[tuple[int, int], float]:
+    """Extra latencies by unordered pair as directed ones; raises ValueError for a link that cannot exist."""
+    directed: dict[tuple[int, int], float] = {}
+    for (a, b), delay in delays_ms.items():
+        if a == b or not (0 <= a < num_stages and 0 <= b < num_stages):
+            raise ValueError(f"link {a}-{b} does not exist: name two different stages of 0..{num_stages - 1}")
+        directed[a, b] = directed[b, a] = delay
+    return directed

@@ -1,0 +1,226 @@
+"""The three ways in which tensors travel: asynchronous, blocking and rendezvous.
+
+A way is told when a task has ended on a stage and which messages the stage's arbiter wants sent. It decides when the
+messages arrive and when the stage, free of communication again, may report the task to its arbiter and be given the
+next: the arbiter chooses when the stage is really free, not when the task ended.
+
+Messages that stages exchange once per step (shared gradients, reports, verdicts) never occupy a stage.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from rrfp_jax.arbitration import (
+    Event,
+    InputArrived,
+    Message,
+    MessageKind,
+    Send,
+    StageArbiter,
+    StagePlan,
+    TaskFinished,
+    stage_plan,
+)
+from rrfp_jax.simulation.event_queue import EventQueue
+from rrfp_jax.simulation.links import Communication, Links
+from rrfp_jax.tasks import Task
+
+Deliver = Callable[[int, Event], None]
+"""Hand an event to the arbiter of a stage."""
+_TENSORS_OF_TASKS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+
+
+class Transfers(Protocol):
+    """A way in which tensors travel."""
+
+    def task_ended(self, stage: int, step: int, task: Task) -> None:
+        """A task's computation has ended now."""
+
+    def send(self, stage: int, send: Send) -> None:
+        """The arbiter of ``stage`` wants this message sent now."""
+
+
+def transfers(
+    communication: Communication,
+    *,
+    queue: EventQueue,
+    links: Links,
+    arbiters: Sequence[StageArbiter],
+    deliver: Deliver,
+    is_computing: Callable[[int], bool],
+) -> Transfers:
+    """The way of this name; raises ValueError where an option would have no meaning with it."""
+    if communication is Communication.ASYNC:
+        return AsyncTransfers(queue, links, deliver)
+    if links.contention:
+        raise ValueError(
+            f"contention has no effect with {communication} communication, in which a stage makes one transfer at a "
+            "time: leave it out, or take async"
+        )
+    if any(arbiter.dispatch_ahead for arbiter in arbiters):
+        raise ValueError(
+            f"dispatch_ahead has no meaning with {communication} communication, in which a stage sends before it goes "
+            "on: set it to 0, or take async"
+        )
+    plans = [stage_plan(a.graph, a.placement, a.stage, a.rules) for a in arbiters]
+    if communication is Communication.BLOCKING:
+        return BlockingTransfers(queue, links, deliver, plans)
+    return RendezvousTransfers(queue, links, deliver, plans, is_computing)
+
+
+class AsyncTransfers:
+    """Nobody is occupied."""
+
+    def __init__(self, queue: EventQueue, links: Links, deliver: Deliver) -> None:
+        self.queue, self.links, self.deliver = queue, links, deliver
+        self._transfer_ms: dict[tuple[MessageKind, int, int], float] = {}
+        self._link_free_ms: dict[tuple[int, int], float] = {}
+
+    def task_ended(self, stage: int, step: int, task: Task) -> None:
+        self.deliver(stage, TaskFinished(step, self.queue.now_ms / 1e3, task))
+
+    def send(self, stage: int, send: Send) -> None:
+        start_ms = self.queue.now_ms
+        duration_ms = self.duration_ms(send.message.kind, stage, send.stage)
+        if self.links.contention and send.message.kind not in (MessageKind.REPORT, MessageKind.VERDICT):
+            start_ms = max(start_ms, self._link_free_ms.get((stage, send.stage), 0.0))
+            self._link_free_ms[stage, send.stage] = start_ms + duration_ms
+        self.queue.post(start_ms + duration_ms, self.arrive, send.stage, send.step, send.message)
+
+    def arrive(self, stage: int, step: int, message: Message) -> None:
+        self.deliver(stage, InputArrived(step, self.queue.now_ms / 1e3, message))
+
+    def duration_ms(self, kind: MessageKind, source: int, target: int) -> float:
+        key = (kind, source, target)
+        if key not in self._transfer_ms:
+            self._transfer_ms[key] = self.links.transfer_ms(kind, source, target)
+        return self._transfer_ms[key]
+
+
+class BlockingTransfers(AsyncTransfers):
+    """The sender is occupied until each of its messages, one after the other, has arrived."""
+
+    def __init__(self, queue: EventQueue, links: Links, deliver: Deliver, plans: Sequence[StagePlan]) -> None:
+        super().__init__(queue, links, deliver)
+        self._plans = plans
+
+    def task_ended(self, stage: int, step: int, task: Task) -> None:
+        at_ms = self.queue.now_ms
+        for message, target in tensors_of(self._plans[stage], task):
+            at_ms += self.duration_ms(message.kind, stage, target)
+            self.queue.post(at_ms, self.arrive, target, step, message)
+        self.queue.post(at_ms, super().task_ended, stage, step, task)
+
+    def send(self, stage: int, send: Send) -> None:
+        # The tensors of tasks left when the task ended, before the arbiter knew of it.
+        if send.message.kind not in _TENSORS_OF_TASKS:
+            super().send(stage, send)
+
+
+class _Pending(NamedTuple):
+    """A message whose transfer has not begun."""
+
+    number: int
+    source: int
+    target: int
+    step: int
+    message: Message
+
+
+class RendezvousTransfers(BlockingTransfers):
+    """Both sides are occupied during a transfer.
+
+    Rules
+    -----
+    * A stage is computing, in a transfer with one other stage, or free.
+    * After a task with messages a stage stays free of computation until all of them have arrived.
+    * A transfer begins as soon as both of its stages are free; the oldest waiting one of a stage first. A message that
+      waits in the opposite direction goes along, and the transfer lasts as long as the longer of the two.
+    * Before a free stage takes its next task it takes part in the transfers that can begin.
+
+    Why no deadlock beyond the arbiters' own freedom from it: when nobody computes and no transfer is under way, all
+    stages are free, so any waiting message could begin its transfer. Hence none waits, and every arbiter has been told
+    everything that has happened.
+    """
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        links: Links,
+        deliver: Deliver,
+        plans: Sequence[StagePlan],
+        is_computing: Callable[[int], bool],
+    ) -> None:
+        super().__init__(queue, links, deliver, plans)
+        self._is_computing = is_computing
+        self._in_transfer = [False] * len(plans)
+        self._outgoing: list[deque[_Pending]] = [deque() for _ in plans]
+        self._incoming: list[deque[_Pending]] = [deque() for _ in plans]
+        self._ended: list[tuple[int, Task] | None] = [None] * len(plans)
+        self._held: list[list[tuple[int, Message]]] = [[] for _ in plans]
+        self._num_messages = 0
+
+    def task_ended(self, stage: int, step: int, task: Task) -> None:
+        self._ended[stage] = (step, task)
+        for message, target in tensors_of(self._plans[stage], task):
+            self._num_messages += 1
+            pending = _Pending(self._num_messages, stage, target, step, message)
+            self._outgoing[stage].append(pending)
+            self._incoming[target].append(pending)
+        self._begin_transfer(stage)
+        self._settle(stage)
+
+    def arrive(self, stage: int, step: int, message: Message) -> None:
+        if self._in_transfer[stage]:
+            self._held[stage].append((step, message))
+        else:
+            super().arrive(stage, step, message)
+
+    def _is_free(self, stage: int) -> bool:
+        return not self._in_transfer[stage] and not self._is_computing(stage)
+
+    def _begin_transfer(self, stage: int) -> None:
+        """Begin the oldest transfer of a stage that can begin now, if any."""
+        if not self._is_free(stage):
+            return
+        waiting = sorted([*self._outgoing[stage], *self._incoming[stage]])
+        first = next((p for p in waiting if self._is_free(p.source) and self._is_free(p.target)), None)
+        if first is None:
+            return
+        opposite = next((p for p in self._outgoing[first.target] if p.target == first.source), None)
+        together = [first] if opposite is None else [first, opposite]
+        for pending in together:
+            self._outgoing[pending.source].remove(pending)
+            self._incoming[pending.target].remove(pending)
+        self._in_transfer[first.source] = self._in_transfer[first.target] = True
+        lasts_ms = max(self.duration_ms(p.message.kind, p.source, p.target) for p in together)
+        self.queue.post(self.queue.now_ms + lasts_ms, self._end_transfer, together)
+
+    def _end_transfer(self, together: list[_Pending]) -> None:
+        stages = sorted((together[0].source, together[0].target))
+        for stage in stages:
+            self._in_transfer[stage] = False
+        for pending in together:
+            self._held[pending.target].append((pending.step, pending.message))
+        for stage in stages:
+            self._begin_transfer(stage)
+        for stage in stages:
+            self._settle(stage)
+
+    def _settle(self, stage: int) -> None:
+        """Tell the arbiter of a stage that no transfer occupies what has happened meanwhile."""
+        if self._in_transfer[stage]:
+            return
+        held, self._held[stage] = self._held[stage], []
+        for step, message in held:
+            super().arrive(stage, step, message)
+        ended = self._ended[stage]
+        if ended is not None and not self._outgoing[stage]:
+            self._ended[stage] = None
+            self.deliver(stage, TaskFinished(ended[0], self.queue.now_ms / 1e3, ended[1]))
+
+
+def tensors_of(plan: StagePlan, task: Task) -> tuple[tuple[Message, int], ...]:
+    """The messages, with the stages they go to, that carry what ``task`` has computed."""
+    return plan.sends[plan.index[task]]

@@ -1,0 +1,1 @@
+"""A training run: its loop, its optimizer, and the directory that it writes."""

@@ -1,0 +1,105 @@
+"""What a run is made of beyond model and data: the pipeline's layout and order, the optimizer, the run itself.
+
+Plain records, validated once; nothing here imports JAX, so that bad input is refused before anything is loaded.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The cut of the model, its placement, and the order of tasks."""
+
+    num_stages: int
+    """Stages, each on a device of its own."""
+    chunks_per_stage: int = 1
+    """Chunks of the model on every stage, in a looped placement."""
+    layers_per_chunk: tuple[int, ...] | None = None
+    """Decoder layers of each chunk; None: the same number everywhere."""
+    embedding_chunk: int = 0
+    """The chunk that holds the embedding."""
+    head_chunk: int = -1
+    """The chunk that holds the head and computes the loss; negative numbers count from the end."""
+    schedule: str | None = None
+    """A schedule's name or the path of its CSV table; None: no table."""
+    consume: str = "ready"
+    """``ready`` runs the best of the ready tasks, ``strict`` follows the schedule's table."""
+    hint: str | None = None
+    """Ranks the ready tasks; None: the schedule where there is one, else ``bf`` (``bf-deep`` with several chunks)."""
+    window: int | tuple[int, ...] | None = None
+    """Microbatches that a stage may hold, one number or one per stage; None: 32."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient; None: no clipping."""
+    skip_nonfinite: bool = True
+    """Leave out steps whose loss or gradients are not finite."""
+    ordered: bool = False
+    """Accumulate gradients in microbatch order."""
+    progress_deadline_s: float = 600.0
+    """How long no task may finish before the run is given up with a report."""
+
+    def __post_init__(self) -> None:
+        _require(self, "at least 1", lambda value: value >= 1, "num_stages", "chunks_per_stage")
+        _require(self, "a positive number of seconds", lambda value: value > 0, "progress_deadline_s")
+        if self.clip_norm is not None:
+            _require(self, "a positive number, or null for no clipping", lambda value: value > 0, "clip_norm")
+        if self.layers_per_chunk is not None and len(self.layers_per_chunk) != self.num_chunks:
+            raise ValueError(
+                f"layers_per_chunk has {len(self.layers_per_chunk)} numbers for {self.num_chunks} chunks "
+                f"({self.num_stages} stages x {self.chunks_per_stage}): give one number per chunk"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_stages * self.chunks_per_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float
+    """Peak learning rate."""
+    final_learning_rate: float = 0.0
+    """Learning rate at the last step."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0 to its peak."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norm scales) are not decayed."""
+
+    def __post_init__(self) -> None:
+        _require(self, "a positive number", lambda value: 0 < value < math.inf, "learning_rate", "eps")
+        _require(self, "0 or more", lambda value: value >= 0, "final_learning_rate", "warmup_steps", "weight_decay")
+        _require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "b1", "b2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long a run goes on and what it leaves behind."""
+
+    steps: int
+    """Training steps."""
+    seed: int = 0
+    """Of the initial parameters and all random keys."""
+    run_dir: str | None = None
+    """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
+    timeline_steps: int = 2
+    """How many of the last steps the timeline shows."""
+
+    def __post_init__(self) -> None:
+        _require(self, "at least 1", lambda value: value >= 1, "steps", "timeline_steps")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
+
+
+def _require(config: object, what: str, holds: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not holds(value):  # type: ignore[operator]
+            raise ValueError(f"{name} is {value}: give {what}")

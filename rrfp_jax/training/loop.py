@@ -1,0 +1,101 @@
+"""The loop of a run: load, step, record, one step ahead of the results."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics, StepResult
+from rrfp_jax.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One line of ``metrics.jsonl``."""
+
+    step: int
+    loss: float
+    """Mean loss of the step, in nats per token."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None where neither clipping nor skipping needs it."""
+    learning_rate: float
+    """Learning rate of this step's update."""
+    step_time_s: float
+    """From the end of the step before (the first: from its start) to the end of this one."""
+    tokens_per_s: float
+    bubble_fraction: float
+    skipped: bool
+    """Whether the update was left out because loss or gradients were not finite."""
+    num_skipped: int
+    """How many updates this run has left out so far."""
+
+
+class TrainingLoop:
+    """Runs a pipeline over batches and reports every step.
+
+    Args:
+        learning_rate: the learning rate of each update, counted without the skipped ones.
+        metrics: receives one row per step.
+        on_step: called with every row, for progress displays.
+        timeline_steps: how many of the last steps ``timeline`` keeps.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        learning_rate: Callable[[int], Any],
+        metrics: MetricsFile,
+        on_step: Callable[[StepRow], None],
+        timeline_steps: int,
+    ) -> None:
+        self._pipeline, self._learning_rate = pipeline, learning_rate
+        self._metrics, self._on_step = metrics, on_step
+        self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
+        self._num_skipped = 0
+        self._last_end_s = 0.0
+
+    def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
+        """Train for ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
+        running: StepMetrics | None = None
+        for _ in range(num_steps):
+            batch = next(batches)
+            if running is None:
+                self._pipeline.prepare(batch)
+                self._last_end_s = time.perf_counter()
+            state, enqueued = self._pipeline.step(state, batch)
+            if running is not None:
+                self._record(running.result())
+            running = enqueued
+        if running is not None:
+            self._record(running.result())
+        return state
+
+    def timeline(self) -> Timeline:
+        """The record of the last steps."""
+        whole = Timeline(self._pipeline.placement.num_stages)
+        for timeline in self._timelines:
+            whole.extend(timeline)
+        return whole
+
+    def _record(self, result: StepResult) -> None:
+        self._timelines.append(result.timeline)
+        step_time_s = result.ended_s - self._last_end_s
+        self._last_end_s = result.ended_s
+        learning_rate = float(self._learning_rate(result.step - self._num_skipped))
+        self._num_skipped += result.skipped
+        row = StepRow(
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            step_time_s=step_time_s,
+            tokens_per_s=result.weight / step_time_s,
+            bubble_fraction=result.timeline.bubble_fraction(),
+            skipped=result.skipped,
+            num_skipped=self._num_skipped,
+        )
+        self._metrics.write(asdict(row))
+        self._on_step(row)

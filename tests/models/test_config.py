@@ -1,0 +1,39 @@
+"""The shape record: what it refuses, and the parameter count."""
+
+import jax
+import pytest
+
+from rrfp_jax.models import LanguageModelConfig, language_model
+from tests.models.reference import small_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, r"num_layers is 0: give a number above 0"),
+        ({"num_kv_heads": 0}, r"num_kv_heads is 0"),
+        ({"init_std": float("nan")}, r"init_std is nan"),
+        ({"head_dim": None, "hidden": 25}, r"hidden 25 does not divide into 6 heads: give head_dim, or hidden 30"),
+        ({"head_dim": 7}, r"heads are 7 wide.*even head_dim, for example 8"),
+        ({"num_kv_heads": 4}, r"6 query heads cannot share 4 .* out of \[1, 2, 3, 6\]"),
+        ({"compute_dtype": "float16"}, r"compute_dtype is 'float16': give one of float32, bfloat16"),
+    ],
+)
+def test_bad_values_are_refused_with_a_remedy(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**changes)
+
+
+def test_heads_default_to_equal_shares():
+    config = LanguageModelConfig(vocab_size=5, hidden=24, num_layers=1, num_heads=6, mlp_dim=8)
+    assert (config.size_per_head, config.num_key_value_heads) == (4, 6)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_num_params_counts_what_init_makes(tie_embeddings):
+    config = small_config(tie_embeddings=tie_embeddings)
+    (chunk,) = language_model(config).split(1)
+    shapes = jax.eval_shape(chunk.init, jax.random.key(0))
+    assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers.1"]))
+    assert config.num_layer_params() == layer

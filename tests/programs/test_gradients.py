@@ -1,0 +1,194 @@
+"""The gradients that the compiled programs accumulate equal those of jax.grad on the composed model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.tasks import Edge, PipelineGraph, chain
+from tests.programs.toys import (
+    WIDTH,
+    assert_close,
+    attention,
+    compile_all,
+    embedding,
+    head,
+    make_batch,
+    merged,
+    mlp,
+    reference_loss,
+    run_gradients,
+    run_reduce,
+)
+
+
+def check(chunks: list[Chunk], graph: PipelineGraph, *, views: bool = True, tolerance: float = 1e-5) -> Any:
+    batch = make_batch(graph.num_microbatches)
+    programs = compile_all(chunks, graph, batch)
+    params = [p.init(jax.random.key(0)) for p in programs]
+    gradients = run_gradients(programs, graph, params, batch, views=views)
+    reduced, report = run_reduce(programs, graph, gradients.accumulators, views=views)
+    reference = jax.jit(jax.value_and_grad(reference_loss(chunks, graph), has_aux=True))
+    (loss, weight), expected = reference(merged(params), batch)
+    np.testing.assert_allclose(sum(entry[2] for entry in gradients.losses), loss, rtol=max(1e-5, tolerance * 1e-2))
+    assert sum(entry[3] for entry in gradients.losses) == weight
+    actual = merged(reduced)
+    assert_close(actual, {name: expected[name] for name in actual}, tolerance)
+    norm = sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in jax.tree.leaves(actual))
+    np.testing.assert_allclose(sum(value for _, value in report.squared_norms), norm, rtol=1e-5)
+    return programs, reduced
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["numpy views", "arrays"])
+def test_chain_of_mlp_and_attention(views: bool) -> None:
+    check([embedding(), mlp(0), attention(1), head()], chain(4, 3), views=views)
+
+
+def test_one_chunk_is_the_whole_model() -> None:
+    parts = [embedding(), mlp(0), head()]
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        assert inputs is None and key is None
+        x = None
+        for part in parts:
+            x = part.apply(params, x, leaves, key=None)
+        return x
+
+    whole = Chunk(
+        name="all",
+        init=lambda key: {name: layer for part in parts for name, layer in part.init(key).items()},
+        apply=apply,
+        leaves=("tokens", "targets", "weights"),
+    )
+    programs, _ = check([whole], chain(1, 2))
+    assert programs[0].compiled.keys() == {"forward", "backward", "reduce", "update"}
+
+
+def test_two_encoders_of_which_microbatches_skip_one() -> None:
+    graph = PipelineGraph(
+        4, 4, (Edge(0, 1), Edge(1, 3), Edge(2, 3)), absent=frozenset({(2, 0), (2, 2), (0, 3), (1, 3)})
+    )
+    chunks = [embedding(), mlp(0), embedding("image_embedding", "images"), head(num_inputs=2)]
+    check(chunks, graph)
+
+
+def test_several_successors_of_which_microbatches_skip_one() -> None:
+    edges = (Edge(0, 1), Edge(0, 2), Edge(0, 3), Edge(1, 3), Edge(2, 3))
+    graph = PipelineGraph(4, 3, edges, absent=frozenset({(1, 1), (2, 2)}))
+    check([embedding(), mlp(0), attention(1), head(num_inputs=3)], graph)
+
+
+def test_tied_embeddings_start_equal_and_are_summed_to_equal_bits() -> None:
+    chunks = [embedding(shared=True), mlp(0), head("embedding", shared=True)]
+    graph = chain(3, 2, shared=((0, 2),))
+    programs, reduced = check(chunks, graph)
+    starts = [programs[c].init(jax.random.key(3))["embedding"]["table"] for c in (0, 2)]
+    np.testing.assert_array_equal(starts[0], starts[1])
+    np.testing.assert_array_equal(reduced[0]["embedding"]["table"], reduced[2]["embedding"]["table"])
+
+
+def test_frozen_encoder_has_no_backward() -> None:
+    graph = PipelineGraph(3, 2, (Edge(0, 1, carries_gradient=False), Edge(1, 2)))
+    programs, _ = check([embedding(), mlp(0), head()], graph)
+    frozen = programs[0]
+    assert frozen.compiled.keys() == {"forward"}
+    assert frozen.sizes.stash_bytes == frozen.sizes.kept_bytes == frozen.sizes.optimizer_bytes == 0
+    params, state, accumulators = frozen.update({"kept": 1}, (), {}, 1.0, True)
+    assert (params, state, accumulators) == ({"kept": 1}, (), {})
+    with pytest.raises(ValueError, match="no gradient reaches chunk 0"):
+        frozen.backward({}, ((), (), ()), (), {})
+
+
+def test_chunks_without_parameters_and_integer_inputs() -> None:
+    shift = Chunk(
+        name="shift",
+        init=lambda key: {},
+        apply=lambda params, inputs, leaves, *, key: {"x": 2.0 * inputs, "mask": inputs[..., 0] > 0, "n": jnp.arange(3)},
+    )
+    masked = Chunk(
+        name="masked",
+        init=lambda key: {"scale": jnp.ones(WIDTH)},
+        apply=lambda params, inputs, leaves, *, key: jnp.where(
+            inputs["mask"][..., None], inputs["x"] * params["scale"], 0.0
+        )
+        + inputs["n"].sum(),
+    )
+    programs, _ = check([embedding(), shift, masked, head()], chain(4, 2))
+    assert not programs[1].trains
+    assert programs[1].reduce({}) == ({}, 0)
+    assert programs[1].init_optimizer({}) == ()
+
+
+def test_integer_edge_must_not_carry_a_gradient() -> None:
+    ids = Chunk(
+        name="ids",
+        init=lambda key: {},
+        apply=lambda params, inputs, leaves, *, key: leaves["tokens"] + 0,
+        leaves=("tokens",),
+    )
+    table = Chunk(
+        name="table",
+        init=lambda key: {"w": jnp.ones((11, WIDTH))},
+        apply=lambda params, inputs, leaves, *, key: params["w"][inputs],
+    )
+    chunks = [ids, table, head()]
+    with pytest.raises(ValueError, match=r"chunk 0 \(ids\) .*Edge\(0, 1, carries_gradient=False\)"):
+        compile_all(chunks, chain(3, 2), make_batch(2))
+    check(chunks, PipelineGraph(3, 2, (Edge(0, 1, carries_gradient=False), Edge(1, 2))))
+
+
+def test_bfloat16_edges_keep_their_dtype_and_gradients_add_up_in_float32() -> None:
+    chunks = [embedding(), mlp(0, jnp.bfloat16), mlp(1, jnp.bfloat16), head()]
+    graph = chain(4, 2)
+    batch = make_batch(2)
+    programs = compile_all(chunks, graph, batch)
+    assert [p.shapes.outputs.dtype for p in programs[:3]] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    params = [p.init(jax.random.key(0)) for p in programs]
+    stash = programs[2].forward(params[2], (np.ones((3, 5, WIDTH), jnp.bfloat16),), {})[1]
+    (grad,), accumulators = programs[2].backward(
+        params[2], stash, (np.ones((3, 5, WIDTH), jnp.bfloat16),), programs[2].zeros()
+    )
+    assert grad.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(accumulators)} == {jnp.dtype(jnp.float32)}
+    check(chunks, graph, tolerance=3e-2)
+
+
+def test_bfloat16_parameters_accumulate_in_float32() -> None:
+    half = Chunk(
+        name="half",
+        init=lambda key: {"w": jnp.full((WIDTH,), 0.5, jnp.bfloat16)},
+        apply=lambda params, inputs, leaves, *, key: inputs * params["w"],
+    )
+    _, reduced = check([embedding(), half, head()], chain(3, 3), tolerance=1e-2)
+    assert reduced[1]["w"].dtype == jnp.float32
+
+
+def test_rematerialised_scan_over_stacked_layers() -> None:
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w), None
+
+    stacked = Chunk(
+        name="stacked",
+        init=lambda key: {"stack": 0.3 * jax.random.normal(key, (4, WIDTH, WIDTH))},
+        apply=lambda params, inputs, leaves, *, key: jax.lax.scan(layer, inputs, params["stack"])[0],
+    )
+    check([embedding(), stacked, head()], chain(3, 2))
+
+
+def test_dropout_depends_on_the_microbatch_and_not_on_the_order() -> None:
+    chunks = [embedding(), attention(0, dropout=0.5), head()]
+    graph = chain(3, 4)
+    check(chunks, graph)
+    batch = make_batch(4)
+    same = {name: np.broadcast_to(leaf[:1], leaf.shape) for name, leaf in batch.items()}
+    programs = compile_all(chunks, graph, batch)
+    params = [p.init(jax.random.key(0)) for p in programs]
+    forth = run_gradients(programs, graph, params, same).losses
+    back = run_gradients(programs, graph, params, same, order=reversed).losses
+    assert sorted(forth) == sorted(back)
+    assert len({loss for _, _, loss, _ in forth}) == 4
+    assert run_gradients(programs, graph, params, same, step=1).losses != forth
