@@ -29,6 +29,7 @@ READY = "ready"
 STRICT = "strict"
 SPLIT = "split"
 FUSED = "fused"
+BF = "bf"
 BFW = "bfw"
 """The paper's name for ``bf`` on a split backward."""
 DEFAULT_WINDOW = 32
@@ -52,6 +53,8 @@ class ResolvedOrdering:
     """One per stage."""
     windows: tuple[int, ...]
     """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
+    is_bf: bool
+    """Whether the stages follow the hint bf, the paper's Algorithm 1 (on whatever backward)."""
 
     def arbiters(self, rules: StepRules, *, dispatch_ahead: int = 0) -> list[StageArbiter]:
         """Fresh arbiters, one per stage."""
@@ -162,6 +165,7 @@ class Ordering:
             graph=graph,
             consumptions=resolved._consumptions(table, num_stages),
             windows=self._windows(table, num_stages),
+            is_bf=self.consume == READY and resolved.hint in (BF, BFW),
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:
@@ -223,7 +227,7 @@ class Ordering:
             return self.hint
         if self.schedule is not None:
             return SCHEDULE
-        return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
+        return "bf-deep" if placement.num_chunks > placement.num_stages else BF
 
     def _consumptions(self, table: ScheduleTable | None, num_stages: int) -> tuple[Consumption, ...]:
         if self.consume == STRICT:
@@ -233,7 +237,7 @@ class Ordering:
             assert table is not None
             return tuple(ready(schedule_hint(order)) for order in table.orders)
         assert self.hint is not None
-        return (ready(hint_by_name("bf" if self.hint == BFW else self.hint)),) * num_stages
+        return (ready(hint_by_name(BF if self.hint == BFW else self.hint)),) * num_stages
 
     def _windows(self, table: ScheduleTable | None, num_stages: int) -> tuple[int, ...]:
         if self.consume == STRICT:

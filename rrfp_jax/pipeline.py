@@ -10,7 +10,8 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +127,8 @@ class Pipeline:
         log_steps: int = 2,
     ) -> None:
         self.chunks = tuple(chunks)
-        self.ordering = Ordering(hint=hint, consume=consume, table=schedule, window=window)
         self.placement = _placement(self.chunks, placement, schedule)
-        self._consumptions = self.ordering.consumptions(self.placement)
-        self.windows = self.ordering.windows(self.placement)
+        self._set_order(Ordering(hint=hint, consume=consume, table=schedule, window=window))
         check_clip_norm(clip_norm)
         self._update_rules = UpdateRules(clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         agreement = Agreement.ALL if self._update_rules.needs_norm else Agreement.LOSS
@@ -142,9 +141,32 @@ class Pipeline:
         self._stages: list[ProgramStage] = []
         self._programs: dict[int, ChunkPrograms] = {}
         self._batch_spec: Any = None
+        self.graph: PipelineGraph | None = None
         self._runtime: PipelineRuntime | None = None
         self._enqueued: deque[StepMetrics] = deque()
         self._step = 0
+
+    def reordered(
+        self,
+        *,
+        hint: str | None = None,
+        consume: str = "ready",
+        schedule: ScheduleTable | None = None,
+        window: int | tuple[int, ...] | None = None,
+    ) -> "Pipeline":
+        """A pipeline of its own that differs in the order of tasks only; compiled programs are shared.
+
+        For comparing schedules: the new one starts with ``init`` and need not compile what this one has compiled.
+        """
+        twin = copy(self)
+        twin._set_order(Ordering(hint=hint, consume=consume, table=schedule, window=window))
+        twin._initial, twin._stages, twin._runtime, twin._enqueued, twin._step = None, [], None, deque(), 0
+        return twin
+
+    def _set_order(self, ordering: Ordering) -> None:
+        self.ordering = ordering
+        self._consumptions = ordering.consumptions(self.placement)
+        self.windows = ordering.windows(self.placement)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -239,21 +261,30 @@ class Pipeline:
         if self._initial is None:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
         spec = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in self._leaves(batch).items()}
-        self.graph = self._make_graph(spec)
-        microbatch = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in spec.items()}
-        shapes = derive_shapes(self.chunks, self.graph, microbatch)
-        for chunk in range(len(self.chunks)):
-            self._programs[chunk] = compile_chunk(
+        graph = self._make_graph(spec)
+        if not self._programs or spec != self._batch_spec or graph != self.graph:
+            self._programs = self._compile(graph, spec)
+        self.graph, self._batch_spec = graph, spec
+        self._start_runtime()
+
+    def _compile(self, graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[int, ChunkPrograms]:
+        microbatch = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()}
+        shapes = derive_shapes(self.chunks, graph, microbatch)
+
+        def compile_one(chunk: int) -> ChunkPrograms:
+            return compile_chunk(
                 chunk,
                 self.chunks,
-                self.graph,
+                graph,
                 shapes,
                 optimizer=self._optimizer,
                 sharding=self._sharding(chunk),
                 seed=self._seed,
             )
-        self._batch_spec = spec
-        self._start_runtime()
+
+        # XLA releases the GIL while it compiles
+        with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
+            return dict(enumerate(executor.map(compile_one, range(len(self.chunks)))))
 
     def close(self) -> None:
         """Stop the stages; steps under way are abandoned."""

@@ -14,6 +14,7 @@ Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` th
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
@@ -75,10 +76,21 @@ class StagePlan:
         """A node's name in messages to people."""
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
-    def prerequisites(self, node: int) -> Iterator[int | Message]:
+    def prerequisites(self, node: int) -> tuple[int | Message, ...]:
         """The nodes and messages that ``node`` waits for."""
-        yield from (other for other, waiting in enumerate(self.dependents) if node in waiting)
-        yield from (message for message, waiting in self.arrivals.items() if node in waiting)
+        return self._prerequisites[node]
+
+    @cached_property
+    def _prerequisites(self) -> tuple[tuple[int | Message, ...], ...]:
+        """``dependents`` and ``arrivals`` the other way round; only tests and reports to people need it."""
+        before: list[list[int | Message]] = [[] for _ in self.needs]
+        for other, nodes in enumerate(self.dependents):
+            for node in nodes:
+                before[node].append(other)
+        for message, nodes in self.arrivals.items():
+            for node in nodes:
+                before[node].append(message)
+        return tuple(map(tuple, before))
 
 
 def stage_plan(graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules) -> StagePlan:

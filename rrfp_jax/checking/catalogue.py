@@ -10,14 +10,14 @@ Two equivalences keep the product small without leaving anything out.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import factorial
 from typing import TypeVar
 
 from rrfp_jax.arbitration import HINTS, Agreement, Hint, StepRules, ready, schedule_hint, stage_plan
 from rrfp_jax.checking.setting import Policy, Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, chain, looped
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, chain
 
 T = TypeVar("T")
 
@@ -74,15 +74,17 @@ def two_encoders(num_chunks: int) -> tuple[list[int], list[int], list[tuple[int,
     first, second = list(range(0, num_encoding, 2)), list(range(1, num_encoding, 2))
     decoder = list(range(num_encoding, num_chunks))
     ways = [[*first, decoder[0]], [*second, decoder[0]], decoder]
-    return first, second, sorted({edge for way in ways for edge in zip(way, way[1:], strict=False)})
+    return first, second, sorted({edge for way in ways for edge in pairwise(way)})
 
 
 def table_hints(graph: PipelineGraph, placement: Placement, numbers: Iterable[int]) -> Iterator[tuple[Hint, ...]]:
-    """One hint per stage: from every schedule that fits, from numbered permutations, and from a table with gaps."""
+    """One hint per stage: from every schedule that fits, from numbered permutations, and from these with gaps."""
     for table in fitting_tables(graph, placement):
         yield tuple(schedule_hint(order) for order in table.orders)
     for number in numbers:
-        rows = [nth_permutation(graph.tasks(chunks), number + stage) for stage, chunks in enumerate(placement.chunks_of_stage)]
+        rows = [
+            nth_permutation(graph.tasks(chunks), number * (1 + s)) for s, chunks in enumerate(placement.chunks_of_stage)
+        ]
         yield tuple(schedule_hint(row) for row in rows)
         yield tuple(schedule_hint(row[::3]) for row in rows)
 
@@ -100,3 +102,35 @@ def fitting_tables(graph: PipelineGraph, placement: Placement) -> Iterator[Sched
             continue
         if table.graph == graph and table.placement == placement:
             yield table
+
+
+def all_hints(graph: PipelineGraph, placement: Placement, numbers: Iterable[int]) -> list[tuple[Policy, ...]]:
+    """Every hint of this pipeline, one per stage, those that make the same arbiters once."""
+    named = ((hint,) * placement.num_stages for hint in HINTS.values())
+    distinct: dict[Hashable, tuple[Policy, ...]] = {}
+    for hints in (*named, *table_hints(graph, placement, numbers)):
+        distinct.setdefault(tuple(_ranking(graph, placement, s, hint) for s, hint in enumerate(hints)), hints)
+    return list(distinct.values())
+
+
+def all_windows(placement: Placement, num_microbatches: int) -> list[tuple[int, ...]]:
+    """Windows from 1 to 4 on every stage, one of each class."""
+    classes = [*range(1, min(num_microbatches, LARGEST_WINDOW)), LARGEST_WINDOW]
+    return list(product(classes, repeat=placement.num_stages))
+
+
+def small_settings(
+    graph: PipelineGraph, placement: Placement, rules: StepRules, *, numbers: Iterable[int]
+) -> Iterator[list[Setting]]:
+    """Every hint and every window of a pipeline: a list per hint, whose settings share most of their automata."""
+    windows = all_windows(placement, graph.num_microbatches)
+    for policies in all_hints(graph, placement, numbers):
+        yield [
+            Setting(graph=graph, placement=placement, windows=window, policies=policies, rules=rules)
+            for window in windows
+        ]
+
+
+def _ranking(graph: PipelineGraph, placement: Placement, stage: int, hint: Hint) -> Hashable:
+    plan = stage_plan(graph, placement, stage, PIPELINE_ONLY)
+    return (ready(hint).order(plan), hint.choose, hint.initial)

@@ -1,6 +1,39 @@
 """Exhaustive exploration: every interleaving of arrivals and task ends of a small pipeline, with the real arbiters.
 
-theory to come
+A *packet* is a message to a stage, or the start of a step there. Two things can happen to a stage: a packet that is in
+flight to it is delivered, or a task that it runs ends. Any of them may happen next; only the starts of steps reach a
+stage in their order. The arbiter answers with instructions; what it sends is in flight from then on. A global state is
+thus a state per stage: what is in flight follows, as what the stages have sent and not yet received. Every event makes
+progress and there are finitely many, so all runs end, and a breadth-first search over global states covers all runs.
+
+Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
+:mod:`rrfp_jax.checking.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
+messages sent once and complete, strict rows, no idling with work at hand), as do the arbiter's own invariants.
+
+Why the reductions lose nothing
+-------------------------------
+*States once.* An arbiter is deterministic and equal keys mean equal futures, so a stage's states are numbered by key
+and judge's account, each transition between them is made once by a real arbiter (:mod:`rrfp_jax.checking.automaton`),
+and a global state is a tuple of numbers. Settings that differ in one stage's window share the other stages' automata.
+
+*Silent deliveries wait.* A delivery is silent if the arbiter answers with no instruction, as one to a busy stage that
+completes no gate. It changes nothing but that stage's own state, so it commutes with everything that happens elsewhere
+and can be postponed until just before the next visible event of its stage. A *move* of a stage is therefore a set X of
+packets in flight to it, delivered silently, and then one visible event: an answered delivery or the end of a task. All
+sets X are tried, messages too early for their step included. That the order within X is irrelevant is not assumed: all
+orders are followed, and a difference is an error.
+
+*Contained moves are left out.* Let X' be X without one packet p, and let the moves (X, e) and (X', e) lead to the
+states A and A'. If delivering p in A' is silent and leads to A, then (X, e) is (X', e) followed by a silent delivery,
+which may wait: a run through A is a run through A' up to the moment at which p is delivered. The accounts of equal
+states agree in what was started and sent, so the answers were the same too. This also is tested on the arbiter, for
+every move left out. (X', e) in turn may be contained in a smaller move; as sets shrink, this ends at a move that is
+kept.
+
+So every visible state (what each stage has started, finished and sent) that any run reaches is reached by a run of
+moves, and the reverse holds because moves are made of real events. A state without moves is stuck in earnest: all that
+is in flight there could only be delivered silently. ``reduced=False`` explores without the last two reductions; the
+tests compare both. Moves of different stages are interleaved in every way; nothing is assumed of their independence.
 """
 
 from collections.abc import Hashable

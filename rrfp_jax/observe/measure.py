@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
+from matplotlib.textpath import text_to_path
 
 FONT = "DejaVu Sans"
 """Comes with matplotlib, so pictures look the same on every machine."""
@@ -13,7 +13,8 @@ FONT = "DejaVu Sans"
 def text_width(text: str, points: float, *, bold: bool = False) -> float:
     """Width in inches of one line of ``text`` at a font size in points."""
     font = FontProperties(family=FONT, size=points, weight="bold" if bold else "normal")
-    return float(TextPath((0, 0), text or " ", prop=font, usetex=False).get_extents().x1) / 72
+    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return float(width) / 72
 
 
 def shortened(text: str, points: float, room: float, *, bold: bool = False) -> str:

@@ -5,29 +5,25 @@ are those of the picture (:mod:`rrfp_jax.observe.style`).
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.io import to_html
 
 from rrfp_jax.observe.files import replacing
-from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, panels
-from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, TASK_LOOKS, shade, text_colour
+from rrfp_jax.observe.marks import MAX_BARS, idle_marker, task_marker, traces
+from rrfp_jax.observe.panels import Panel, panels
+from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, TASK_LOOKS
 from rrfp_jax.tasks import TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline
 
-_MAX_BARS = 12_000
-"""More boxes are drawn as one shape per colour, which a browser handles far more quickly than single bars."""
-_MAX_NUMBERS = 4000
-_BAR = 0.84
 _TITLE, _AXIS, _LEGEND = 54, 60, 74
 """Pixels above each panel, below the last, and for the legend above the first."""
 _LEFT, _RIGHT = 76, 16
-_LETTER = 6.6
+_LETTER = 5.9
 """Pixels of a letter of the legend."""
 _CONFIG = {
     "displaylogo": False,
@@ -63,10 +59,6 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 _SHADE_NOTE = " Where a stage has several chunks, the lighter a box, the later its chunk."
 _STEP_NOTE = " A black line marks a stage's first task of a step."
 _BLEND_NOTE = " Boxes thinner than a pixel blend with their neighbours: zoom in to tell them apart."
-_WHERE = (
-    "<br>stage %{y:.0f}, step %{customdata[2]}<br>%{customdata[3]:,.3f} to %{customdata[4]:,.3f} ms: "
-    "%{customdata[5]:,.3f} ms<extra></extra>"
-)
 
 
 def write_page(
@@ -82,7 +74,7 @@ def write_page(
     )
     note = _SHADE_NOTE if any(panel.num_shades > 1 for panel in drawn) else ""
     note += _STEP_NOTE if any(len(panel.steps) > 1 for panel in drawn) else ""
-    note += _BLEND_NOTE if any(panel.num_boxes > _MAX_BARS for panel in drawn) else ""
+    note += _BLEND_NOTE if any(panel.num_boxes > MAX_BARS for panel in drawn) else ""
     colours = {"ink": INK, "paper": PAPER, "faint": FAINT_INK}
     text = _PAGE.format(title=escape(title), note=note, figure=figure, policy=_POLICY, **colours)
     with replacing(path) as temporary:
@@ -109,7 +101,7 @@ def _figure(drawn: list[Panel]) -> go.Figure:
         "annotations": [],
         "shapes": [],
     }
-    traces: list[Any] = _legend(drawn)
+    shown: list[Any] = _legend(drawn)
     bottom = plot_height
     for number, (panel, rows) in enumerate(zip(drawn, heights, strict=True), start=1):
         top = bottom - _TITLE
@@ -120,8 +112,8 @@ def _figure(drawn: list[Panel]) -> go.Figure:
         layout[f"xaxis{axis}"] = _time_axis(f"y{axis}", end_ms, first=number == 1, last=number == len(drawn))
         layout["annotations"] += _titles(panel, domain[1])
         layout["shapes"] += _step_marks(panel, axis)
-        traces += _traces(panel, axis)
-    return go.Figure(data=traces, layout=layout)
+        shown += traces(panel, axis)
+    return go.Figure(data=shown, layout=layout)
 
 
 def _row_pixels(panel: Panel) -> int:
@@ -187,7 +179,7 @@ def _step_marks(panel: Panel, axis: str) -> list[dict[str, Any]]:
 
 def _plain(text: str) -> str:
     """``text`` so that plotly shows it letter by letter: neither as tags nor, between dollar signs, as a formula."""
-    return escape(text).replace("$", "&#36;")
+    return escape(text, quote=False).replace("$", "&#36;")
 
 
 def _legend_labels(drawn: list[Panel]) -> list[tuple[TaskKind | IdleReason, str]]:
@@ -221,100 +213,9 @@ def _legend(drawn: list[Panel]) -> list[Any]:
             y=[0],
             orientation="h",
             name=label,
-            marker=_task_marker(what, 0, num_shades) if isinstance(what, TaskKind) else _idle_marker(what),
+            marker=task_marker(what, 0, num_shades) if isinstance(what, TaskKind) else idle_marker(what),
             legendgroup=what.value,
             showlegend=True,
         )
         for what, label in _legend_labels(drawn)
     ]
-
-
-def _task_marker(kind: TaskKind, rank: int, num_shades: int) -> dict[str, Any]:
-    return {"color": shade(TASK_LOOKS[kind].colour, rank, num_shades), "line": {"color": PAPER, "width": 0.6}}
-
-
-def _idle_marker(reason: IdleReason) -> dict[str, Any]:
-    look = IDLE_LOOKS[reason]
-    pattern = {"shape": look.pattern, "fgcolor": look.line, "bgcolor": look.fill, "size": 7, "solidity": 0.15}
-    return {"color": look.fill, "pattern": pattern, "line": {"width": 0}}
-
-
-def _traces(panel: Panel, axis: str) -> list[Any]:
-    draw = _bars if panel.num_boxes <= _MAX_BARS else _shapes
-    place = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "showlegend": False}
-    traces: list[Any] = []
-    for reason, boxes in panel.waits.items():
-        hover = f"<b>idle</b>: {IDLE_LOOKS[reason].label}{_WHERE}"
-        traces += draw(boxes, _idle_marker(reason), hover, numbers=None, legendgroup=reason.value, **place)
-    for group, boxes in panel.tasks.items():
-        marker = _task_marker(group.kind, group.rank, panel.num_shades)
-        numbers = _numbers(panel, group, boxes)
-        hover = _task_hover(group.kind)
-        traces += draw(boxes, marker, hover, numbers=numbers, legendgroup=group.kind.value, **place)
-    return traces
-
-
-def _task_hover(kind: TaskKind) -> str:
-    once_per_step = kind in (TaskKind.R, TaskKind.U)
-    name = f"%{{customdata[0]}}{kind}" + ("" if once_per_step else "%{customdata[1]}")
-    what = "chunk %{customdata[0]}" + ("" if once_per_step else ", microbatch %{customdata[1]}")
-    return f"<b>{TASK_LOOKS[kind].label}</b><br>task {name}: {what}{_WHERE}"
-
-
-def _numbers(panel: Panel, group: TaskGroup, boxes: Boxes) -> list[str] | None:
-    if group.kind in (TaskKind.R, TaskKind.U) or panel.num_boxes > _MAX_NUMBERS:
-        return None
-    return [str(microbatch) for microbatch in boxes.microbatch]
-
-
-def _facts(boxes: Boxes) -> NDArray[np.float64]:
-    """What the hover texts above name by column, [boxes, 6]."""
-    columns = (boxes.chunk, boxes.microbatch, boxes.step, boxes.start_ms, boxes.end_ms, boxes.width_ms)
-    return np.stack([column.astype(np.float64) for column in columns], axis=-1)
-
-
-def _bars(
-    boxes: Boxes, marker: Mapping[str, Any], hover: str, *, numbers: list[str] | None, **place: Any
-) -> list[go.Bar]:
-    return [
-        go.Bar(
-            orientation="h",
-            base=boxes.start_ms,
-            x=boxes.width_ms,
-            y=boxes.stage,
-            width=_BAR,
-            marker=marker,
-            hovertemplate=hover,
-            customdata=_facts(boxes),
-            text=numbers,
-            textposition="inside" if numbers else "none",
-            insidetextanchor="middle",
-            insidetextfont={"color": text_colour(marker["color"])},
-            textangle=0,
-            **place,
-        )
-    ]
-
-
-def _shapes(
-    boxes: Boxes, marker: Mapping[str, Any], hover: str, *, numbers: list[str] | None, **place: Any
-) -> list[go.Scatter]:
-    """All boxes of a colour as one path, and invisible points at their middles that carry the hover texts."""
-    del numbers  # so many boxes are too thin for them
-    gap = np.full(len(boxes), np.nan)
-    left, right = boxes.start_ms, boxes.end_ms
-    low, high = boxes.stage - _BAR / 2, boxes.stage + _BAR / 2
-    path = go.Scatter(
-        x=np.stack([left, left, right, right, left, gap], axis=-1).ravel(),
-        y=np.stack([low, high, high, low, low, gap], axis=-1).ravel().astype(np.float32),
-        mode="none",
-        fill="toself",
-        fillcolor=marker["color"],
-        fillpattern=marker.get("pattern"),
-        hoverinfo="skip",
-        **place,
-    )
-    middles = go.Scatter(
-        x=(left + right) / 2, y=boxes.stage, mode="none", hovertemplate=hover, customdata=_facts(boxes), **place
-    )
-    return [path, middles]

@@ -76,7 +76,7 @@ IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
         fill="#dcdcdc", line="#a6a6a6", hatch="\\\\\\", pattern="\\", label="pipeline drains: own microbatches are done"
     ),
     IdleReason.HOST: IdleLook(
-        fill="#8f8f8f", line="#5c5c5c", hatch="---", pattern="-", label="host hands the task to the device"
+        fill="#bfe6ef", line="#4fa0b3", hatch="---", pattern="-", label="host hands the task to the device"
     ),
 }
 

@@ -1,7 +1,8 @@
 """The state that a chunk starts from; needs no batch, so a run can make or restore it before anything is compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -25,14 +26,15 @@ class ChunkState:
 
 
 def initial_state(
-    chunks: Sequence[Chunk],
+    chunks: tuple[Chunk, ...],
     index: int,
     key: jax.Array,
     optimizer: optax.GradientTransformation,
     sharding: jax.sharding.Sharding,
 ) -> ChunkState:
     """The state of chunk ``index`` from a typed key, the same key for all chunks."""
-    return state_of(initial_params(chunks, index, key, sharding), optimizer, sharding)
+    params = _initializer(chunks, index, sharding)(jax.device_put(key, sharding))
+    return state_of(params, optimizer, sharding)
 
 
 def state_of(params: Params, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> ChunkState:
@@ -45,23 +47,29 @@ def state_of(params: Params, optimizer: optax.GradientTransformation, sharding: 
     )
 
 
-def initial_params(chunks: Sequence[Chunk], index: int, key: jax.Array, sharding: jax.sharding.Sharding) -> Params:
-    """The parameters of chunk ``index``.
+@lru_cache(maxsize=512)
+def _initializer(
+    chunks: tuple[Chunk, ...], index: int, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], Params]:
+    """The parameters of a chunk from a key; kept, so that another pipeline of the same chunks need not compile it.
 
     A shared layer is initialised by its owner's ``init``, in a program that is the same for every holder, so that all
     copies start with equal bits.
     """
     chunk = chunks[index]
-    key = jax.device_put(key, sharding)
     shared = sorted(chunk.shared)
 
     def own(key: jax.Array) -> Params:
         return {name: layer for name, layer in chunk.init(key).items() if name not in shared}
 
-    params = jax.jit(own, out_shardings=sharding)(key)
+    programs = [jax.jit(own, out_shardings=sharding)]
     for name in shared:
         owner = chunks[holders(chunks, name)[0]]
-        params[name] = jax.jit(lambda key, n=name, o=owner: o.init(key)[n], out_shardings=sharding)(key)
+        programs.append(jax.jit(lambda key, n=name, o=owner: {n: o.init(key)[n]}, out_shardings=sharding))
+
+    def params(key: jax.Array) -> Params:
+        return {name: layer for program in programs for name, layer in program(key).items()}
+
     return params
 
 

@@ -22,10 +22,12 @@ REMEDY = (
 
 
 class _Trace(NamedTuple):
-    """An optimizer as two jaxprs over flat leaves: ``init(params)`` and ``update(grads, state, params)``."""
+    """An optimizer as two jaxprs over flat leaves, with the shapes of its state before and after an update."""
 
     init: Any
     update: Any
+    state: Specs
+    new_state: Specs
 
 
 def check_leafwise(optimizer: optax.GradientTransformation, params: Specs) -> None:
@@ -41,13 +43,15 @@ def check_leafwise(optimizer: optax.GradientTransformation, params: Specs) -> No
     while True:
         outputs = output_labels(trace.update, own + state + own)
         updates, new_state = outputs[: len(own)], outputs[len(own) :]
+        if len(state) != len(new_state):
+            return _check_state(trace)
         grown = [old | new for old, new in zip(state, new_state, strict=True)]
         for index, labels in enumerate(updates):
             _refuse_mixture(f"its update of {names[index]}", labels | own[index], names)
         for labels in grown:
             _refuse_mixture("its state", labels, names)
         if grown == state:
-            return
+            return _check_state(trace)
         state = grown
 
 
@@ -59,13 +63,18 @@ def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
         raise ValueError(
             f"the optimizer cannot be called as update(gradients, state, params), as the pipeline does: {error}"
         ) from error
-    for what, given, returned in zip(("parameters", "state"), (params, state), shapes, strict=True):
-        if spec_of(given) != spec_of(returned):
-            raise ValueError(
-                f"the optimizer's update is given {what} of {describe(given)} and returns {describe(returned)}: "
-                "trees, shapes and dtypes must stay the same from step to step"
-            )
-    return _Trace(init.jaxpr, update.jaxpr)
+    updates, new_state = shapes
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        raise ValueError("the optimizer's update returns a tree unlike that of the parameters")
+    return _Trace(init.jaxpr, update.jaxpr, spec_of(state), spec_of(new_state))
+
+
+def _check_state(trace: _Trace) -> None:
+    if trace.state != trace.new_state:
+        raise ValueError(
+            f"the optimizer's update is given state of {describe(trace.state)} and returns "
+            f"{describe(trace.new_state)}: trees, shapes and dtypes must stay the same from step to step"
+        )
 
 
 def _refuse_mixture(what: str, labels: int, names: list[str]) -> None:

@@ -121,7 +121,7 @@ def _outputs(
 
     try:
         return spec_of(jax.eval_shape(apply, params, inputs, leaves))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever a user's model raises, say where
         read = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
         raise ValueError(
             f"{describe_chunk(chunks, index)} cannot be applied to inputs {describe(inputs)} and batch leaves "

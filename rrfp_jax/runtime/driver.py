@@ -123,6 +123,11 @@ class PipelineRuntime:
         if not any(busy) and not self._thread.is_alive():
             self._loop.close()
 
+    @staticmethod
+    def clock() -> float:
+        """The clock of every recorded time, in seconds."""
+        return time.perf_counter()
+
     def logs(self) -> Mapping[int, EventLog]:
         """Each hosted stage's event log; stable while no step is under way."""
         return {stage: actor.log for stage, actor in self._actors.items()}

@@ -55,9 +55,10 @@ def from_csv(
     """Read and validate a table.
 
     Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
-    that every microbatch passes; or two opposite chains with tied parameters, if no microbatch appears in both halves
-    of the chunks. Chunks with I or W have a split backward. Raises ValueError, naming row and column, for a cell that
-    is not a task, and whatever :meth:`ScheduleTable.validate` finds.
+    that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
+    the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward.
+    Raises ValueError, naming row and column, for a cell that is not a task, and whatever
+    :meth:`ScheduleTable.validate` finds.
     """
     rows = tuple(tuple(_cells(name, stage, line)) for stage, line in enumerate(_lines(text)))
     tasks = [task for row in rows for task in row if task is not None]
@@ -130,7 +131,8 @@ def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
     num_microbatches = max(task.microbatch for task in tasks) + 1
     half, odd = divmod(placement.num_chunks, 2)
     halves = [{t.microbatch for t in tasks if (t.chunk >= half) == up} for up in (False, True)]
-    if not odd and half > 0 and halves[0].isdisjoint(halves[1]):
+    mirrored = not odd and placement.stage_of_chunk == placement.stage_of_chunk[::-1]
+    if mirrored and halves[0].isdisjoint(halves[1]):
         graph = opposite_chains(half, halves[0], num_microbatches)
     else:
         graph = chain(placement.num_chunks, num_microbatches)

@@ -12,7 +12,9 @@ is a finding, see docs/schedules.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
+from rrfp_jax.schedules.one_f_one_b import eager_windows
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage
 from rrfp_jax.schedules.slots import SlotLengths
 
@@ -31,21 +33,20 @@ class Sizes:
     i: float
     w: float
     """F, I and W of one microbatch on a whole stage."""
-    windows: tuple[int, ...] | None = None
+    windows: tuple[int, ...] = ()
     """Of eager 1F1B, per stage."""
 
     @classmethod
     def of(cls, name: str, request: ScheduleRequest, lengths: SlotLengths) -> "Sizes":
         """The sizes of a request for a schedule; ``lengths`` are those of a whole stage."""
-        p, window = request.num_stages, request.window
         return cls(
-            p=p,
+            p=request.num_stages,
             m=request.num_microbatches,
             v=chunks_per_stage(name, request),
             f=lengths.forward,
             i=lengths.input_gradient,
             w=lengths.weight_gradient,
-            windows=(window,) * p if isinstance(window, int) else window,
+            windows=eager_windows(request.num_stages, request.window),
         )
 
     @property
@@ -56,10 +57,6 @@ class Sizes:
     def work(self) -> float:
         """Of a stage in a step."""
         return self.m * (self.f + self.b)
-
-    def window(self, stage: int) -> int:
-        """Eager 1F1B's window of a stage."""
-        return 2 * (self.p - stage) - 1 if self.windows is None else self.windows[stage]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +115,11 @@ BUBBLES: tuple[BubbleFormula, ...] = (
         "eager-1f1b",
         "(p-1)(F+I+W)",
         lambda s: (s.p - 1) * (s.f + s.b),
-        lambda s: all(s.window(stage) >= min(s.m, s.p - stage) for stage in range(s.p)),
-        "window of stage s at least p-s",
+        lambda s: (
+            all(w >= min(s.m, s.p - stage) for stage, w in enumerate(s.windows))
+            and all(w > after or w >= s.m for w, after in pairwise(s.windows))
+        ),
+        "window of stage s at least p-s, and larger than that of stage s+1 (or m)",
     ),
     _formula("interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: (s.p - 1) * (s.f + s.b) / s.v, lambda s: s.v > 1, "v > 1"),
     _formula(
@@ -238,7 +238,7 @@ def _peak(
 PEAKS: tuple[PeakFormula, ...] = (
     _peak("gpipe", "m", lambda s, _: s.m),
     _peak("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m)),
-    _peak("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.window(stage), s.m)),
+    _peak("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m)),
     _peak(
         "interleaved-1f1b",
         "min(m, (2(p-1-s) + (v-1)p + 1)/v)",

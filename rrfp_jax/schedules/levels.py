@@ -5,7 +5,7 @@ schedules holds only for the lengths (and links) that it names.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp_jax.schedules.formulas import Sizes, bubble_formulas, peak_formula
 from rrfp_jax.schedules.registry import ScheduleRequest, build_schedule, schedule_entry
@@ -32,8 +32,10 @@ class Levels:
 def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels:
     """Both levels of a schedule; ``lengths`` are those of a whole stage, so that schedules do the same work.
 
-    Raises ValueError where the schedule cannot be built for these sizes.
+    They are also the profile of the automatic schedule. Raises ValueError where the schedule cannot be built for these sizes.
     """
+    profile = (lengths.forward, lengths.input_gradient, lengths.weight_gradient)
+    request = replace(request, durations_ms=profile)
     sizes = Sizes.of(name, request, lengths)
     table = build_schedule(name, request)
     cut = schedule_entry(name).chunk_parts

@@ -20,20 +20,16 @@ def one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
     "eager-1f1b",
     placement="one chunk per stage",
     source="Eager-1F1B, arXiv 2211.05322",
-    constraints="the window must not grow along the stages; without one, stage s of p holds 2(p-s)-1 microbatches",
+    constraints="windows per stage must not grow along the stages",
 )
 def eager_one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
     """Stage s runs window(s)-1 warm-up forwards and holds at most window(s) microbatches.
 
-    Raises ValueError if a stage's window is larger than its predecessor's: it would wait for forwards that the
-    predecessor must not run before a backward.
+    For the windows see :func:`eager_windows`. Raises ValueError if a stage's window is larger than its predecessor's:
+    it would wait for forwards that the predecessor must not run before a backward.
     """
-    p = request.num_stages
-    window = request.window
-    if window is None:
-        window = tuple(2 * (p - stage) - 1 for stage in range(p))
-    windows = (window,) * p if isinstance(window, int) else window
-    for stage in range(1, p):
+    windows = eager_windows(request.num_stages, request.window)
+    for stage in range(1, request.num_stages):
         before, here = (min(w, request.num_microbatches) for w in windows[stage - 1 : stage + 1])
         if here > before:
             raise ValueError(
@@ -41,6 +37,18 @@ def eager_one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
                 f"deadlock: give stage {stage} at most {before}"
             )
     return _table("eager-1f1b", request, windows)
+
+
+def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """The in-flight microbatches of every stage: those given, or 2(p-s)-1 on stage s, two warm-up forwards per hop.
+
+    One number limits the first stage, and each later stage to one less: with equal windows everywhere the last stage
+    would spend its window on forwards before its first backward, and every other stage would wait for it.
+    """
+    if isinstance(window, tuple):
+        return window
+    eager = tuple(2 * (num_stages - stage) - 1 for stage in range(num_stages))
+    return eager if window is None else tuple(max(1, min(most, window - s)) for s, most in enumerate(eager))
 
 
 def _table(name: str, request: ScheduleRequest, windows: tuple[int, ...]) -> ScheduleTable:

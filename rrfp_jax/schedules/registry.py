@@ -25,7 +25,7 @@ class ScheduleRequest:
     chunks_per_stage: int | None = None
     """None: the schedule's own choice (its ``chunks_per_stage`` entry)."""
     window: int | tuple[int, ...] | None = None
-    """In-flight microbatches, for all stages or one per stage; read by eager 1F1B."""
+    """In-flight microbatches, at most or per stage; read by eager 1F1B."""
     durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by the automatic schedule."""
     comm_ms: float = 0.0

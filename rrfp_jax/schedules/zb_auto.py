@@ -33,6 +33,8 @@ _ROUNDING = 1e-9
 def zb_auto(request: ScheduleRequest) -> ScheduleTable:
     """The heuristic's best table for ``durations_ms``, ``comm_ms``, ``memory_limit`` (2 p without a word).
 
+    The times are those of a whole stage, the limit counts activations of one microbatch there. From p up every unit of
+    memory shortens the step until the bubble is gone; below p the loss is large, and V-Half or V-Min do better.
     Raises ValueError for a memory limit below one microbatch.
     """
     p, m = request.num_stages, request.num_microbatches
@@ -84,8 +86,7 @@ class _Heuristic:
         extra = self._extra_forwards()
         for stage in range(self.p):
             if stage > 0:
-                ahead = 1 if self.limit >= self.p else 0
-                extra[stage] = min(extra[stage], max(0, extra[stage - 1] - ahead))
+                extra[stage] = min(extra[stage], max(0, extra[stage - 1] - 1))
             for _ in range(extra[stage]):
                 self._put(stage, F)
         for stage in reversed(range(self.p)):

@@ -69,7 +69,8 @@ def for_graph(durations_ms: Durations, graph: PipelineGraph) -> Durations:
 
 def for_steps(durations_ms: Durations, num_steps: int) -> Durations:
     """The array's steps, repeated or cut to ``num_steps``."""
-    return np.take(durations_ms, np.arange(num_steps) % durations_ms.shape[0], axis=0)
+    repeated: Durations = durations_ms[np.arange(num_steps) % durations_ms.shape[0]]
+    return repeated
 
 
 def recorded(timeline: Timeline, graph: PipelineGraph, *, per_task: bool = False) -> Durations:

@@ -2,7 +2,8 @@
 
 Each stage is a device that runs one task at a time, a host that hands it tasks, and the stage's own
 :class:`StageArbiter`. The driver tells the arbiters what happens (step started, input arrived, task finished) and
-carries out what they instruct; it decides nothing about the order. Times are milliseconds inside, seconds in the record.
+carries out what they instruct; it decides nothing about the order. Times are milliseconds inside and seconds in the
+record.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.jitter import EMA_KEPT
 from rrfp_jax.simulation.links import Communication, Links
-from rrfp_jax.simulation.transfers import transfers
+from rrfp_jax.simulation.transfers import make_transfers
 from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
@@ -119,7 +120,7 @@ class _Driver:
         self.timeline = Timeline(len(arbiters))
         self.step_ends_ms = [0.0] * num_steps
         self.queue = EventQueue()
-        self.transfers = transfers(
+        self.transfers = make_transfers(
             machine.communication,
             queue=self.queue,
             links=machine.links,

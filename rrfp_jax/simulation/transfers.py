@@ -41,7 +41,7 @@ class Transfers(Protocol):
         """The arbiter of ``stage`` wants this message sent now."""
 
 
-def transfers(
+def make_transfers(
     communication: Communication,
     *,
     queue: EventQueue,
@@ -86,7 +86,7 @@ class AsyncTransfers:
         if self.links.contention and send.message.kind not in (MessageKind.REPORT, MessageKind.VERDICT):
             start_ms = max(start_ms, self._link_free_ms.get((stage, send.stage), 0.0))
             self._link_free_ms[stage, send.stage] = start_ms + duration_ms
-        self.queue.post(start_ms + duration_ms, self.arrive, send.stage, send.step, send.message)
+        self.queue.post_arrival(start_ms + duration_ms, self.arrive, send.stage, send.step, send.message)
 
     def arrive(self, stage: int, step: int, message: Message) -> None:
         self.deliver(stage, InputArrived(step, self.queue.now_ms / 1e3, message))
@@ -109,7 +109,7 @@ class BlockingTransfers(AsyncTransfers):
         at_ms = self.queue.now_ms
         for message, target in tensors_of(self._plans[stage], task):
             at_ms += self.duration_ms(message.kind, stage, target)
-            self.queue.post(at_ms, self.arrive, target, step, message)
+            self.queue.post_arrival(at_ms, self.arrive, target, step, message)
         self.queue.post(at_ms, super().task_ended, stage, step, task)
 
     def send(self, stage: int, send: Send) -> None:
@@ -133,11 +133,12 @@ class RendezvousTransfers(BlockingTransfers):
 
     Rules
     -----
-    * A stage is computing, in a transfer with one other stage, or free.
-    * After a task with messages a stage stays free of computation until all of them have arrived.
-    * A transfer begins as soon as both of its stages are free; the oldest waiting one of a stage first. A message that
-      waits in the opposite direction goes along, and the transfer lasts as long as the longer of the two.
-    * Before a free stage takes its next task it takes part in the transfers that can begin.
+    * A stage computes, is in a transfer with one other stage, or is free.
+    * After a task with messages a stage is free, but does not compute again until all of them have arrived. After a
+      task without messages it takes the next one at once, if there is any.
+    * A transfer begins as soon as both of its stages are free, the oldest of a stage first. A message that waits in
+      the opposite direction goes along (Megatron's ``send_forward_recv_backward``), and both take as long as the
+      longer one.
 
     Why no deadlock beyond the arbiters' own freedom from it: when nobody computes and no transfer is under way, all
     stages are free, so any waiting message could begin its transfer. Hence none waits, and every arbiter has been told
@@ -168,8 +169,8 @@ class RendezvousTransfers(BlockingTransfers):
             pending = _Pending(self._num_messages, stage, target, step, message)
             self._outgoing[stage].append(pending)
             self._incoming[target].append(pending)
-        self._begin_transfer(stage)
         self._settle(stage)
+        self._begin_transfer(stage)
 
     def arrive(self, stage: int, step: int, message: Message) -> None:
         if self._in_transfer[stage]:
@@ -195,7 +196,7 @@ class RendezvousTransfers(BlockingTransfers):
             self._incoming[pending.target].remove(pending)
         self._in_transfer[first.source] = self._in_transfer[first.target] = True
         lasts_ms = max(self.duration_ms(p.message.kind, p.source, p.target) for p in together)
-        self.queue.post(self.queue.now_ms + lasts_ms, self._end_transfer, together)
+        self.queue.post_arrival(self.queue.now_ms + lasts_ms, self._end_transfer, together)
 
     def _end_transfer(self, together: list[_Pending]) -> None:
         stages = sorted((together[0].source, together[0].target))
@@ -204,14 +205,12 @@ class RendezvousTransfers(BlockingTransfers):
         for pending in together:
             self._held[pending.target].append((pending.step, pending.message))
         for stage in stages:
-            self._begin_transfer(stage)
-        for stage in stages:
             self._settle(stage)
+        for stage in stages:
+            self._begin_transfer(stage)
 
     def _settle(self, stage: int) -> None:
-        """Tell the arbiter of a stage that no transfer occupies what has happened meanwhile."""
-        if self._in_transfer[stage]:
-            return
+        """Tell the arbiter of a stage that has left a transfer, or a task, what has happened meanwhile."""
         held, self._held[stage] = self._held[stage], []
         for step, message in held:
             super().arrive(stage, step, message)

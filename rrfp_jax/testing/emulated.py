@@ -18,36 +18,19 @@ from jax.experimental import buffer_callback
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.executor import Batch
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
+from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 _WIDTH = 8
 _PR_SET_TIMERSLACK = 29
-_COLUMNS = {TaskKind.F: (0,), TaskKind.I: (1,), TaskKind.W: (2,), TaskKind.B: (1, 2)}
-
-
-class Durations:
-    """Milliseconds of every task: an array [steps, chunks, microbatches, 3] for F, input and weight gradient.
-
-    A fused backward takes the sum of the last two. Step ``s`` reads row ``s mod steps``.
-    """
-
-    def __init__(self, values_ms: np.ndarray) -> None:
-        self._totals_ms = {kind: values_ms[..., list(columns)].sum(-1) for kind, columns in _COLUMNS.items()}
-        self.num_steps = values_ms.shape[0]
-        self.any_positive = bool(values_ms.any())
-
-    @classmethod
-    def constant(cls, forward_ms: float, input_ms: float, weight_ms: float, shape: tuple[int, int]) -> "Durations":
-        """The same three durations for every chunk and microbatch; ``shape`` is (chunks, microbatches)."""
-        return cls(np.broadcast_to(np.array([forward_ms, input_ms, weight_ms], np.float64), (1, *shape, 3)))
-
-    def of(self, step: int, task: Task) -> float:
-        """Milliseconds of one task."""
-        return float(self._totals_ms[task.kind][step % self.num_steps, task.chunk, task.microbatch])
 
 
 class EmulatedStage:
-    """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``."""
+    """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
+
+    ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the sum
+    of the last two, and step ``s`` reads row ``s mod steps``.
+    """
 
     def __init__(
         self,
@@ -55,15 +38,17 @@ class EmulatedStage:
         placement: Placement,
         stage: int,
         *,
-        durations: Durations,
+        durations_ms: np.ndarray,
         ship: Ship,
         device: jax.Device,
     ) -> None:
         self._graph, self._placement, self._stage = graph, placement, stage
-        self._durations = durations
+        self._durations_ms = of_tasks(durations_ms)
+        self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
         self._source = np.zeros(_WIDTH, np.float32)
-        self._program = _compile(durations.any_positive, device)
+        self._program = _compile(bool(durations_ms.any()), device)
+        _warm_up(self._program, self._source)
         self._slack = threading.local()
 
     def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:  # noqa: ARG002
@@ -74,8 +59,10 @@ class EmulatedStage:
     def run(self, step: int, task: Task) -> None:
         if not hasattr(self._slack, "set"):
             self._slack.set = _reduce_timer_slack()
-        result = self._program(self._input(step, task), np.float32(self._durations.of(step, task)))
-        result.block_until_ready()
+        duration_ms = self._durations_ms[task.kind][step % self._num_rows][task.chunk][task.microbatch]
+        result = self._program(self._input(step, task), np.float32(duration_ms))
+        if not result.is_ready():
+            result.block_until_ready()
         for message in self._outputs(task):
             self._mailbox.post(step, message, result)
 
@@ -92,7 +79,7 @@ class EmulatedStage:
         self._mailbox.finish(step)
 
     def _input(self, step: int, task: Task) -> Any:
-        """The sum of what the task's inputs carry would cost a program of its own: take the last of them."""
+        """Take everything that has arrived for the task; one of the values goes into its program."""
         value: Any = self._source
         kind, chunk, m = task
         if kind is TaskKind.F:
@@ -134,6 +121,12 @@ def _compile(sleeps: bool, device: jax.Device) -> Any:
         jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding),
     )
     return jax.jit(program).lower(*specs).compile()
+
+
+def _warm_up(program: Any, value: np.ndarray) -> None:
+    """The first calls of a compiled program are slower than all others."""
+    for _ in range(2):
+        program(value, np.float32(0)).block_until_ready()
 
 
 def _reduce_timer_slack() -> bool:

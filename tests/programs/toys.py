@@ -263,5 +263,3 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
         error = np.linalg.norm(np.asarray(a, np.float64) - np.asarray(e, np.float64))
         limit = tolerance * max(float(np.linalg.norm(e)), 1e-2 * largest)
         assert error <= limit, f"{jax.tree_util.keystr(path)}: {error} > {limit}"
-
-

@@ -1,0 +1,136 @@
+"""Measures what splitting a backward costs: (I + W) / B, times of all programs, bytes handed on.
+
+    python -m experiments.bench_split [--repeats 30] [--only wide]
+
+For each chunk the programs run in turn, again and again, so that a disturbance hits all of them; medians are printed.
+B is the fused backward from the same stash, `vjp` the pullback that `jax.vjp` itself returns as a separate program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rrfp_jax.programs.split import SplitBackward, split_backward
+
+
+class Case(NamedTuple):
+    """A stack of transformer blocks: `layers` of `width`, four heads, over `batch` x `tokens`."""
+
+    layers: int
+    width: int
+    batch: int
+    tokens: int
+    scan: bool = False
+    remat: str = "none"
+
+
+CASES = {
+    "wide: 2 blocks of width 512": Case(2, 512, 4, 128),
+    "wide: the same, scan": Case(2, 512, 4, 128, scan=True),
+    "wide: the same, dots saved": Case(2, 512, 4, 128, remat="dots"),
+    "wide: the same, full remat": Case(2, 512, 4, 128, remat="full"),
+    "tiny: 8 blocks of width 64": Case(8, 64, 4, 64),
+    "tiny: the same, scan": Case(8, 64, 4, 64, scan=True),
+    "tiny: the same, scan and full remat": Case(8, 64, 4, 64, scan=True, remat="full"),
+}
+
+
+def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Pre-norm attention with four heads, then a gelu layer of four times the width."""
+
+    def norm(h: jax.Array, scale: jax.Array) -> jax.Array:
+        return h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6) * scale
+
+    u = norm(x, p["norm_1"])
+    query, key, value = (jnp.reshape(u @ p[name], (*u.shape[:2], 4, -1)) for name in "qkv")
+    scores = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9))
+    x = x + jnp.reshape(jnp.einsum("bhts,bshd->bthd", weights, value), x.shape) @ p["o"]
+    return x + jax.nn.gelu(norm(x, p["norm_2"]) @ p["up"] + p["bias"]) @ p["down"]
+
+
+def init_block(key: jax.Array, width: int) -> dict[str, jax.Array]:
+    keys = dict(zip(("q", "k", "v", "o", "up", "down"), jax.random.split(key, 6), strict=True))
+    sizes = {"up": (width, 4 * width), "down": (4 * width, width)}
+    params = {name: jax.random.normal(k, sizes.get(name, (width, width))) / width**0.5 for name, k in keys.items()}
+    return params | {"norm_1": jnp.ones(width), "norm_2": jnp.ones(width), "bias": jnp.zeros(4 * width)}
+
+
+def build(case: Case) -> tuple[Callable[[Any, Any], Any], Any, jax.Array]:
+    """(fn, params, inputs) of a case."""
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
+    layer = block if case.remat == "none" else jax.checkpoint(block, policy=policies[case.remat])
+    params: Any = [init_block(key, case.width) for key in jax.random.split(jax.random.key(0), case.layers)]
+    inputs = jax.random.normal(jax.random.key(1), (case.batch, case.tokens, case.width))
+    if case.scan:
+        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+        return (lambda p, x: jax.lax.scan(lambda h, q: (layer(q, h), None), x, p)[0]), params, inputs
+
+    def fn(layers: Any, x: jax.Array) -> jax.Array:
+        for p in layers:
+            x = layer(p, x)
+        return x
+
+    return fn, params, inputs
+
+
+def programs(
+    split: SplitBackward, fn: Callable[[Any, Any], Any], params: Any, inputs: jax.Array
+) -> dict[str, Callable[[], Any]]:
+    """The jitted programs, each bound to its arguments and compiled."""
+    outputs, stash = jax.jit(split.forward)(params, inputs)
+    gradient = jnp.ones_like(outputs)
+    backward, weight_gradient = jax.jit(split.backward), jax.jit(split.weight_gradient)
+    _, owed = backward(params, stash, gradient)
+    _, pullback = jax.jit(lambda p, x: jax.vjp(fn, p, x))(params, inputs)
+    fused, pull = jax.jit(split.full_backward), jax.jit(lambda pb, g: pb(g))
+    forward = jax.jit(split.forward)
+    bound: dict[str, Callable[[], Any]] = {
+        "F": lambda: forward(params, inputs),
+        "I": lambda: backward(params, stash, gradient),
+        "W": lambda: weight_gradient(params, owed),
+        "B": lambda: fused(params, stash, gradient),
+        "vjp": lambda: pull(pullback, gradient),
+    }
+    for program in bound.values():
+        jax.block_until_ready(program())
+    return bound
+
+
+def medians_ms(bound: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in bound}
+    for _ in range(repeats):
+        for name, program in bound.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program())
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30, help="runs of each program")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    options = parser.parse_args()
+    print(f"{'chunk':38} {'F':>7} {'I':>7} {'W':>7} {'B':>7} {'vjp':>7} ms  (I+W)/B   stash    owed  jax.vjp MB")
+    for name, case in CASES.items():
+        if options.only not in name:
+            continue
+        fn, params, inputs = build(case)
+        split = split_backward(fn, params, inputs)
+        ms = medians_ms(programs(split, fn, params, inputs), options.repeats)
+        ratio, report = (ms["I"] + ms["W"]) / ms["B"], split.report
+        sizes = (report.stash_bytes, report.owed_bytes, report.residual_bytes)
+        columns = " ".join(f"{ms[column]:7.2f}" for column in ("F", "I", "W", "B", "vjp"))
+        print(f"{name:38} {columns}     {ratio:7.3f} " + " ".join(f"{size / 1e6:7.1f}" for size in sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Where task durations come from: constants, a file, or the trace of a recorded run; shared by emulate and simulate."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.timeline import Span, Timeline
+
+Durations = NDArray[np.float64]
+Profile = tuple[float, float, float]
+
+
+class DurationSource(Protocol):
+    """Gives every task its duration in milliseconds, as [steps, chunks, microbatches, 3]."""
+
+    num_steps: int
+
+    def for_graph(self, graph: PipelineGraph) -> Durations:
+        """The durations of this pipeline; raises ValueError where they do not fit it."""
+
+    def profile_ms(self) -> Profile:
+        """Mean F, input gradient and weight gradient of one chunk."""
+
+
+class ConstantDurations:
+    """The same three numbers for every chunk and microbatch."""
+
+    num_steps = 1
+
+    def __init__(self, durations_ms: Profile) -> None:
+        self.durations_ms = durations_ms
+
+    def for_graph(self, graph: PipelineGraph) -> Durations:
+        return constant(self.durations_ms, graph)
+
+    def profile_ms(self) -> Profile:
+        return self.durations_ms
+
+
+class GivenDurations:
+    """An array [steps, chunks, microbatches, 3] of milliseconds."""
+
+    def __init__(self, durations_ms: Durations) -> None:
+        self.durations_ms = durations_ms
+        self.num_steps: int = durations_ms.shape[0]
+
+    def for_graph(self, graph: PipelineGraph) -> Durations:
+        return for_graph(self.durations_ms, graph)
+
+    def profile_ms(self) -> Profile:
+        forward, input_gradient, weight_gradient = self.durations_ms.mean(axis=(0, 1, 2)).tolist()
+        return forward, input_gradient, weight_gradient
+
+
+class RecordedDurations:
+    """The tasks of a recorded run: means per chunk and kind, or every task by itself."""
+
+    def __init__(self, timeline: Timeline, *, per_task: bool) -> None:
+        self.timeline, self.per_task = timeline, per_task
+        self.num_steps = len(timeline.steps()) if per_task else 1
+
+    def for_graph(self, graph: PipelineGraph) -> Durations:
+        return recorded(self.timeline, graph, per_task=self.per_task)
+
+    def profile_ms(self) -> Profile:
+        by_kind: dict[TaskKind, list[float]] = defaultdict(list)
+        for span in self.timeline.spans:
+            by_kind[span.task.kind].append((span.end_s - span.start_s) * 1e3)
+        forward, fused, input_gradient, weight_gradient = (
+            fmean(by_kind[kind]) if by_kind[kind] else 0.0 for kind in (TaskKind.F, TaskKind.B, TaskKind.I, TaskKind.W)
+        )
+        return forward, input_gradient or fused, weight_gradient
+
+
+def parse_durations_ms(text: str) -> Profile:
+    """``10,10,10``: F, input gradient and weight gradient in milliseconds."""
+    numbers = parse_numbers(text, "durations-ms", example="10,10,10")
+    if len(numbers) != 3 or min(numbers) < 0:
+        raise ValueError(
+            f"durations-ms {text} must be three numbers, 0 or more, for F, input gradient and weight gradient: "
+            "write 10,10,10"
+        )
+    forward, input_gradient, weight_gradient = numbers
+    return forward, input_gradient, weight_gradient
+
+
+def parse_numbers(text: str, flag: str, *, example: str) -> Sequence[float]:
+    """Numbers between commas; raises ValueError naming the flag and an example."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not np.isfinite(numbers).all():
+        raise ValueError(f"{flag} {text!r} is not made of numbers: write for example {example}")
+    return numbers
+
+
+def load_durations(path: str) -> Durations:
+    """An ``.npy`` file of milliseconds, float64 [steps, chunks, microbatches, 3].
+
+    Raises ValueError where the file is missing, is not one array of real numbers, or holds no such durations.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"cannot read durations {path}: {error.strerror or 'it is not an .npy file'}") from error
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"durations {path} are not a whole .npy file of numbers: write it with numpy.save") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        raise ValueError(f"durations {path} do not hold one array of real numbers: write it with numpy.save")
+    durations_ms = array.astype(np.float64)
+    try:
+        check_durations(durations_ms)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return durations_ms
+
+
+def load_trace(path: str) -> Timeline:
+    """The tasks in a trace file that a run has written; raises ValueError for anything else."""
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        spans = [_span(event) for event in events if event["ph"] == "X" and event["cat"].startswith("task,")]
+    except OSError as error:
+        raise ValueError(f"cannot read trace {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a trace of a run: give the trace.json of a run directory") from error
+    if not spans:
+        raise ValueError(f"trace {path} holds no task: record at least one step")
+    return Timeline(1 + max(span.stage for span in spans), spans)
+
+
+def _span(event: dict) -> Span:
+    start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(event["args"]["step"], event["pid"] - 1, Task.parse(event["name"]), start_s, end_s)

@@ -1,0 +1,146 @@
+"""Run the real runtime on emulated stages: programs that sleep for given durations, on virtual CPU devices.
+
+::
+
+    python -m experiments.emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10 --json
+
+With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself.
+"""
+
+import argparse
+import json
+import sys
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.durations import load_durations, parse_durations_ms
+from experiments.errors import run_command
+from experiments.ordering import ResolvedOrdering, add_ordering_arguments, parse_ordering
+from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.simulation.costs import constant, for_graph
+from rrfp_jax.simulation.result import RunMetrics, run_metrics
+
+EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
+"""Emulated chunks have no parameters; as in training, the next step starts once all stages have agreed."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    resolved = _resolve(arguments)
+    durations_ms = _durations(arguments, resolved)
+    num_steps = _num_steps(arguments, durations_ms)
+
+    from experiments.devices import use_cpu
+    from rrfp_jax.testing import emulate
+
+    use_cpu(arguments.num_stages)
+    emulation = emulate(
+        resolved.arbiters(EMULATED_STEP),
+        durations_ms,
+        num_steps,
+        progress_deadline_s=arguments.progress_deadline_s,
+    )
+    metrics = run_metrics(emulation.timeline, emulation.step_ms)
+    _write_pictures(arguments, resolved, emulation.timeline)
+    if arguments.json:
+        print(json.dumps(metrics.as_dict()))
+    else:
+        _show(resolved, metrics)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.emulate", description=__doc__.split("\n")[0])
+    parser.add_argument("--num-stages", type=int, default=4, metavar="N")
+    parser.add_argument("--num-microbatches", type=int, default=16, metavar="N")
+    parser.add_argument("--chunks-per-stage", type=int, metavar="N", help="default: as the schedule has it, else 1")
+    add_ordering_arguments(parser)
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--durations-ms", default=None, metavar="F,I,W", help="the same for every chunk and microbatch (default 10,10,10)"
+    )
+    work.add_argument(
+        "--durations", metavar="D.npy", help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W"
+    )
+    work.add_argument("--steps", type=int, metavar="N", help="default: the steps of the durations file, else 10")
+    work.add_argument("--progress-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the last step")
+    output.add_argument("--trace", metavar="FILE.json", help="write all steps for ui.perfetto.dev")
+    return parser
+
+
+def _resolve(arguments: argparse.Namespace) -> ResolvedOrdering:
+    ordering = parse_ordering(
+        schedule=arguments.schedule,
+        consume=arguments.consume,
+        hint=arguments.hint,
+        window=arguments.window,
+        backward=arguments.backward,
+    )
+    return ordering.resolve(
+        num_stages=arguments.num_stages,
+        num_microbatches=arguments.num_microbatches,
+        chunks_per_stage=arguments.chunks_per_stage,
+    )
+
+
+def _durations(arguments: argparse.Namespace, resolved: ResolvedOrdering) -> np.ndarray:
+    if arguments.durations is None:
+        return for_graph(constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph), resolved.graph)
+    if arguments.durations_ms is not None:
+        raise ValueError("--durations and --durations-ms both say how long tasks take: give one of them")
+    return for_graph(load_durations(arguments.durations), resolved.graph)
+
+
+def _num_steps(arguments: argparse.Namespace, durations_ms: np.ndarray) -> int:
+    if arguments.steps is None:
+        return 10 if arguments.durations is None else len(durations_ms)
+    if arguments.steps < 1:
+        raise ValueError(f"steps is {arguments.steps}: give at least 1")
+    return arguments.steps
+
+
+def _write_pictures(arguments: argparse.Namespace, resolved: ResolvedOrdering, timeline: object) -> None:
+    from rrfp_jax.observe.trace import write_trace
+    from rrfp_jax.timeline import Timeline
+
+    assert isinstance(timeline, Timeline)
+    if arguments.timeline:
+        last = timeline.of_step(timeline.steps()[-1])
+        draw(arguments.timeline, f"{resolved.label}, real runtime on emulated stages", last)
+    if arguments.trace:
+        write_trace(timeline, arguments.trace)
+
+
+def draw(path: str, caption: str, timeline: object) -> None:
+    """Draw one timeline, as a page or a picture by the file's ending."""
+    from rrfp_jax.observe.page import write_page
+    from rrfp_jax.observe.picture import draw_timelines
+    from rrfp_jax.timeline import Timeline
+
+    assert isinstance(timeline, Timeline)
+    write = write_page if path.endswith(".html") else draw_timelines
+    write([(caption, timeline)], path)
+
+
+def _show(resolved: ResolvedOrdering, metrics: RunMetrics) -> None:
+    table = Table(title=f"{resolved.label}, {len(metrics.step_ms)} steps", title_justify="left")
+    for heading in ("stage", "bubble", "peak in flight", "window"):
+        table.add_column(heading, justify="right")
+    for stage, bubble in enumerate(metrics.stage_bubbles):
+        table.add_row(str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage]))
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(table)
+    console.print(
+        f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, "
+        f"{metrics.us_per_task:.1f} us per task, bubble fraction {metrics.bubble_fraction:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

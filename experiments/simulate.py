@@ -1,0 +1,357 @@
+"""Simulate a schedule or a hint: the runtime's own arbiters in virtual time.
+
+::
+
+    python -m experiments.simulate --num-stages 8 --num-microbatches 24 --schedule zb-h1 --consume strict \\
+        --durations-ms 18.522,18.086,9.337 --comm-ms 0.601 --json
+    python -m experiments.simulate --num-stages 8 --num-microbatches 32 --compare 1f1b:strict,bf,bfw \\
+        --jitter lognormal:0.5 --steps 10 --window 8 --timeline out.png
+
+With ``--json`` the last line on stdout is one JSON object; with ``--compare`` its key ``compare`` holds one per entry.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments.durations import (
+    ConstantDurations,
+    DurationSource,
+    GivenDurations,
+    RecordedDurations,
+    load_durations,
+    load_trace,
+    parse_durations_ms,
+)
+from experiments.errors import run_command
+from experiments.ordering import Ordering, ResolvedOrdering, add_ordering_arguments, parse_ordering
+from experiments.simulate_flags import (
+    JITTER_FORMS,
+    parse_entries,
+    parse_jitter,
+    parse_link_delays_ms,
+    parse_memory_weights,
+    parse_message_bytes,
+)
+from experiments.simulate_report import make_console, show_comparison, show_names, show_run
+from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.simulation import (
+    Communication,
+    Costs,
+    Links,
+    Machine,
+    Simulation,
+    at_least_ms,
+    bf_upper_bound_ms,
+    both_directions,
+    find_optimum,
+    for_steps,
+    lower_bound,
+    peak_memory,
+    run_metrics,
+)
+from rrfp_jax.simulation import simulate as run_simulation
+from rrfp_jax.tasks import chain, linear
+from rrfp_jax.timeline import Timeline
+
+RULES = StepRules(updates=False, agreement=Agreement.ALL)
+"""As in emulate: a step ends for all stages when all have reported the end of their tasks."""
+_PAGES = (".html", ".htm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all entries of a comparison have in common, from the flags."""
+
+    arguments: argparse.Namespace
+    durations: DurationSource
+    machine: Machine
+
+    @property
+    def num_steps(self) -> int:
+        asked: int | None = self.arguments.steps
+        return self.durations.num_steps if asked is None else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One simulated order."""
+
+    ordering: ResolvedOrdering
+    timeline: Timeline
+    result: dict[str, Any]
+    """What ``--json`` prints."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    console = make_console()
+    if arguments.list:
+        show_names(console)
+        return 0
+    if arguments.num_stages is None or arguments.num_microbatches is None:
+        parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
+    setting = make_setting(arguments)
+    outcomes = {label: run(setting, ordering) for label, ordering in _orderings(arguments)}
+    write_files(arguments, outcomes)
+    show(console, arguments, outcomes)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.simulate", description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--list", action="store_true", help="name every schedule and hint, and end")
+    add("--num-stages", type=int, metavar="P")
+    add("--num-microbatches", type=int, metavar="M")
+    add("--chunks-per-stage", type=int, metavar="V", help="default: the schedule's own number, else 1")
+    add_ordering_arguments(parser)
+    add(
+        "--compare", metavar="A,B,...", help="several orders side by side: hints, and schedules with or without :strict"
+    )
+    add("--steps", type=int, metavar="N", help="default: as many as the durations have")
+    add("--seed", type=int, default=0, help="of the jitter; the same tasks meet the same noise whatever the order")
+    _add_costs(parser.add_argument_group("costs"))
+    _add_machine(parser.add_argument_group("machine"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--durations-ms", metavar="F,I,W", help="of every task of a chunk; B takes I + W (default 10,10,10)")
+    add(
+        "--durations",
+        metavar="FILE",
+        help="an .npy file of milliseconds [steps, chunks, microbatches, 3], or a run's trace .json",
+    )
+    add(
+        "--recorded",
+        choices=("mean", "tasks"),
+        help="of a trace take means per chunk and kind (default), or every task by itself",
+    )
+    add("--jitter", metavar="FORM", help=f"{JITTER_FORMS}; several joined by +")
+    add("--memory-weights", metavar="F,I,W", help="what F holds, and what I and W free of it (default 1,0,1)")
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--comm", metavar="MODE", default="async", help=f"{', '.join(Communication)} (default async)")
+    add("--comm-ms", type=float, default=0.0, help="latency of every tensor between stages")
+    add("--message-bytes", metavar="A[,G]", help="size of an activation and of a gradient; needs --bandwidth-gb-per-s")
+    add("--bandwidth-gb-per-s", type=float, help="of each directed link, 10^9 bytes per second")
+    add("--contention", action="store_true", help="a directed link carries one tensor at a time (async only)")
+    add("--link-delay-ms", metavar="A-B:MS,...", help="extra latency of a link, both directions, as 6-7:30")
+    add("--dispatch-overhead-ms", type=float, default=0.0, help="of the host, per task")
+    add("--dispatch-ahead", type=int, default=0, metavar="N", help="tasks handed over before the running one has ended")
+    add("--agreement-ms", type=float, default=0.0, help="of a tensor-parallel group, per task")
+    add("--control-ms", type=float, default=0.0, help="latency of the reports and verdicts between steps")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    add("--timeline", metavar="FILE", help="a picture (.png, .svg) or an interactive page (.html)")
+    add("--trace", metavar="FILE.json", help="a trace for ui.perfetto.dev")
+    add("--optimum", type=float, metavar="SECONDS", help="look for the true optimum (small cases; extra 'optimum')")
+
+
+def make_setting(arguments: argparse.Namespace) -> Setting:
+    """Check and read everything that does not depend on the order. Raises ValueError with the remedy."""
+    if arguments.seed < 0:
+        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
+    if arguments.dispatch_ahead < 0:
+        raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
+    if arguments.optimum is not None and not arguments.optimum > 0:
+        raise ValueError(f"optimum has {arguments.optimum} s: give the solver more than 0")
+    _check_outputs(arguments)
+    parse_jitter(arguments.jitter)
+    parse_memory_weights(arguments.memory_weights)
+    setting = Setting(arguments=arguments, durations=_durations(arguments), machine=_machine(arguments))
+    if setting.num_steps < 1:
+        raise ValueError(f"steps is {setting.num_steps}: simulate at least 1")
+    return setting
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Before the simulation, so that a long one is not lost to a wrong name."""
+    if arguments.timeline and Path(arguments.timeline).suffix.lower() not in (".png", ".svg", *_PAGES):
+        raise ValueError(f"timeline {arguments.timeline}: let the name end in .png, .svg or .html")
+    if arguments.trace and arguments.compare:
+        raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
+
+
+def _durations(arguments: argparse.Namespace) -> DurationSource:
+    path: str | None = arguments.durations
+    if path is not None and arguments.durations_ms is not None:
+        raise ValueError("durations come from --durations or from --durations-ms: give one of them")
+    is_trace = path is not None and path.endswith(".json")
+    if arguments.recorded and not is_trace:
+        raise ValueError("--recorded is about the trace of a run: give one with --durations trace.json")
+    if path is None:
+        return ConstantDurations(parse_durations_ms(arguments.durations_ms or "10,10,10"))
+    if is_trace:
+        return RecordedDurations(load_trace(path), per_task=arguments.recorded == "tasks")
+    return GivenDurations(load_durations(path))
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.comm not in tuple(Communication):
+        raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
+    if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
+        raise ValueError("--message-bytes and --bandwidth-gb-per-s belong together: give both or neither")
+    activation_bytes, gradient_bytes = parse_message_bytes(arguments.message_bytes)
+    links = Links(
+        latency_ms=arguments.comm_ms,
+        activation_bytes=activation_bytes,
+        gradient_bytes=gradient_bytes,
+        bandwidth_gb_per_s=math.inf if arguments.bandwidth_gb_per_s is None else arguments.bandwidth_gb_per_s,
+        extra_ms=both_directions(parse_link_delays_ms(arguments.link_delay_ms), arguments.num_stages),
+        control_ms=arguments.control_ms,
+        contention=arguments.contention,
+    )
+    return Machine(
+        links=links,
+        communication=Communication(arguments.comm),
+        dispatch_overhead_ms=arguments.dispatch_overhead_ms,
+        agreement_ms=arguments.agreement_ms,
+    )
+
+
+def _orderings(arguments: argparse.Namespace) -> list[tuple[str, Ordering]]:
+    given = {name: getattr(arguments, name) for name in ("schedule", "consume", "hint", "window", "backward")}
+    if arguments.compare is None:
+        ordering = parse_ordering(**given)
+        return [(ordering.label, ordering)]
+    doubled = [f"--{name}" for name in ("schedule", "consume", "hint") if given[name] is not None]
+    if doubled:
+        raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
+    return parse_entries(arguments.compare, parse_ordering(window=given["window"], backward=given["backward"]))
+
+
+def run(setting: Setting, ordering: Ordering) -> Outcome:
+    """Simulate one order. Raises ValueError where it does not fit the setting."""
+    arguments, machine = setting.arguments, setting.machine
+    resolved = ordering.resolve(
+        num_stages=arguments.num_stages,
+        num_microbatches=arguments.num_microbatches,
+        chunks_per_stage=arguments.chunks_per_stage,
+        durations_ms=setting.durations.profile_ms(),
+        comm_ms=machine.links.latency_ms,
+    )
+    durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
+    durations_ms, sleeps = parse_jitter(arguments.jitter).apply(
+        durations_ms, resolved.placement, np.random.default_rng(arguments.seed)
+    )
+    costs = Costs(durations_ms=durations_ms, sleeps=sleeps)
+    arbiters = resolved.arbiters(RULES, dispatch_ahead=arguments.dispatch_ahead)
+    simulation = run_simulation(arbiters, costs, machine=machine, num_steps=setting.num_steps)
+    return Outcome(
+        ordering=resolved,
+        timeline=simulation.timeline,
+        result=result_of(setting, resolved, costs, simulation),
+    )
+
+
+def result_of(setting: Setting, ordering: ResolvedOrdering, costs: Costs, simulation: Simulation) -> dict[str, Any]:
+    """The keys of emulate, and what only a simulation knows."""
+    timeline, graph, placement = simulation.timeline, ordering.graph, ordering.placement
+    weights = parse_memory_weights(setting.arguments.memory_weights)
+    shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
+    # Dispatching ahead hides the host; a bound must not count on it.
+    host_ms = 0.0 if setting.arguments.dispatch_ahead else setting.machine.host_ms
+    bounds = [
+        lower_bound(graph, placement, step_ms, links=setting.machine.links, host_ms=host_ms).total_ms
+        for step_ms in shortest_ms
+    ]
+    result = run_metrics(timeline, simulation.step_ms).as_dict()
+    result["peak_memory"] = peak_memory(timeline, graph, placement, weights)
+    result["work_ms"] = round(sum(timeline.work_s()) * 1e3 / setting.num_steps, 6)
+    result["lower_bound_ms"] = round(fmean(bounds), 6)
+    result["upper_bound_ms"] = _upper_bound_ms(setting, ordering, costs)
+    if setting.arguments.optimum is not None:
+        result |= _optimum(setting, ordering, shortest_ms)
+    return result
+
+
+def _upper_bound_ms(setting: Setting, ordering: ResolvedOrdering, costs: Costs) -> float | None:
+    """The paper's bound for bf, mean over the steps, where its assumptions hold; else None."""
+    links, graph = setting.machine.links, ordering.graph
+    num_stages, num_microbatches = ordering.placement.num_stages, graph.num_microbatches
+    free = not (links.latency_ms or links.activation_bytes or links.gradient_bytes or any(links.extra_ms.values()))
+    applies = (
+        ordering.is_bf
+        and free
+        and costs.sleeps is None
+        and not setting.machine.host_ms
+        and ordering.placement == linear(num_stages)
+        and graph == chain(num_stages, num_microbatches)
+        and min(ordering.windows) >= num_microbatches
+    )
+    if not applies:
+        return None
+    steps = costs.durations_ms
+    return round(fmean(bf_upper_bound_ms(step[..., 0], step[..., 1] + step[..., 2]) for step in steps), 6)
+
+
+def _optimum(setting: Setting, ordering: ResolvedOrdering, shortest_ms: np.ndarray) -> dict[str, Any]:
+    try:
+        found = [
+            find_optimum(
+                ordering.graph,
+                ordering.placement,
+                step_ms,
+                links=setting.machine.links,
+                time_limit_s=setting.arguments.optimum,
+            )
+            for step_ms in shortest_ms
+        ]
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    return {
+        "optimum_ms": round(fmean(one.makespan_ms for one in found), 6),
+        "optimum_is_proven": all(one.is_proven for one in found),
+    }
+
+
+def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
+    """The pictures and traces that were asked for; their libraries are loaded only then."""
+    timelines = [(label, outcome.timeline) for label, outcome in outcomes.items()]
+    if arguments.timeline and Path(arguments.timeline).suffix.lower() in _PAGES:
+        from rrfp_jax.observe.page import write_page
+
+        write_page(timelines, arguments.timeline)
+    elif arguments.timeline:
+        from rrfp_jax.observe.picture import draw_timelines
+
+        draw_timelines(timelines, arguments.timeline)
+    if arguments.trace:
+        from rrfp_jax.observe.trace import write_trace
+
+        write_trace(timelines[0][1], arguments.trace)
+
+
+def show(console: Console, arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
+    if arguments.json:
+        results = {label: outcome.result for label, outcome in outcomes.items()}
+        printed = {"compare": results} if arguments.compare else next(iter(results.values()))
+        print(json.dumps(printed, allow_nan=False), file=sys.stdout)
+    elif arguments.compare:
+        show_comparison(console, {label: outcome.result for label, outcome in outcomes.items()})
+    else:
+        outcome = next(iter(outcomes.values()))
+        show_run(console, outcome.ordering.label, outcome.result, outcome.ordering.windows)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,130 @@
+"""One random run of a pipeline's arbiters: for pipelines that are too large to explore completely.
+
+Every message, start of a step and task takes a drawn time, most of them none or little, some very long; so messages
+overtake each other, early messages meet stages that are steps behind, and slow stages hold up fast ones. Some messages
+are delivered twice, the second time perhaps much later. Randomness comes in as ``draw``: the same draws give the same
+run.
+
+Judged as in the exhaustive exploration, and again from outside: every task's dependencies have finished, wherever they
+run. Each arbiter is validated after each of its events.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from rrfp_jax.arbitration import (
+    Event,
+    IllegalTransition,
+    InputArrived,
+    Instruction,
+    RunTask,
+    Send,
+    StepStarted,
+    TaskFinished,
+)
+from rrfp_jax.checking.contract import wiring
+from rrfp_jax.checking.judge import Account, StageJudge
+from rrfp_jax.checking.setting import Setting
+from rrfp_jax.checking.trace import CheckError, Stimulus, Violation
+from rrfp_jax.tasks import Task, TaskKind
+
+Draw = Callable[[int], int]
+"""``draw(n)`` gives a number from 0 to n - 1."""
+
+DELAYS_S = (0, 0, 0, 1, 1, 2, 3, 5, 20, 100)
+"""Delays of messages and durations of tasks are drawn from these, in seconds of virtual time."""
+START_STRETCHES = (1, 10, 100)
+"""The pause before a step's start is a delay times one of these, so that starts come before, amid and after steps."""
+COPIES_PER_MESSAGE = (1, 1, 1, 1, 1, 1, 2, 3)
+
+
+class WalkReport(NamedTuple):
+    """How large the run was."""
+
+    num_events: int
+    num_tasks: int
+    makespan_s: float
+
+
+def random_walk(setting: Setting, draw: Draw) -> WalkReport:
+    """Run a setting once with drawn delays; raises CheckError at the first violation or deadlock."""
+    return _Walk(setting, draw).run()
+
+
+class _Walk:
+    def __init__(self, setting: Setting, draw: Draw) -> None:
+        wires = wiring(setting)
+        stages = range(setting.num_stages)
+        self.setting, self.draw = setting, draw
+        self.arbiters = [setting.make_arbiter(stage) for stage in stages]
+        self.judges = [StageJudge(setting, stage, wires) for stage in stages]
+        self.accounts = [Account() for _ in stages]
+        self.graphs = [setting.graph_of_step(step) for step in range(setting.num_steps)]
+        self.queue: list[tuple[int, int, int, Stimulus]] = []
+        self.num_scheduled = 0
+        self.free_at_s = [0 for _ in stages]
+        self.finished: set[tuple[int, Task]] = set()
+        self.trace: list[Stimulus] = []
+        self.now_s = 0
+
+    def run(self) -> WalkReport:
+        for stage in range(self.setting.num_stages):
+            self._schedule_starts(stage)
+        while self.queue:
+            self.now_s, _, _, stimulus = heappop(self.queue)
+            event = stimulus.event._replace(time_s=float(self.now_s))
+            self.trace.append(Stimulus(stimulus.stage, event))
+            try:
+                self._take(stimulus.stage, stimulus.event, event)
+            except (Violation, IllegalTransition, AssertionError) as error:
+                what = str(error) or f"an invariant of the arbiter is broken: {error!r}"
+                raise CheckError(what, self.setting, tuple(self.trace)) from error
+        unfinished = [s for s, judge in enumerate(self.judges) if not judge.is_done(self.accounts[s])]
+        if unfinished:
+            what = f"deadlock: stages {unfinished} have work left, and nothing runs or can start"
+            raise CheckError(what, self.setting, tuple(self.trace))
+        return WalkReport(len(self.trace), len(self.finished), float(self.now_s))
+
+    def _schedule_starts(self, stage: int) -> None:
+        at_s = 0
+        for step, absent in enumerate(self.setting.absences):
+            at_s += self._delay_s() * START_STRETCHES[self.draw(len(START_STRETCHES))]
+            self._schedule(at_s, stage, StepStarted(step, 0.0, absent))
+
+    def _take(self, stage: int, known: Event, event: Event) -> None:
+        if isinstance(event, TaskFinished):
+            self.finished.add((event.step, event.task))
+        instructions = self.arbiters[stage].handle(event)
+        self.accounts[stage] = self.judges[stage].follow(self.accounts[stage], known, instructions)
+        self.arbiters[stage].validate()
+        for instruction in instructions:
+            self._carry_out(stage, instruction)
+
+    def _carry_out(self, stage: int, instruction: Instruction) -> None:
+        if isinstance(instruction, RunTask):
+            self._check_dependencies(instruction)
+            self.free_at_s[stage] = max(self.now_s, self.free_at_s[stage]) + self._delay_s()
+            self._schedule(self.free_at_s[stage], stage, TaskFinished(instruction.step, 0.0, instruction.task))
+        elif isinstance(instruction, Send):
+            for _ in range(COPIES_PER_MESSAGE[self.draw(len(COPIES_PER_MESSAGE))]):
+                arrival = InputArrived(instruction.step, 0.0, instruction.message)
+                self._schedule(self.now_s + self._delay_s(), instruction.stage, arrival)
+
+    def _check_dependencies(self, instruction: RunTask) -> None:
+        step, task = instruction
+        before = [*self.graphs[step].dependencies(task)]
+        if task.kind is TaskKind.U:
+            before.append(Task(TaskKind.R, task.chunk))
+        for dependency in before:
+            if (step, dependency) not in self.finished:
+                raise Violation(f"{task} of step {step} runs before {dependency} has finished")
+
+    def _delay_s(self) -> int:
+        return DELAYS_S[self.draw(len(DELAYS_S))]
+
+    def _schedule(self, at_s: int, stage: int, event: Event) -> None:
+        """Events of the same moment come in drawn order, a stage's starts of steps in their own."""
+        order = event.step if isinstance(event, StepStarted) else self.draw(1 << 16)
+        self.num_scheduled += 1
+        heappush(self.queue, (at_s, order, self.num_scheduled, Stimulus(stage, event)))

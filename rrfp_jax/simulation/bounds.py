@@ -1,0 +1,180 @@
+"""Bounds beside every result: what no order can beat, and what the paper's BF never exceeds.
+
+Lower bound of a step's makespan, for any order, window and placement: the larger of
+
+* the critical path: the longest chain of tasks and transfers that wait for each other;
+* for each stage, the work it has to do, plus the *fill* before it (no task of the stage can start earlier, whatever the
+  others do) and the *drain* after it (something remains to be done elsewhere after any task that may be its last).
+
+Both hold for any means of communication, because transfers only ever occupy more than their time on the way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.simulation.jitter import InjectedSleeps
+from rrfp_jax.simulation.links import Links
+from rrfp_jax.tasks import PipelineGraph, Placement
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """What no order can beat, in milliseconds from first start to last end."""
+
+    critical_path_ms: float
+    stage_ms: tuple[float, ...]
+    """Per stage: fill, work and drain."""
+
+    @property
+    def total_ms(self) -> float:
+        return max(self.critical_path_ms, *self.stage_ms)
+
+
+def at_least_ms(durations_ms: Array, sleeps: InjectedSleeps | None) -> Array:
+    """Durations with the part of the injected sleeps that does not depend on the order."""
+    if sleeps is None:
+        return durations_ms
+    longer = durations_ms.copy()
+    longer[..., :2] += sleeps.at_least_ms()
+    return longer
+
+
+def lower_bound(
+    graph: PipelineGraph, placement: Placement, durations_ms: Array, *, links: Links | None = None, host_ms: float = 0.0
+) -> LowerBound:
+    """The bound of one step.
+
+    Args:
+        graph, placement: the pipeline.
+        durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
+        links: what transfers take; None: nothing.
+        host_ms: of the host before each task, where nothing hides it.
+    """
+    paths = _Paths(graph, placement, durations_ms + host_ms * _ran(graph), links or Links())
+    stages = tuple(paths.stage_ms(chunks) for chunks in placement.chunks_of_stage)
+    # The host's time before the very first task lies before the first start.
+    return LowerBound(
+        critical_path_ms=max(0.0, paths.critical_path_ms() - host_ms),
+        stage_ms=tuple(max(0.0, stage - host_ms) for stage in stages),
+    )
+
+
+def bf_upper_bound_ms(forward_ms: Array, backward_ms: Array) -> float:
+    """The RRFP paper's bound (section 6) on the makespan of BF with one chunk per stage and free communication.
+
+    Args:
+        forward_ms, backward_ms: [stages, microbatches]; a fused backward.
+
+    It is the sum of the forward-only and the backward-only pipeline's makespans, and, over all microbatches but the
+    first (forward) or the last (backward), of what the slowest stage takes more than the last stage.
+    """
+    extra_forward = (forward_ms.max(axis=0) - forward_ms[-1])[1:].sum()
+    extra_backward = (backward_ms.max(axis=0) - backward_ms[-1])[:-1].sum()
+    return float(one_way_ms(forward_ms) + one_way_ms(backward_ms[::-1]) + extra_forward + extra_backward)
+
+
+def one_way_ms(durations_ms: Array) -> float:
+    """Makespan of a pipeline that runs in one direction only; [stages, microbatches] in the order of passage."""
+    stage_free = np.zeros(len(durations_ms))
+    for microbatch in durations_ms.T:
+        arrived = 0.0
+        for stage, duration in enumerate(microbatch):
+            arrived = stage_free[stage] = max(arrived, stage_free[stage]) + duration
+    return float(stage_free[-1])
+
+
+def _ran(graph: PipelineGraph) -> Array:
+    """1 for every task that exists, in the slot in which it starts: [chunks, microbatches, 3]."""
+    ran = np.zeros((graph.num_chunks, graph.num_microbatches, 3))
+    for chunk in range(graph.num_chunks):
+        present = list(graph.microbatches(chunk))
+        ran[chunk, present, 0] = 1
+        if graph.has_backward(chunk):
+            ran[chunk, present, 1] = 1
+            ran[chunk, present, 2] = chunk in graph.split
+    return ran
+
+
+class _Paths:
+    """The longest paths that lead to the start of an F (heads) and those that begin at a task's end (tails).
+
+    All arrays are [chunks, microbatches]; entries of pairs that do not exist mean nothing.
+    """
+
+    def __init__(self, graph: PipelineGraph, placement: Placement, durations_ms: Array, links: Links) -> None:
+        self.graph, self.stage_of, self.links = graph, placement.stage_of_chunk, links
+        chunks = range(graph.num_chunks)
+        self.exists = np.array([[graph.exists(c, m) for m in range(graph.num_microbatches)] for c in chunks])
+        split = np.array([[c in graph.split] for c in chunks])
+        self.forward = durations_ms[..., 0]
+        self.weight = np.where(split, durations_ms[..., 2], 0.0)
+        self.backward = durations_ms[..., 1] + np.where(split, 0.0, durations_ms[..., 2])
+        shape = self.forward.shape
+        self.forward_head = np.zeros(shape)
+        self.forward_tail, self.backward_tail = np.zeros(shape), np.zeros(shape)
+        self._find_heads()
+        self._find_tails()
+
+    def critical_path_ms(self) -> float:
+        whole = self.forward_head + self.forward + self.forward_tail
+        return float(np.where(self.exists, whole, 0.0).max())
+
+    def stage_ms(self, chunks: tuple[int, ...]) -> float:
+        """Fill, work and drain of the stage that owns these chunks.
+
+        A stage's first task is an F. Its last is one that leads to no other task of its chunk.
+        """
+        rows = list(chunks)
+        exists = self.exists[rows]
+        if not exists.any():
+            return 0.0
+        trained = [c for c in rows if self.graph.has_backward(c)]
+        work = self.forward[rows][exists].sum()
+        work += (self.backward + self.weight)[trained][self.exists[trained]].sum()
+        fill = self.forward_head[rows][exists].min()
+        return float(fill + work + min(self._drains(rows)))
+
+    def _drains(self, rows: list[int]) -> Iterable[float]:
+        for chunk in rows:
+            exists = self.exists[chunk]
+            if exists.any():
+                if not self.graph.has_backward(chunk):
+                    yield float(self.forward_tail[chunk][exists].min())
+                else:
+                    yield 0.0 if chunk in self.graph.split else float(self.backward_tail[chunk][exists].min())
+
+    def _find_heads(self) -> None:
+        graph = self.graph
+        for c in range(graph.num_chunks):
+            for p in graph.predecessors(c):
+                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
+                _raise(self.forward_head[c], ends, self.exists[p])
+
+    def _find_tails(self) -> None:
+        graph = self.graph
+        for c in range(graph.num_chunks):
+            self.backward_tail[c] = self.weight[c]
+            for p in graph.gradient_predecessors(c):
+                rest = self._transfer(MessageKind.GRADIENT, c, p) + self.backward[p] + self.backward_tail[p]
+                _raise(self.backward_tail[c], rest, self.exists[p])
+        for c in reversed(range(graph.num_chunks)):
+            if graph.has_backward(c):
+                self.forward_tail[c] = self.backward[c] + self.backward_tail[c]
+            for s in graph.successors(c):
+                rest = self._transfer(MessageKind.ACTIVATION, c, s) + self.forward[s] + self.forward_tail[s]
+                _raise(self.forward_tail[c], rest, self.exists[s])
+
+    def _transfer(self, kind: MessageKind, source: int, target: int) -> float:
+        a, b = self.stage_of[source], self.stage_of[target]
+        return 0.0 if a == b else self.links.transfer_ms(kind, a, b)
+
+
+def _raise(values: Array, candidates: Array, exists: NDArray[np.bool_]) -> None:
+    """Where the other task exists, the larger of both, in place."""
+    np.maximum(values, candidates, out=values, where=exists)

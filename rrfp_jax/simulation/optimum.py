@@ -1,0 +1,183 @@
+"""The true optimum of small cases, by OR-tools' CP-SAT solver (the optional extra ``optimum``).
+
+A job shop with precedences: tasks of a stage do not overlap, what waits for a task starts after its end plus the
+transfer. Communication is asynchronous and without contention. Times are rounded to nanoseconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.simulation.links import Links
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+
+_UNITS_PER_MS = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """What the solver found in its time."""
+
+    makespan_ms: float
+    """Of the best order found."""
+    at_least_ms: float
+    """No order is better than this; equal to ``makespan_ms`` if that is proven optimal."""
+    is_proven: bool
+
+
+class _Wait(NamedTuple):
+    earlier: Task
+    later: Task
+    transfer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """The case in whole units of time, their greatest common divisor taken out."""
+
+    graph: PipelineGraph
+    placement: Placement
+    durations: dict[Task, int]
+    waits: list[_Wait]
+    units_per_ms: float
+
+
+def find_optimum(
+    graph: PipelineGraph,
+    placement: Placement,
+    durations_ms: NDArray[np.float64],
+    *,
+    links: Links | None = None,
+    windows: Sequence[int] | None = None,
+    time_limit_s: float = 10.0,
+    num_workers: int = 1,
+) -> Optimum:
+    """The smallest makespan of one step.
+
+    Args:
+        graph, placement: the pipeline.
+        durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
+        links: what transfers take; None: nothing.
+        windows: how many microbatches each stage may hold; None: any number.
+        time_limit_s: after this much of the solver's time the best order found so far is returned.
+        num_workers: of the solver; with one, the result does not depend on the machine unless time runs out.
+
+    Raises ImportError without OR-tools, naming the extra, and ValueError if no order was found in time.
+    """
+    cp_model = _solver()
+    problem = _problem(graph, placement, durations_ms, links or Links())
+    model = cp_model.CpModel()
+    starts = _add_tasks(model, problem)
+    if windows is not None:
+        _add_windows(model, starts, problem, windows)
+    makespan = model.new_int_var(0, _horizon(problem), "makespan")
+    for task, start in starts.items():
+        model.add(makespan >= start + problem.durations[task])
+    if _is_uniform(durations_ms) and not graph.absent:
+        _order_microbatches(model, starts, graph)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = num_workers
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise ValueError(
+            f"the solver found no order of {len(starts)} tasks in {time_limit_s} s: give it more time, or fewer tasks"
+        )
+    return Optimum(
+        makespan_ms=solver.objective_value / problem.units_per_ms,
+        at_least_ms=solver.best_objective_bound / problem.units_per_ms,
+        is_proven=status == cp_model.OPTIMAL,
+    )
+
+
+def _solver() -> Any:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError(
+            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
+        ) from error
+    return cp_model
+
+
+def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
+    durations = {task: round(_duration_ms(task, durations_ms) * _UNITS_PER_MS) for task in graph.tasks()}
+    waits = [
+        _Wait(earlier, task, round(_transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
+        for task in graph.tasks()
+        for earlier in graph.dependencies(task)
+    ]
+    common = gcd(*durations.values(), *(wait.transfer for wait in waits)) or 1
+    return _Problem(
+        graph=graph,
+        placement=placement,
+        durations={task: duration // common for task, duration in durations.items()},
+        waits=[wait._replace(transfer=wait.transfer // common) for wait in waits],
+        units_per_ms=_UNITS_PER_MS / common,
+    )
+
+
+def _duration_ms(task: Task, durations_ms: NDArray[np.float64]) -> float:
+    forward, input_gradient, weight_gradient = durations_ms[task.chunk, task.microbatch].tolist()
+    by_kind: dict[TaskKind, float] = {
+        TaskKind.F: forward,
+        TaskKind.B: input_gradient + weight_gradient,
+        TaskKind.I: input_gradient,
+        TaskKind.W: weight_gradient,
+    }
+    return by_kind[task.kind]
+
+
+def _transfer_ms(earlier: Task, later: Task, placement: Placement, links: Links) -> float:
+    source, target = placement.stage_of_chunk[earlier.chunk], placement.stage_of_chunk[later.chunk]
+    kind = MessageKind.ACTIVATION if earlier.kind is TaskKind.F else MessageKind.GRADIENT
+    return 0.0 if source == target else links.transfer_ms(kind, source, target)
+
+
+def _horizon(problem: _Problem) -> int:
+    return sum(problem.durations.values()) + sum(wait.transfer for wait in problem.waits)
+
+
+def _add_tasks(model: Any, problem: _Problem) -> dict[Task, Any]:
+    horizon = _horizon(problem)
+    starts = {task: model.new_int_var(0, horizon, str(task)) for task in problem.durations}
+    for chunks in problem.placement.chunks_of_stage:
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(starts[task], problem.durations[task], f"run {task}")
+            for task in problem.graph.tasks(chunks)
+        )
+    for earlier, later, transfer in problem.waits:
+        model.add(starts[later] >= starts[earlier] + problem.durations[earlier] + transfer)
+    return starts
+
+
+def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows: Sequence[int]) -> None:
+    """A stage holds a microbatch from the start of its first task there to the end of its last."""
+    graph, horizon = problem.graph, _horizon(problem)
+    for chunks, window in zip(problem.placement.chunks_of_stage, windows, strict=True):
+        held = []
+        for microbatch in range(graph.num_microbatches):
+            tasks = [task for c in chunks for task in graph.tasks_of_pair(c, microbatch)]
+            if tasks:
+                first, last, length = (model.new_int_var(0, horizon, "") for _ in range(3))
+                for task in tasks:
+                    model.add(first <= starts[task])
+                    model.add(last >= starts[task] + problem.durations[task])
+                held.append(model.new_interval_var(first, length, last, ""))
+        model.add_cumulative(held, [1] * len(held), window)
+
+
+def _is_uniform(durations_ms: NDArray[np.float64]) -> bool:
+    return bool((durations_ms == durations_ms[:, :1]).all())
+
+
+def _order_microbatches(model: Any, starts: dict[Task, Any], graph: PipelineGraph) -> None:
+    """Equal microbatches can be renumbered: fix their order on the first chunk, for there is nothing to gain."""
+    for m in range(1, graph.num_microbatches):
+        model.add(starts[Task(TaskKind.F, 0, m - 1)] <= starts[Task(TaskKind.F, 0, m)])

@@ -1,0 +1,80 @@
+"""Run the real runtime on emulated stages for some steps, and keep what it recorded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rrfp_jax.arbitration import StageArbiter
+from rrfp_jax.runtime import Deliver, InProcessTransport, PipelineRuntime
+from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.testing.emulated import EmulatedStage
+from rrfp_jax.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What an emulated run leaves."""
+
+    timeline: Timeline
+    step_ms: list[float]
+    """Intervals between the ends of steps; the first counts from its submission."""
+    logs: Mapping[int, EventLog]
+    """Each stage's whole event log."""
+
+
+def emulate(
+    arbiters: Sequence[StageArbiter],
+    durations_ms: np.ndarray,
+    num_steps: int,
+    *,
+    progress_deadline_s: float = 60.0,
+) -> Emulation:
+    """Run ``num_steps`` steps, one after another, on stages that sleep.
+
+    Args:
+        arbiters: one per stage, in order, fresh; without R and U tasks.
+        durations_ms: [steps, chunks, microbatches, 3]; see :class:`EmulatedStage`.
+
+    Raises RunFailed, with the wait-for report, if no task finishes within the deadline.
+    """
+    num_stages = len(arbiters)
+    known = jax.local_devices()
+    devices = [known[stage % len(known)] for stage in range(num_stages)]
+    shardings: dict[int, jax.sharding.Sharding] = {
+        stage: jax.sharding.SingleDeviceSharding(device) for stage, device in enumerate(devices)
+    }
+    transport: InProcessTransport
+
+    def make_transport(deliver: Deliver) -> InProcessTransport:
+        nonlocal transport
+        transport = InProcessTransport(deliver, shardings)
+        return transport
+
+    def ship(value: Any, stage: int) -> Any:
+        return transport.ship(value, stage)
+
+    stages = [
+        EmulatedStage(a.graph, a.placement, a.stage, durations_ms=durations_ms, ship=ship, device=devices[a.stage])
+        for a in arbiters
+    ]
+    runtime = PipelineRuntime(
+        arbiters, stages, make_transport, progress_deadline_s=progress_deadline_s, log_steps=num_steps + 1
+    )
+    try:
+        return _run(runtime, num_stages, num_steps)
+    finally:
+        runtime.close()
+
+
+def _run(runtime: PipelineRuntime, num_stages: int, num_steps: int) -> Emulation:
+    timeline, step_ms = Timeline(num_stages), []
+    last_s = runtime.clock()
+    for step in range(num_steps):
+        outcome = runtime.submit(step, {}).result()
+        timeline.extend(outcome.timeline)
+        step_ms.append((outcome.ended_s - last_s) * 1e3)
+        last_s = outcome.ended_s
+    return Emulation(timeline, step_ms, runtime.logs())

@@ -1,0 +1,73 @@
+"""The ground truth of training: one jitted step of the whole model, without anything of the pipeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rrfp_jax.programs.chunk import Chunk
+
+Inputs = Callable[[list[Any], int, int], Any]
+
+
+def chain_inputs(outputs: list[Any], chunk: int, _: int) -> Any:
+    """The input of a chunk in a chain."""
+    return outputs[chunk - 1] if chunk else None
+
+
+def train_plainly(
+    chunks: Sequence[Chunk],
+    params: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    batches: Sequence[Mapping[str, np.ndarray]],
+    *,
+    clip_norm: float | None = 1.0,
+    inputs_of: Inputs = chain_inputs,
+) -> tuple[list[float], dict[str, Any]]:
+    """Train on ``batches`` and return the losses and the final parameters by layer name.
+
+    ``inputs_of(outputs, chunk, microbatch)`` says what a chunk reads of the outputs of the chunks before it.
+    """
+    layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
+    if clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+    def mean_loss(params: Any, batch: Mapping[str, Any]) -> Any:
+        loss = weight = 0.0
+        for m in range(len(next(iter(batch.values())))):
+            outputs: list[Any] = []
+            for index, chunk in enumerate(chunks):
+                own = {name: params[name] for name in layers[index]}
+                leaves = {name: batch[name][m] for name in chunk.leaves}
+                outputs.append(chunk.apply(own, inputs_of(outputs, index, m), leaves, key=None))
+            loss, weight = loss + outputs[-1][0], weight + outputs[-1][1]
+        return loss / weight
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = jax.tree.map(np.array, dict(params))
+    state = optimizer.init(params)
+    losses = []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return losses, params
+
+
+def assert_same_training(
+    losses: Sequence[float], params: Any, expected_losses: Sequence[float], expected_params: Any
+) -> None:
+    """Losses within 1e-6 relative, every leaf within 1e-5 by norm of the difference over norm."""
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    assert jax.tree.structure(params) == jax.tree.structure(expected_params)
+    for (path, leaf), expected in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(expected_params), strict=True
+    ):
+        distance = np.linalg.norm(np.asarray(leaf) - np.asarray(expected)) / np.linalg.norm(expected)
+        assert distance <= 1e-5, (jax.tree_util.keystr(path), distance)

@@ -1,0 +1,86 @@
+"""Tables as torch.distributed.pipelining writes them."""
+
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.schedules import (
+    ScheduleRequest,
+    build_schedule,
+    from_csv,
+    read_csv,
+    schedule_names,
+    to_csv,
+    write_csv,
+)
+from rrfp_jax.tasks import Placement, Task, chain, linear, looped, v_shaped
+
+REQUEST = ScheduleRequest(num_stages=4, num_microbatches=8)
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_schedule_survives_a_round_trip_through_a_file(name: str, tmp_path: Path) -> None:
+    table = build_schedule(name, REQUEST)
+    path = tmp_path / f"{name}.csv"
+    write_csv(table, path)
+    assert read_csv(path) == table
+    assert read_csv(path, placement=table.placement, graph=table.graph) == table
+
+
+def test_empty_cells_and_carriage_returns_are_kept_and_ignored() -> None:
+    table = from_csv("0F0,,0B0\r\n,1F0,1B0\r\n\r\n")
+    assert table.rows == ((Task.parse("0F0"), None, Task.parse("0B0")), (None, Task.parse("1F0"), Task.parse("1B0")))
+    assert to_csv(table) == "0F0,,0B0\n,1F0,1B0\n"
+
+
+def test_an_overlapped_pair_and_a_full_backward_of_a_split_chunk_are_read_as_their_parts() -> None:
+    table = from_csv("0F0,0F1,1F0,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1")
+    assert " ".join(map(str, table.orders[0])) == "0F0 0F1 1F0 1B0 1F1 0I0 0W0 1B1 0I1 0W1"
+    assert table.graph.split == {0}
+
+
+def test_placement_and_graph_are_inferred() -> None:
+    looping = build_schedule("interleaved-1f1b", REQUEST)
+    assert from_csv(to_csv(looping)).placement == looped(4, 2)
+    bidirectional = build_schedule("chimera", REQUEST)
+    read = from_csv(to_csv(bidirectional))
+    assert read.placement == v_shaped(4)
+    assert read.graph.shared == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no task"),
+        ("0F0,0SEND_F0,0B0", "stage 0, column 1: '0SEND_F0' is a communication or sharding action"),
+        ("0UNSHARD,0F0,0B0", "'0UNSHARD' is a communication or sharding action"),
+        ("0F0,0B0,0U", "'0U' runs once per step"),
+        ("0F0,hello", "column 1: 'hello' is not a task: write chunk, kind and microbatch"),
+        ("0F0,0B0\n0F1,0B1", "chunk 0 appears on stages 0 and 1"),
+        ("0F0,0B0\n2F0,2B0", "has no task of chunks [1]"),
+        ("0F0,0B0\n1F0", "misses 1B0"),
+        ("0F0,0B0\n1F1,1B1", "misses 0F1, 0B1, 1F0, 1B0"),
+    ],
+)
+def test_what_is_not_a_table_is_refused_in_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="csv") as caught:
+        from_csv(text)
+    assert words in str(caught.value)
+
+
+def test_a_given_placement_or_graph_is_checked() -> None:
+    with pytest.raises(ValueError, match="0F0 belongs to stage 1"):
+        from_csv("0F0,0B0\n1F0,1B0", placement=Placement((1, 0)))
+    with pytest.raises(ValueError, match="1 lines for 2 stages"):
+        from_csv("0F0,0B0", placement=linear(2))
+    with pytest.raises(ValueError, match="misses 0F1"):
+        from_csv("0F0,0B0", graph=chain(1, 2))
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read_csv(tmp_path / "nowhere.csv")
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(b"\xff\xfe\x00\xd8")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_csv(binary)

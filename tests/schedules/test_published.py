@@ -1,0 +1,100 @@
+"""Published figures, reproduced from the tables."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules.list_scheduling import backward_first, list_schedule
+from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
+from rrfp_jax.tasks import bidirectional, opposite_chains
+
+GOLDEN = Path(__file__).parent / "golden" / "zero_bubble.csv"
+
+
+def zero_bubble_rows() -> list[dict[str, str]]:
+    with GOLDEN.open() as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def measured(row: dict[str, str], name: str, memory_limit: float | None = None) -> SlotTable:
+    """A schedule with a row's measured times."""
+    forward, backward, weight = (float(row[key]) for key in ("forward_ms", "backward_ms", "weight_ms"))
+    request = ScheduleRequest(
+        num_stages=int(row["num_stages"]),
+        num_microbatches=int(row["num_microbatches"]),
+        durations_ms=(forward, backward, weight),
+        comm_ms=float(row["comm_ms"]),
+        memory_limit=memory_limit,
+    )
+    return execute(build_schedule(name, request), SlotLengths(forward, backward, weight), hop=request.comm_ms)
+
+
+@pytest.mark.parametrize("row", zero_bubble_rows(), ids=lambda row: f"{row['model']}-{row['num_microbatches']}")
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_the_zero_bubble_papers_rates_to_four_decimals(name: str, row: dict[str, str]) -> None:
+    assert f"{measured(row, name).bubble_rate:.4f}" == row[f"bubble_{name.replace('-', '_')}"]
+
+
+@pytest.mark.parametrize("row", zero_bubble_rows(), ids=lambda row: f"{row['model']}-{row['num_microbatches']}")
+def test_the_automatic_schedule_beats_the_handcrafted_ones_at_their_memory(row: dict[str, str]) -> None:
+    h1, h2 = measured(row, "zb-h1"), measured(row, "zb-h2")
+    assert measured(row, "zb-auto", memory_limit=8).bubble_rate <= h1.bubble_rate + 1e-12
+    assert measured(row, "zb-auto", memory_limit=15).bubble_rate <= h2.bubble_rate + 1e-12
+    rates = [measured(row, "zb-auto", memory_limit=limit).bubble_rate for limit in (8, 12, 16, 24)]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("num_stages", [*range(2, 13), 16])
+def test_controllable_memory_peaks_and_bubbles(num_stages: int) -> None:
+    p, m = num_stages, 2 * num_stages + 1
+    one_f_one_b = 6 * (p - 1)  # in slots of half a stage
+    peaks = {"zb-v": p, "v-half": (p + 2) // 2, "v-min": (p + 4) // 3}
+    parts = {"zb-v": 0.0, "v-half": 1 / 2, "v-min": 2 / 3}
+    for name, peak in peaks.items():
+        table = build_schedule(name, ScheduleRequest(num_stages=p, num_microbatches=m))
+        assert max(table.peak_activations()) == peak
+        bubble = execute(table).cost - 6 * m
+        assert bubble <= parts[name] * one_f_one_b, "the published part of 1F1B's bubble"
+        assert bubble >= parts[name] * one_f_one_b - 4, "only boundary effects save more"
+
+
+def greedy_chimera(num_stages: int, num_microbatches: int, window: int) -> ScheduleTable:
+    """Both directions merged by list scheduling in slots with B = 2F, microbatches alternating."""
+    placement = bidirectional(num_stages)
+    graph = opposite_chains(num_stages, range(0, num_microbatches, 2), num_microbatches)
+    orders = list_schedule(placement, graph, length=EQUAL, priority=backward_first, window=window)
+    return ScheduleTable.from_orders("greedy-chimera", placement, graph, orders)
+
+
+def test_chimera_with_8_stages_and_16_microbatches_16_or_26_percent() -> None:
+    published = build_schedule("chimera", ScheduleRequest(num_stages=8, num_microbatches=16))
+    assert execute(published, BACKWARD_AS_FORWARD).idle_fraction == pytest.approx(6 / 38), "16%: the formula, B = F"
+    assert execute(published, EQUAL).idle_fraction == pytest.approx(18 / 66), "27%: the same order, B = 2F"
+    for window in (10, 12, 16):
+        greedy = execute(greedy_chimera(8, 16, window), EQUAL)
+        assert greedy.makespan == 65, "26%: a greedy merge, B = 2F"
+        assert f"{greedy.idle_fraction:.2f}" == "0.26"
+
+
+def test_hanayo_with_two_waves_is_14_percent_faster_than_chimera_at_8_stages_and_8_microbatches() -> None:
+    chimera = build_schedule("chimera", ScheduleRequest(num_stages=8, num_microbatches=8))
+    makespans = {"chimera": execute(chimera, per_stage(chimera, EQUAL)).makespan}
+    for chunks in (2, 4):
+        request = ScheduleRequest(num_stages=8, num_microbatches=8, chunks_per_stage=chunks)
+        hanayo = build_schedule("hanayo", request)
+        makespans[f"hanayo, {chunks // 2} waves"] = execute(hanayo, per_stage(hanayo, EQUAL)).makespan
+    assert makespans == {"chimera": 36.0, "hanayo, 1 waves": 38.0, "hanayo, 2 waves": 31.0}
+
+
+def test_an_asymmetric_cut_lowers_only_the_outer_stages_and_never_wins_in_ideal_slots() -> None:
+    request = ScheduleRequest(num_stages=8, num_microbatches=16)
+    even = build_schedule("chimera", request)
+    cut = (1, 1, 1, 1, 2, 2, 2, 2) * 2
+    uneven = build_schedule("asymmetric-chimera", request)
+    assert uneven.peak_activations(cut) == pytest.approx((4, 16 / 3, 20 / 3, 8, 8, 20 / 3, 16 / 3, 4))
+    assert max(uneven.peak_activations(cut)) == max(even.peak_activations()) == 8
+    for lengths in (EQUAL, BACKWARD_AS_FORWARD):
+        ratio = execute(uneven, per_stage(uneven, lengths, cut)).makespan / execute(even, lengths).makespan
+        assert ratio >= 1 - 1e-9

@@ -1,0 +1,78 @@
+"""Names, requests, and sizes that a schedule refuses."""
+
+import re
+from typing import Any
+
+import pytest
+
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
+
+ALL = {
+    *("1f1b", "asymmetric-chimera", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b", "gpipe", "hanayo"),
+    *("interleaved-1f1b", "v-half", "v-min", "zb-auto", "zb-h1", "zb-h2", "zb-v"),
+}
+
+
+def test_every_schedule_is_registered_with_its_source() -> None:
+    assert set(schedule_names()) == ALL
+    assert all(schedule_entry(name).source for name in ALL)
+
+
+def test_an_entry_tells_the_truth_about_its_tables() -> None:
+    for name in schedule_names():
+        table = build_schedule(name, ScheduleRequest(num_stages=4, num_microbatches=8))
+        entry = schedule_entry(name)
+        assert table.name == name
+        assert bool(table.graph.split) == entry.split_backward
+        assert table.placement.num_chunks == 4 * entry.chunks_per_stage
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("1f1bb", {}, "did you mean '1f1b'"),
+        ("interleaved-1f1b", {"num_stages": 8, "num_microbatches": 20}, "use 16 or 24 instead of 20"),
+        ("interleaved-1f1b", {"num_stages": 8, "num_microbatches": 3}, "use 8 instead of 3"),
+        ("interleaved-1f1b", {"chunks_per_stage": 1}, "take that, or give chunks_per_stage=2"),
+        ("1f1b", {"chunks_per_stage": 2}, "has 1 chunks per stage, not 2: give chunks_per_stage=1"),
+        ("zb-v", {"chunks_per_stage": 1}, "give chunks_per_stage=2"),
+        ("hanayo", {"chunks_per_stage": 3}, "give chunks_per_stage=4"),
+        ("chimera", {"num_stages": 3}, "num_stages (3) must be even: give num_stages=4 or 2"),
+        ("asymmetric-chimera", {"num_microbatches": 7}, "num_microbatches (7) must be even"),
+        ("dualpipe-v", {"num_microbatches": 6}, "at least 2 * num_stages = 8 microbatches"),
+        ("zb-auto", {"memory_limit": 0.5}, "give at least 1"),
+        ("eager-1f1b", {"window": (2, 3, 1, 1)}, "window 3 of stage 1 is larger than window 2 of stage 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_remedy(name: str, sizes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build_schedule(name, ScheduleRequest(**{"num_stages": 4, "num_microbatches": 8} | sizes))
+
+
+def test_one_number_limits_eager_1f1b_and_falls_by_one_per_stage() -> None:
+    def peaks(window: int | tuple[int, ...] | None) -> tuple[int, ...]:
+        request = ScheduleRequest(num_stages=4, num_microbatches=16, window=window)
+        return build_schedule("eager-1f1b", request).peak_in_flight()
+
+    assert peaks(None) == (7, 5, 3, 1)
+    assert peaks(4) == (4, 3, 2, 1)
+    assert peaks(6) == (6, 5, 3, 1)
+    assert peaks(2) == (2, 1, 1, 1)
+    assert peaks((8, 8, 8, 2)) == (8, 8, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_stages": 0}, "num_stages is 0"),
+        ({"num_microbatches": -1}, "num_microbatches is -1"),
+        ({"chunks_per_stage": 0}, "chunks_per_stage is 0"),
+        ({"window": 0}, "window 0 holds no microbatch"),
+        ({"window": (1, 2)}, "2 windows for 4 stages"),
+        ({"durations_ms": (1.0, -1.0, 1.0)}, "must not be negative"),
+        ({"input_gradient_frees": 2.0}, "between 0 and 1"),
+    ],
+)
+def test_impossible_requests_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ScheduleRequest(**{"num_stages": 4, "num_microbatches": 8} | wrong)

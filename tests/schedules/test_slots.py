@@ -1,0 +1,89 @@
+"""The ideal slot table against an independent longest path, and its measures."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import networkx as nx
+import pytest
+
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, from_csv, schedule_names
+from rrfp_jax.schedules.slots import EQUAL, SlotLengths, SlotTable, drawing, execute, per_stage
+from rrfp_jax.tasks import Task
+
+UNEVEN = SlotLengths(1.25, 1.5, 0.75)
+"""Sums of these are exact in binary, so that equality may be exact too."""
+
+
+def longest_paths(table: ScheduleTable, length: SlotLengths, hop: float) -> tuple[float, dict[Task | str, float]]:
+    """Makespan and start of every task, from the graph of all orders and dependencies alone."""
+    graph = nx.DiGraph()
+    stage_of = {task: stage for stage, order in enumerate(table.orders) for task in order}
+    for task, stage in stage_of.items():
+        graph.add_edge("start", task, weight=0.0)
+        graph.add_edge(task, "end", weight=length(task))
+        for needed in table.graph.dependencies(task):
+            delay = hop if stage_of[needed] != stage else 0.0
+            graph.add_edge(needed, task, weight=length(needed) + delay)
+    for order in table.orders:
+        for before, after in pairwise(order):
+            weight = max(length(before), graph.get_edge_data(before, after, {"weight": 0.0})["weight"])
+            graph.add_edge(before, after, weight=weight)
+    start: dict[Task | str, float] = {"start": 0.0}
+    for node in list(nx.topological_sort(graph))[1:]:
+        start[node] = max(start[p] + graph[p][node]["weight"] for p in graph.predecessors(node))
+    assert start["end"] == nx.dag_longest_path_length(graph)
+    return start["end"], start
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("hop", [0.0, 0.375])
+def test_strict_execution_is_the_longest_path(name: str, hop: float) -> None:
+    for stages, microbatches in ((2, 4), (4, 8), (6, 12)):
+        table = build_schedule(name, ScheduleRequest(num_stages=stages, num_microbatches=microbatches))
+        slots = execute(table, UNEVEN, hop=hop)
+        makespan, starts = longest_paths(table, UNEVEN, hop)
+        assert slots.timeline.makespan_s() == makespan
+        assert all(start == starts[task] for task, (start, _) in slots.spans.items())
+
+
+def gpipe() -> SlotTable:
+    return execute(build_schedule("gpipe", ScheduleRequest(num_stages=2, num_microbatches=2)))
+
+
+def test_measures_of_a_table_that_fits_on_one_hand() -> None:
+    slots = gpipe()
+    gap = " " * 12
+    assert drawing(slots).splitlines() == [f"0F0 0F1 {gap}0B0 --- 0B1 ---", "    1F0 1F1 1B0 --- 1B1 ---"]
+    assert (slots.makespan, slots.cost) == (9.0, 9.0)
+    assert slots.bubble_rate == pytest.approx(3 / 9)
+    assert slots.idle_fraction == pytest.approx(3 / 9)
+    assert slots.timeline.peak_in_flight() == [2, 2]
+
+
+def test_a_parallelogram_has_no_bubble_but_idle_time() -> None:
+    slots = execute(build_schedule("zb-h2", ScheduleRequest(num_stages=4, num_microbatches=8)))
+    assert slots.bubble_rate == 0.0
+    assert slots.idle_fraction == pytest.approx(3 / 27)
+
+
+def test_aligned_cells_show_the_starts() -> None:
+    assert execute(from_csv("0F0,0B0\n1F0,1B0")).aligned().rows[1] == (None, *map(Task.parse, ("1F0", "1B0")))
+    with pytest.raises(ValueError, match="give a slot that divides all lengths"):
+        execute(from_csv("0F0,0B0\n1F0,1B0"), SlotLengths(0.5, 1.0, 1.0)).aligned()
+
+
+def test_lengths_of_a_whole_stage_are_cut_for_its_chunks() -> None:
+    looped = build_schedule("breadth-first", ScheduleRequest(num_stages=2, num_microbatches=2, chunks_per_stage=4))
+    assert per_stage(looped, EQUAL)(Task.parse("3F0")) == 0.25
+    chimera = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=2))
+    assert per_stage(chimera, EQUAL)(Task.parse("3F1")) == 1.0
+    assert per_stage(chimera, EQUAL, (1, 2, 1, 2))(Task.parse("3F1")) == pytest.approx(4 / 3)
+    with pytest.raises(ValueError, match="3 chunk parts for 4 chunks"):
+        per_stage(chimera, EQUAL, (1, 2, 3))
+
+
+def test_a_deadlock_is_refused_before_anything_is_measured() -> None:
+    good = gpipe().table
+    broken = replace(good, rows=(tuple(reversed(good.rows[0])), good.rows[1]))
+    with pytest.raises(ValueError, match="breaks a dependency: stage 0 runs 0B1 before 0F1"):
+        execute(broken)

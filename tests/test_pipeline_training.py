@@ -1,0 +1,111 @@
+"""A pipeline trains exactly what the plain, unpipelined loop trains, whatever the order of its tasks."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.arbitration import HINTS
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.tasks import Placement, linear, looped
+from tests.plain_loop import assert_same_training, train_plainly
+
+NUM_STEPS = 20
+NUM_MICROBATCHES = 4
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+
+
+def make_batches(num_steps: int = NUM_STEPS) -> list[dict[str, np.ndarray]]:
+    """Counting sequences, which a model learns quickly; microbatches differ in weight."""
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(num_steps):
+        start = rng.integers(0, 32, (NUM_MICROBATCHES, 2, 1))
+        sequence = ((start + np.arange(9)) % 32).astype(np.int32)
+        weights = (rng.random((NUM_MICROBATCHES, 2, 8)) < 0.8).astype(np.float32)
+        batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
+    return batches
+
+
+def make_model(*, tied: bool, layers_per_chunk: tuple[int, ...]) -> list[Any]:
+    config = LanguageModelConfig(
+        vocab_size=32,
+        hidden=16,
+        num_layers=sum(layers_per_chunk),
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_dim=32,
+        init_std=0.1,
+        tie_embeddings=tied,
+    )
+    return language_model(config).split(layers_per_chunk=layers_per_chunk)
+
+
+class Case:
+    """One cut of a model, its compiled pipeline and what the plain loop makes of it."""
+
+    def __init__(self, chunks: list[Any], placement: Placement) -> None:
+        self.chunks, self.placement = chunks, placement
+        self.batches = make_batches()
+        self.base = Pipeline(chunks, placement=placement, optimizer=OPTIMIZER, progress_deadline_s=60)
+        state = self.base.init(jax.random.key(1))
+        self.base.prepare(self.batches[0])
+        initial = jax.tree.map(np.array, self.base.params(state))
+        self.base.close()
+        self.expected = train_plainly(chunks, initial, OPTIMIZER, self.batches)
+
+    def table(self, name: str) -> ScheduleTable:
+        stages = self.placement.num_stages
+        return build_schedule(name, ScheduleRequest(num_stages=stages, num_microbatches=NUM_MICROBATCHES))
+
+    def check(self, **order: Any) -> None:
+        with self.base.reordered(**order) as pipeline:
+            state = pipeline.init(jax.random.key(1))
+            losses = []
+            for batch in self.batches:
+                state, metrics = pipeline.step(state, batch)
+                losses.append(metrics)
+            params = jax.tree.map(np.array, pipeline.params(state))
+            assert_same_training([metrics.result().loss for metrics in losses], params, *self.expected)
+
+
+@pytest.fixture(scope="module")
+def tied_linear() -> Case:
+    return Case(make_model(tied=True, layers_per_chunk=(1, 2, 0)), linear(3))
+
+
+@pytest.fixture(scope="module")
+def untied_looped() -> Case:
+    return Case(make_model(tied=False, layers_per_chunk=(1, 1, 1, 1)), looped(2, 2))
+
+
+@pytest.mark.parametrize("hint", [*HINTS, "schedule"])
+@pytest.mark.parametrize("window", [1, 3, (4, 1, 2)])
+def test_every_hint_on_a_linear_placement(tied_linear: Case, hint: str, window: Any) -> None:
+    schedule = tied_linear.table("1f1b") if hint == "schedule" else None
+    tied_linear.check(hint=hint, window=window, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_strict_tables_on_a_linear_placement(tied_linear: Case, name: str) -> None:
+    tied_linear.check(consume="strict", schedule=tied_linear.table(name))
+
+
+@pytest.mark.parametrize("hint", [*HINTS, "schedule"])
+def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> None:
+    schedule = untied_looped.table("interleaved-1f1b") if hint == "schedule" else None
+    untied_looped.check(hint=hint, window=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first"])
+def test_strict_tables_on_a_looped_placement(untied_looped: Case, name: str) -> None:
+    untied_looped.check(consume="strict", schedule=untied_looped.table(name))
+
+
+def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
+    case = Case(make_model(tied=True, layers_per_chunk=(1, 1)), looped(1, 2))
+    case.check(hint="bf-deep", window=2)
