@@ -1,9 +1,7 @@
 """From a run's configuration to the objects that train, with every check that can be made before work starts."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -27,12 +25,15 @@ class Run:
     config: TrainConfig
     pipeline: Pipeline
     state: PipelineState
-    batches: Iterator[Mapping[str, Any]]
+    dataset: TextBytes
     devices: tuple[jax.Device, ...]
     """One per stage."""
     order: str
     """For captions, for example ``bf, window 8``."""
-    _resources: ExitStack
+
+    def prepare(self) -> None:
+        """Compile all programs and start the stages."""
+        self.pipeline.prepare(self.dataset.batch(0))
 
     def loop(self, metrics: MetricsFile, on_step: Callable[[StepRow], None]) -> TrainingLoop:
         """The loop over this run's steps."""
@@ -44,8 +45,10 @@ class Run:
             timeline_steps=self.config.run.timeline_steps,
         )
 
-    def close(self) -> None:
-        self._resources.close()
+    def train(self, loop: TrainingLoop) -> None:
+        """Run all steps, the next batch being made while a step runs."""
+        with self.pipeline, prefetched(self.dataset) as batches:
+            loop.run(self.state, batches, self.config.run.steps)
 
 
 def assemble(config: TrainConfig) -> Run:
@@ -63,6 +66,11 @@ def assemble(config: TrainConfig) -> Run:
         chunks_per_stage=config.pipeline.chunks_per_stage,
         placement=looped(config.pipeline.num_stages, config.pipeline.chunks_per_stage),
     )
+    if resolved.graph.split:
+        raise ValueError(
+            f"schedule {config.pipeline.schedule!r} splits the backward into I and W, and training runs full ones: "
+            "choose a schedule with a full backward, for example 1f1b"
+        )
     dataset = TextBytes(config.data)
     use_cpu(config.pipeline.num_stages)
     devices = tuple(jax.devices()[: config.pipeline.num_stages])
@@ -82,16 +90,15 @@ def assemble(config: TrainConfig) -> Run:
         progress_deadline_s=config.pipeline.progress_deadline_s,
     )
     state = pipeline.init(jax.random.key(config.run.seed))
-    resources = ExitStack()
-    resources.callback(pipeline.close)
-    batches = resources.enter_context(prefetched(dataset))
     order = f"{resolved.label}, window {','.join(map(str, sorted(set(resolved.windows), reverse=True)))}"
-    return Run(config, pipeline, state, batches, devices, order, resources)
+    return Run(config, pipeline, state, dataset, devices, order)
 
 
 def _chunks(config: TrainConfig) -> list[Chunk]:
     if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that")
+        raise ValueError(
+            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
+        )
     layout = config.pipeline
     return language_model(config.model).split(
         None if layout.layers_per_chunk else layout.num_chunks,

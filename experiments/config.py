@@ -1,7 +1,8 @@
 """Load the configuration of a run: a YAML file of sections, overridden from the command line.
 
-Each section is a record that lives beside its owner; this file only composes them. A command-line option is the field's
-name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3`` as a list.
+Each section is a record that lives beside its owner; this file only composes them. A command-line option is the
+field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3``
+as a list.
 """
 
 import difflib
@@ -40,8 +41,8 @@ SECTIONS: dict[str, type] = {field.name: field.type for field in fields(TrainCon
 def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     """Read ``path`` and apply ``overrides``, a mapping from ``section.field`` to a value.
 
-    Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong type,
-    and values that the records refuse.
+    Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
+    type, and values that the records refuse.
     """
     sections = _read(path)
     for name, value in overrides.items():
@@ -87,6 +88,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         raise ValueError(f"configuration {path} must hold the sections {', '.join(SECTIONS)}, each with its keys")
     _refuse_unknown(path, "section", content, list(SECTIONS))
+    for name, values in content.items():
+        _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
     missing = [name for name in SECTIONS if name not in content]
     if missing:
         raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}")
@@ -94,11 +97,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _section(path: str, name: str, values: Mapping[str, Any]) -> Any:
-    record = SECTIONS[name]
-    known = [field.name for field in fields(record)]
-    _refuse_unknown(path, f"key of {name}", values, known)
     try:
-        return _adapter(record).validate_python(dict(values))
+        return TypeAdapter(SECTIONS[name]).validate_python(dict(values))
     except ValidationError as error:
         raise ValueError(_sentence(path, name, error)) from None
 
@@ -109,10 +109,6 @@ def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
             raise ValueError(f"{path}: {key!r} is no {what}: {hint}")
-
-
-def _adapter(record: type) -> TypeAdapter[Any]:
-    return TypeAdapter(record)
 
 
 def _sentence(path: str, section: str, error: ValidationError) -> str:

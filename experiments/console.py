@@ -12,7 +12,10 @@ from rich.table import Table
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.training.loop import StepRow
 
-_LINE = "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  bubble {bubble:5.1%}{note}"
+_LINE = (
+    "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
+    "bubble {bubble:5.1%}{note}"
+)
 
 
 class TrainingConsole:

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m experiments.emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10 --json
+    python -m experiments.emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10
 
 With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself.
 """
@@ -11,11 +11,10 @@ import argparse
 import json
 import sys
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.durations import load_durations, parse_durations_ms
+from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import run_command
 from experiments.ordering import ResolvedOrdering, add_ordering_arguments, parse_ordering
 from rrfp_jax.arbitration import Agreement, StepRules
@@ -60,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     add_ordering_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
-        "--durations-ms", default=None, metavar="F,I,W", help="the same for every chunk and microbatch (default 10,10,10)"
+        "--durations-ms",
+        default=None,
+        metavar="F,I,W",
+        help="the same for every chunk and microbatch (default 10,10,10)",
     )
     work.add_argument(
         "--durations", metavar="D.npy", help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W"
@@ -89,15 +91,17 @@ def _resolve(arguments: argparse.Namespace) -> ResolvedOrdering:
     )
 
 
-def _durations(arguments: argparse.Namespace, resolved: ResolvedOrdering) -> np.ndarray:
+def _durations(arguments: argparse.Namespace, resolved: ResolvedOrdering) -> Durations:
     if arguments.durations is None:
-        return for_graph(constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph), resolved.graph)
+        return for_graph(
+            constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph), resolved.graph
+        )
     if arguments.durations_ms is not None:
         raise ValueError("--durations and --durations-ms both say how long tasks take: give one of them")
     return for_graph(load_durations(arguments.durations), resolved.graph)
 
 
-def _num_steps(arguments: argparse.Namespace, durations_ms: np.ndarray) -> int:
+def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
     if arguments.steps is None:
         return 10 if arguments.durations is None else len(durations_ms)
     if arguments.steps < 1:

@@ -4,8 +4,8 @@
 
     python -m experiments.train --config tpu_gpu_configs/cpu/debug.yaml --steps 20 --hint fb --run-dir runs/mine
 
-The resolved configuration and a table of the stages are printed before step 0; then one line per step. The run directory
-receives the configuration, ``metrics.jsonl`` (one object per step), a picture and a trace of the last steps.
+The resolved configuration and a table of the stages are printed before step 0; then one line per step. The run
+directory receives the configuration, ``metrics.jsonl`` (one object per step), a picture and a trace of the last steps.
 """
 
 import argparse
@@ -24,7 +24,9 @@ from rrfp_jax.training.run_directory import RunDirectory, new_run_path
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file of the run, for example tpu_gpu_configs/cpu/debug.yaml")
+    parser.add_argument(
+        "--config", required=True, help="YAML file of the run, for example tpu_gpu_configs/cpu/debug.yaml"
+    )
     add_overrides(parser)
     arguments = parser.parse_args(argv)
     config = load_train_config(arguments.config, overrides_of(arguments))
@@ -38,10 +40,11 @@ def train(config: TrainConfig, *, name: str) -> int:
     from rrfp_jax.runtime import NoProgress, RunFailed
 
     run = assemble(config)
-    directory = RunDirectory(config.run.run_dir or new_run_path(name, datetime.now()))
     console = TrainingConsole(config.run.steps)
     console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
     console.show_stages(run.pipeline, run.devices)
+    run.prepare()
+    directory = RunDirectory(config.run.run_dir or new_run_path(name, datetime.now()))
     if earlier := directory.num_rows():
         console.say(
             f"{directory.path} holds {earlier} rows of an earlier run, whose parameters were not saved: "
@@ -51,8 +54,7 @@ def train(config: TrainConfig, *, name: str) -> int:
     try:
         with directory.metrics() as metrics, console:
             loop = run.loop(metrics, console.show_step)
-            loop.run(run.state, run.batches, config.run.steps)
-        run.close()
+            run.train(loop)
     except RunFailed as failure:
         path = directory.write_failure(failure.report)
         print(f"error: {failure}\nthe report is in {path}", file=sys.stderr, flush=True)

@@ -1,0 +1,66 @@
+"""Readiness-driven pipeline-parallel training for JAX: schedules rank the tasks that are ready.
+
+The public names load on first use, so that importing a pure room (``rrfp_jax.schedules``, ``rrfp_jax.simulation``)
+loads no JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics, StepResult
+    from rrfp_jax.programs.chunk import Chunk
+    from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed
+    from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
+    from rrfp_jax.tasks import Edge, Placement, Task, TaskKind, linear, looped
+    from rrfp_jax.timeline import Timeline
+
+_ROOM_OF_NAME = {
+    "Chunk": "rrfp_jax.programs.chunk",
+    "Edge": "rrfp_jax.tasks",
+    "NoProgress": "rrfp_jax.runtime",
+    "Pipeline": "rrfp_jax.pipeline",
+    "PipelineState": "rrfp_jax.pipeline",
+    "Placement": "rrfp_jax.tasks",
+    "RunFailed": "rrfp_jax.runtime",
+    "ScheduleRequest": "rrfp_jax.schedules",
+    "ScheduleTable": "rrfp_jax.schedules",
+    "StepMetrics": "rrfp_jax.pipeline",
+    "StepResult": "rrfp_jax.pipeline",
+    "Task": "rrfp_jax.tasks",
+    "TaskFailed": "rrfp_jax.runtime",
+    "TaskKind": "rrfp_jax.tasks",
+    "Timeline": "rrfp_jax.timeline",
+    "build_schedule": "rrfp_jax.schedules",
+    "linear": "rrfp_jax.tasks",
+    "looped": "rrfp_jax.tasks",
+    "schedule_names": "rrfp_jax.schedules",
+}
+
+__all__ = [
+    "Chunk",
+    "Edge",
+    "NoProgress",
+    "Pipeline",
+    "PipelineState",
+    "Placement",
+    "RunFailed",
+    "ScheduleRequest",
+    "ScheduleTable",
+    "StepMetrics",
+    "StepResult",
+    "Task",
+    "TaskFailed",
+    "TaskKind",
+    "Timeline",
+    "build_schedule",
+    "linear",
+    "looped",
+    "schedule_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF_NAME:
+        raise AttributeError(f"module 'rrfp_jax' has no attribute {name!r}")
+    return getattr(import_module(_ROOM_OF_NAME[name]), name)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from rrfp_jax.arbitration import Agreement, Ordering, StageArbiter, StepRules
 from rrfp_jax.programs.agreement import Verdict, check_clip_norm
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
-from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.initial import ChunkState, initial_state
+from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.shapes import derive_shapes, holders
 from rrfp_jax.programs.specs import spec_of
 from rrfp_jax.runtime import Deliver, InProcessTransport, PipelineRuntime, StepOutcome
@@ -96,8 +96,8 @@ class Pipeline:
         optimizer: any optax optimizer that treats each array by itself.
         hint, consume, schedule, window: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`.
         edges: which chunk feeds which; None means a chain.
-        devices: one device per stage, in order; None takes the first ones that JAX knows, shared out evenly if there are
-            fewer than stages.
+        devices: one device per stage, in order; None takes the first ones that JAX knows, shared out evenly if there
+            are fewer than stages.
         clip_norm: largest global norm of the gradient; None: no clipping.
         skip_nonfinite: leave out a step whose loss or gradients are not finite.
         ordered: accumulate gradients in microbatch order.
@@ -141,7 +141,8 @@ class Pipeline:
         self._stages: list[ProgramStage] = []
         self._programs: dict[int, ChunkPrograms] = {}
         self._batch_spec: Any = None
-        self.graph: PipelineGraph | None = None
+        self.graph = PipelineGraph(len(self.chunks), 1, self._edges, shared=_shared_groups(self.chunks))
+        """For the number of microbatches of the batches prepared for; until then for one."""
         self._runtime: PipelineRuntime | None = None
         self._enqueued: deque[StepMetrics] = deque()
         self._step = 0
@@ -178,7 +179,9 @@ class Pipeline:
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to start over")
         self._initial = {
-            chunk: initial_state(self.chunks, chunk, key, self._optimizer, self._sharding(chunk))
+            chunk: initial_state(
+                self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=self.graph.has_backward(chunk)
+            )
             for chunk in range(len(self.chunks))
         }
         check_leafwise(self._optimizer, self._merged({c: spec_of(s.params) for c, s in self._initial.items()}))
@@ -355,9 +358,7 @@ class Pipeline:
         sizes = {name: leaf.shape[0] for name, leaf in batch.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"batch leaves have different numbers of microbatches: {sizes}; make all of them equal")
-        graph = PipelineGraph(
-            len(self.chunks), next(iter(sizes.values())), self._edges, shared=_shared_groups(self.chunks)
-        )
+        graph = replace(self.graph, num_microbatches=next(iter(sizes.values())), absent=frozenset())
         table = self.ordering.table
         if table is None:
             return graph

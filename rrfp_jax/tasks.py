@@ -77,7 +77,7 @@ class Task(NamedTuple):
 class Placement:
     """Which stage owns which chunk.
 
-    ``stage_of_chunk[c]`` is the stage of chunk ``c``. Every stage from 0 to the largest named one owns at least one chunk.
+    ``stage_of_chunk[c]`` is the stage of chunk ``c``. Every stage from 0 to the largest one owns at least one chunk.
     """
 
     stage_of_chunk: tuple[int, ...]
@@ -116,9 +116,7 @@ def linear(num_stages: int) -> Placement:
 def looped(num_stages: int, chunks_per_stage: int) -> Placement:
     """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
     if num_stages < 1 or chunks_per_stage < 1:
-        raise ValueError(
-            f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1"
-        )
+        raise ValueError(f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1")
     return Placement(tuple(range(num_stages)) * chunks_per_stage)
 
 
@@ -178,8 +176,8 @@ class PipelineGraph:
                     self.exists(p, microbatch) for p in self.predecessors(successor)
                 ):
                     raise ValueError(
-                        f"microbatch {microbatch} skips chunk {chunk}, and chunk {successor} is left without any input: "
-                        "skip that one too, or keep one of its predecessors"
+                        f"microbatch {microbatch} skips chunk {chunk}, and chunk {successor} is left without any "
+                        "input: skip that one too, or keep one of its predecessors"
                     )
         for chunk in range(self.num_chunks):
             successors = self.successors(chunk)
@@ -284,10 +282,7 @@ class PipelineGraph:
             )
         sharing = [chunk] if kind is TaskKind.U else self.sharing(chunk)
         return tuple(
-            Task(self.accumulating_kind(c), c, i)
-            for c in sharing
-            if self.has_backward(c)
-            for i in self.microbatches(c)
+            Task(self.accumulating_kind(c), c, i) for c in sharing if self.has_backward(c) for i in self.microbatches(c)
         )
 
     def sharing(self, chunk: int) -> list[int]:

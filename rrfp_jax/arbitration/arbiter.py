@@ -13,8 +13,17 @@ from collections.abc import Hashable
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.consumption import Consumption
-from rrfp_jax.arbitration.events import Event, FinishStep, InputArrived, Instruction, Message
-from rrfp_jax.arbitration.events import RunTask, Send, StepStarted, TaskFinished
+from rrfp_jax.arbitration.events import (
+    Event,
+    FinishStep,
+    InputArrived,
+    Instruction,
+    Message,
+    RunTask,
+    Send,
+    StepStarted,
+    TaskFinished,
+)
 from rrfp_jax.arbitration.plan import StagePlan, StepRules, stage_plan
 from rrfp_jax.arbitration.ready_set import ReadySet
 from rrfp_jax.arbitration.story import FINISHED, RUNNING, IllegalTransition, Waiting
@@ -91,7 +100,7 @@ class StageArbiter:
 
     def copy(self) -> "StageArbiter":
         """An independent arbiter in the same state; fixed tables are shared."""
-        twin = object.__new__(StageArbiter)
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._waiting = self._waiting.copy()
         twin._arrived = self._arrived.copy()

@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class StepStarted(NamedTuple):
-    """A step's batch is here. ``absent`` names the (chunk, microbatch) pairs that this step lacks, beyond the graph's."""
+    """A step's batch is here. ``absent`` names (chunk, microbatch) pairs that it lacks, beyond those of the graph."""
 
     step: int
     time_s: float

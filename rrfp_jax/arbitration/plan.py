@@ -1,7 +1,7 @@
 """One stage's share of a step, compiled into small tables of integers.
 
-A plan numbers the stage's tasks and *gates* and counts, for each, what it waits for. A gate is a condition that fires by
-itself and may send messages; it is never dispatched. The gates of a step are
+A plan numbers the stage's tasks and *gates* and counts, for each, what it waits for. A gate is a condition that fires
+by itself and may send messages; it is never dispatched. The gates of a step are
 
 * *gradients complete* of a chunk that shares parameters with a chunk elsewhere: all its B (or W) are done; sends its
   share of the gradients;
@@ -14,6 +14,7 @@ Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` th
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from functools import cached_property
 
 from rrfp_jax.arbitration.events import Message, MessageKind
@@ -49,7 +50,7 @@ class StepRules:
 
 @dataclass(frozen=True, eq=False)
 class StagePlan:
-    """The tables of one stage; see the module's description. Nodes below ``len(tasks)`` are tasks, the rest are gates."""
+    """The tables of one stage; see the module's description. Nodes below ``len(tasks)`` are tasks, the rest gates."""
 
     stage: int
     tasks: tuple[Task, ...]
@@ -186,7 +187,7 @@ class _PlanBuilder:
                 continue
             kind = self.graph.accumulating_kind(chunk)
             nodes = [self.index[Task(kind, chunk, m)] for m in self.graph.microbatches(chunk)]
-            for earlier, later in zip(nodes, nodes[1:], strict=False):
+            for earlier, later in pairwise(nodes):
                 self._after(later, earlier)
 
     def _wire_reduction(self, chunk: int, earlier: list[int]) -> None:

@@ -42,7 +42,7 @@ class Window:
         self._advance()
 
     def copy(self) -> "Window":
-        twin = object.__new__(Window)
+        twin = object.__new__(type(self))
         twin.limit, twin.left, twin.held, twin.oldest = self.limit, self.left.copy(), self.held.copy(), self.oldest
         return twin
 

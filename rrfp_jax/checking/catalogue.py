@@ -5,8 +5,8 @@ Two equivalences keep the product small without leaving anything out.
 * A window of at least the number of microbatches never refuses a forward: before microbatch m starts, a stage holds at
   most the other microbatches. If one slot is free, all the others are held or have finished, so the oldest unfinished
   one is held or is m itself. All such windows are one class; the larger numbers stand for it here, so they are run too.
-* Hints that order a stage's tasks alike and choose among the lanes alike make the same arbiter, whatever their names:
-  with one chunk per stage, ``bf`` and ``bf-deep`` are one hint. Such settings are explored once.
+* Hints that order a stage's lanes alike and choose among them alike make the same arbiter, whatever their names: with
+  one chunk per stage, ``bf`` and ``bf-deep`` are one hint. Such settings are explored once.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from math import factorial
 from typing import TypeVar
 
 from rrfp_jax.arbitration import HINTS, Agreement, Hint, StepRules, ready, schedule_hint, stage_plan
-from rrfp_jax.checking.setting import Policy, Setting
+from rrfp_jax.checking.setting import Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, chain
 
@@ -104,10 +104,10 @@ def fitting_tables(graph: PipelineGraph, placement: Placement) -> Iterator[Sched
             yield table
 
 
-def all_hints(graph: PipelineGraph, placement: Placement, numbers: Iterable[int]) -> list[tuple[Policy, ...]]:
+def all_hints(graph: PipelineGraph, placement: Placement, numbers: Iterable[int]) -> list[tuple[Hint, ...]]:
     """Every hint of this pipeline, one per stage, those that make the same arbiters once."""
     named = ((hint,) * placement.num_stages for hint in HINTS.values())
-    distinct: dict[Hashable, tuple[Policy, ...]] = {}
+    distinct: dict[Hashable, tuple[Hint, ...]] = {}
     for hints in (*named, *table_hints(graph, placement, numbers)):
         distinct.setdefault(tuple(_ranking(graph, placement, s, hint) for s, hint in enumerate(hints)), hints)
     return list(distinct.values())
@@ -132,5 +132,9 @@ def small_settings(
 
 
 def _ranking(graph: PipelineGraph, placement: Placement, stage: int, hint: Hint) -> Hashable:
+    """What a stage's choices depend on. The named hints never compare across lanes; table hints may."""
     plan = stage_plan(graph, placement, stage, PIPELINE_ONLY)
-    return (ready(hint).order(plan), hint.choose, hint.initial)
+    order = ready(hint).order(plan)
+    if hint in HINTS.values():
+        order = tuple(sorted(order, key=lambda node: plan.lanes[node]))
+    return (order, hint.choose, hint.initial)

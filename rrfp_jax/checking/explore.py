@@ -107,7 +107,7 @@ class Search:
 
     def __init__(self, setting: Setting, wires: Wiring, automata: list[StageAutomaton]) -> None:
         self.setting, self.automata = setting, automata
-        self.inboxes = wires.inboxes
+        self.packets, self.inboxes = wires.packets, wires.inboxes
         self.start: State = (0,) * len(automata)
         self.came_from: dict[State, State | None] = {self.start: None}
         self._starts = sum(contract.start for contracts in wires.contracts for contract in contracts)
@@ -181,5 +181,6 @@ class Search:
         unfinished = [s for s, a in enumerate(self.automata) if not a.is_done[state[s]]]
         if unfinished:
             what = f"deadlock: stages {unfinished} have work left, and nothing runs or can start"
-            raise CheckError(what, self.setting, self.trace(state))
+            rest = [packet for place, packet in enumerate(self.packets) if in_flight >> place & 1]
+            raise CheckError(what, self.setting, (*self.trace(state), *rest))
         assert not in_flight, "a judge missed an input"

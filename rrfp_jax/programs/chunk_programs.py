@@ -5,6 +5,10 @@ Which buffers a call takes over
 ``backward`` consumes its stash and its accumulators, ``update`` its parameters, optimizer state and accumulators: the
 caller forgets what it passed and keeps what it got. ``forward`` and ``reduce`` consume nothing.
 
+The optimizer state is a tuple, one entry per *part* of the chunk: its own layers, then each shared layer by itself. A
+shared layer is initialised and updated by programs of its own, which are the same for every chunk that holds a copy:
+inside a larger program XLA may round the same formula differently, and the copies would drift apart.
+
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 """
 
@@ -13,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.stages import Compiled
@@ -21,6 +24,7 @@ from jax.stages import Compiled
 from rrfp_jax.programs.backward import GradientPrograms, Stash, accumulator_spec, compile_gradients
 from rrfp_jax.programs.chunk import Chunk, Params
 from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, zeros
 from rrfp_jax.programs.rng import counters
 from rrfp_jax.programs.shapes import ChunkShapes, describe_chunk, holders
 from rrfp_jax.programs.specs import Specs, gradient_spec, num_bytes, spec_of
@@ -67,16 +71,16 @@ class ChunkPrograms:
         self._forward, self._backward = self._gradients.forward, self._gradients.backward
         self._kept = self._gradients.kept
         self._uses_key = self.chunk.uses_key
-        self._absent_inputs = self._zeros_for_absent(graph, graph.predecessors(index), self.shapes.inputs)
-        successors = graph.gradient_successors(index)
-        gradients = (gradient_spec(self.shapes.outputs),) * len(successors)
-        self._absent_grads = self._zeros_for_absent(graph, successors, gradients)
+        self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
         self.trains = self._backward is not None and bool(jax.tree.leaves(self.shapes.params))
         """Whether the chunk has parameters that change: if not, ``reduce`` and ``update`` hand back what they get."""
-        self._state = jax.eval_shape(optimizer.init, self.shapes.params) if self.trains else ()
+        self.parts = parts_of(self.chunk, self.shapes.params)
+        """Layer names, grouped as the entries of the optimizer state are."""
+        trained = self.parts if self.trains else ()
+        self._states = tuple(jax.eval_shape(optimizer.init, pick(self.shapes.params, part)) for part in trained)
         self._sharing = tuple(graph.sharing(index))
         self._reduce = self._compile_reduce(shapes) if self.trains else None
-        self._update = self._compile_update() if self.trains else None
+        self._updates = tuple(self._compile_update(*each) for each in zip(trained, self._states, strict=True))
 
     @property
     def compiled(self) -> dict[str, Compiled]:
@@ -85,7 +89,7 @@ class ChunkPrograms:
             "forward": self._forward,
             "backward": self._backward,
             "reduce": self._reduce,
-            "update": self._update,
+            **{f"update {', '.join(part)}": update for part, update in zip(self.parts, self._updates, strict=False)},
         }
         return {name: program for name, program in programs.items() if program is not None}
 
@@ -96,37 +100,19 @@ class ChunkPrograms:
         return ChunkSizes(
             params_bytes=num_bytes(self.shapes.params),
             accumulators_bytes=num_bytes(self._accumulators) if self.trains else 0,
-            optimizer_bytes=num_bytes(self._state),
+            optimizer_bytes=num_bytes(self._states),
             outputs_bytes=num_bytes(self.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
             kept_bytes=num_bytes(stash.kept),
         )
 
-    def init(self, key: jax.Array) -> Params:
-        """Parameters from a typed key, the same key for all chunks.
-
-        A shared layer is initialised by the owner's ``init``, in a program that is the same for every holder, so that
-        all copies start with equal bits.
-        """
-        key = jax.device_put(key, self.sharding)
-        shared = sorted(self.chunk.shared)
-
-        def own(key: jax.Array) -> Params:
-            return {name: layer for name, layer in self.chunk.init(key).items() if name not in shared}
-
-        params = jax.jit(own, out_shardings=self.sharding)(key)
-        for name in shared:
-            owner = self._chunks[holders(self._chunks, name)[0]]
-            params[name] = jax.jit(lambda key, n=name, o=owner: o.init(key)[n], out_shardings=self.sharding)(key)
-        return params
-
-    def init_optimizer(self, params: Params) -> Any:
-        """The optimizer's state for these parameters; an empty tuple for a chunk that does not train."""
-        return jax.jit(self._optimizer.init, out_shardings=self.sharding)(params) if self.trains else ()
+    def initial_state(self, key: jax.Array) -> ChunkState:
+        """The state to start from, from a typed key, the same key for all chunks."""
+        return initial_state(self._chunks, self.index, key, self._optimizer, self.sharding, trains=self.trains)
 
     def zeros(self) -> Any:
         """Accumulators before the first backward: zeros like the parameters, float32."""
-        return self._zeros(self._accumulators)
+        return zeros(self._accumulators, self.sharding)
 
     def forward(
         self, params: Params, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int = 0, microbatch: int = 0
@@ -183,15 +169,24 @@ class ChunkPrograms:
         return {**accumulators, **sums}, squared_norm
 
     def update(
-        self, params: Params, optimizer_state: Any, accumulators: Any, scale: float, apply: bool
-    ) -> tuple[Params, Any, Any]:
+        self, params: Params, optimizer_state: tuple[Any, ...], accumulators: Any, scale: float, apply: bool
+    ) -> tuple[Params, tuple[Any, ...], Any]:
         """One optimizer step with the gradients ``accumulators * scale``, or none if ``apply`` is False.
 
         Returns parameters, optimizer state and zeroed accumulators.
         """
-        if self._update is None:
+        if not self._updates:
             return params, optimizer_state, accumulators
-        return self._update(params, optimizer_state, accumulators, np.float32(scale), np.bool_(apply))
+        factor, go = np.float32(scale), np.bool_(apply)
+        new_params: Params = {}
+        new_accumulators: Params = {}
+        new_states = []
+        for part, update, state in zip(self.parts, self._updates, optimizer_state, strict=True):
+            some, new_state, cleared = update(pick(params, part), state, pick(accumulators, part), factor, go)
+            new_params |= some
+            new_accumulators |= cleared
+            new_states.append(new_state)
+        return new_params, tuple(new_states), new_accumulators
 
     def _compile_reduce(self, shapes: Sequence[ChunkShapes]) -> Compiled:
         others = tuple(
@@ -203,31 +198,31 @@ class ChunkPrograms:
         function = reduce_function(sorted(self.chunk.shared), self._sharing.index(self.index), uncounted)
         return compile_program("reduce", function, self._accumulators, others, sharding=self.sharding)
 
-    def _compile_update(self) -> Compiled:
+    def _compile_update(self, part: tuple[str, ...], state: Specs) -> Compiled:
         return compile_program(
             "update",
             update_function(self._optimizer),
-            self.shapes.params,
-            spec_of(self._state),
-            self._accumulators,
+            pick(self.shapes.params, part),
+            spec_of(state),
+            pick(self._accumulators, part),
             jax.ShapeDtypeStruct((), np.float32),
             jax.ShapeDtypeStruct((), np.bool_),
             sharding=self.sharding,
             donate=(0, 1, 2),
         )
 
-    def _zeros_for_absent(
-        self, graph: PipelineGraph, neighbours: tuple[int, ...], specs: tuple[Specs, ...]
-    ) -> tuple[Any, ...] | None:
-        """Zeros in place of each neighbour that some microbatch skips; None if no microbatch skips any."""
-        present = graph.microbatches(self.index)
-        skips = [any(not graph.exists(neighbour, m) for m in present) for neighbour in neighbours]
-        if not any(skips):
-            return None
-        return tuple(self._zeros(spec) if skip else None for spec, skip in zip(specs, skips, strict=True))
+    def _zeros_for_absent(self, graph: PipelineGraph) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
+        """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
 
-    def _zeros(self, specs: Specs) -> Any:
-        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype, device=self.sharding), specs)
+        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs.
+        """
+        inputs = grads = None
+        if len(self.shapes.inputs) > 1:
+            inputs = tuple(zeros(spec, self.sharding) for spec in self.shapes.inputs)
+        if len(graph.successors(self.index)) > 1:
+            grad = zeros(gradient_spec(self.shapes.outputs), self.sharding)
+            grads = (grad,) * len(graph.gradient_successors(self.index))
+        return inputs, grads
 
 
 def compile_chunk(

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from rrfp_jax.programs.splitting.versions import called_jaxpr, scan_shape
+
 
 def output_labels(jaxpr: jex.Jaxpr, labels: Sequence[int]) -> list[int]:
     """The labels of the outputs of ``jaxpr`` when its inputs carry ``labels``; its constants carry none."""
@@ -24,17 +26,17 @@ def output_labels(jaxpr: jex.Jaxpr, labels: Sequence[int]) -> list[int]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, labels: list[int]) -> list[int]:
+def _equation(eqn: jex.JaxprEqn, labels: list[int]) -> list[int]:
     match eqn.primitive.name:
         case "cond":
             return _cond(eqn.params, labels)
         case "while":
             return _while(eqn.params, labels)
         case "scan":
-            return _scan(eqn.params, labels)
-    bodies = [_open(value) for value in eqn.params.values() if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)]
-    if len(bodies) == 1 and len(bodies[0].invars) == len(labels) and len(bodies[0].outvars) == len(eqn.outvars):
-        return output_labels(bodies[0], labels)
+            return _scan(eqn, labels)
+    called = called_jaxpr(eqn)
+    if called is not None:
+        return output_labels(_open(called), labels)
     return [_union(labels)] * len(eqn.outvars)
 
 
@@ -57,20 +59,20 @@ def _while(params: dict[str, Any], labels: list[int]) -> list[int]:
         carry = grown
 
 
-def _scan(params: dict[str, Any], labels: list[int]) -> list[int]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+def _scan(eqn: jex.JaxprEqn, labels: list[int]) -> list[int]:
+    num_consts, num_carry = scan_shape(eqn)
     consts, carry = labels[:num_consts], labels[num_consts : num_consts + num_carry]
     sliced = labels[num_consts + num_carry :]
     while True:
-        outputs = output_labels(_open(params["jaxpr"]), consts + carry + sliced)
+        outputs = output_labels(_open(eqn.params["jaxpr"]), consts + carry + sliced)
         grown = [old | new for old, new in zip(carry, outputs, strict=False)]
         if grown == carry:
             return carry + outputs[num_carry:]
         carry = grown
 
 
-def _open(jaxpr: jex.Jaxpr | jex.ClosedJaxpr) -> jex.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+def _open(jaxpr: Any) -> jex.Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _union(labels: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 """The state that a chunk starts from; needs no batch, so a run can make or restore it before anything is compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,9 +20,20 @@ class ChunkState:
 
     params: Params
     optimizer_state: Any
-    """An empty tuple for a chunk without parameters."""
+    """One entry per part of the chunk (see :func:`parts_of`); empty for a chunk that does not train."""
     accumulators: Any
     """Gradients of the summed loss, float32; zeros between steps."""
+
+
+def parts_of(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """A chunk's layer names, grouped as the entries of its optimizer state are: its own, then each shared one."""
+    own = tuple(name for name in names if name not in chunk.shared)
+    return tuple(part for part in (own, *((name,) for name in sorted(chunk.shared))) if part)
+
+
+def pick(layers: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Any]:
+    """Some layers of a chunk."""
+    return {name: layers[name] for name in part}
 
 
 def initial_state(
@@ -31,18 +42,31 @@ def initial_state(
     key: jax.Array,
     optimizer: optax.GradientTransformation,
     sharding: jax.sharding.Sharding,
+    *,
+    trains: bool,
 ) -> ChunkState:
-    """The state of chunk ``index`` from a typed key, the same key for all chunks."""
+    """The state of chunk ``index`` from a typed key, the same key for all chunks.
+
+    ``trains`` is False for a chunk that no gradient reaches.
+    """
     params = _initializer(chunks, index, sharding)(jax.device_put(key, sharding))
-    return state_of(params, optimizer, sharding)
+    return state_of(chunks[index], params, optimizer, sharding, trains=trains)
 
 
-def state_of(params: Params, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> ChunkState:
+def state_of(
+    chunk: Chunk,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    sharding: jax.sharding.Sharding,
+    *,
+    trains: bool,
+) -> ChunkState:
     """The state of a chunk with these parameters that has not been trained yet."""
-    trains = bool(jax.tree.leaves(params))
+    trained = parts_of(chunk, params) if trains else ()
+    init = jax.jit(optimizer.init, out_shardings=sharding)
     return ChunkState(
         params=params,
-        optimizer_state=jax.jit(optimizer.init, out_shardings=sharding)(params) if trains else (),
+        optimizer_state=tuple(init(pick(params, part)) for part in trained),
         accumulators=zeros(accumulator_spec(params), sharding),
     )
 
@@ -57,15 +81,14 @@ def _initializer(
     copies start with equal bits.
     """
     chunk = chunks[index]
-    shared = sorted(chunk.shared)
+    programs = []
+    for part in parts_of(chunk, jax.eval_shape(chunk.init, jax.random.key(0))):
+        owner = chunks[holders(chunks, part[0])[0]] if part[0] in chunk.shared else chunk
 
-    def own(key: jax.Array) -> Params:
-        return {name: layer for name, layer in chunk.init(key).items() if name not in shared}
+        def init(key: jax.Array, owner: Chunk = owner, part: tuple[str, ...] = part) -> Params:
+            return pick(owner.init(key), part)
 
-    programs = [jax.jit(own, out_shardings=sharding)]
-    for name in shared:
-        owner = chunks[holders(chunks, name)[0]]
-        programs.append(jax.jit(lambda key, n=name, o=owner: {n: o.init(key)[n]}, out_shardings=sharding))
+        programs.append(jax.jit(init, out_shardings=sharding))
 
     def params(key: jax.Array) -> Params:
         return {name: layer for program in programs for name, layer in program(key).items()}

@@ -162,10 +162,16 @@ def _variables_from_params(jaxpr: jex.Jaxpr, num_params: int) -> set[Any]:
     """Constants and everything computed from parameters and constants alone, without side effects or callbacks."""
     known: set[Any] = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
     for eqn in jaxpr.eqns:
-        pure = not eqn.effects and "callback" not in eqn.primitive.name
-        if pure and all(isinstance(atom, jex.Literal) or atom in known for atom in eqn.invars):
+        if _repeatable(eqn) and all(isinstance(atom, jex.Literal) or atom in known for atom in eqn.invars):
             known.update(eqn.outvars)
     return known - set(jaxpr.invars[:num_params])
+
+
+def _repeatable(eqn: jex.JaxprEqn) -> bool:
+    """Whether running an equation once more goes unnoticed: no side effect and no call back to the host."""
+    if eqn.effects or "callback" in eqn.primitive.name:
+        return False
+    return all(_repeatable(inner) for body in jex.jaxprs_in_params(eqn.params) for inner in body.eqns)
 
 
 def _with_outputs(closed: jex.ClosedJaxpr, outvars: list[Any]) -> jex.ClosedJaxpr:

@@ -64,17 +64,22 @@ def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
             f"the optimizer cannot be called as update(gradients, state, params), as the pipeline does: {error}"
         ) from error
     updates, new_state = shapes
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        raise ValueError("the optimizer's update returns a tree unlike that of the parameters")
+    if len(jax.tree.leaves(updates)) != len(jax.tree.leaves(params)):
+        raise ValueError("the optimizer's update returns another number of arrays than there are parameters")
     return _Trace(init.jaxpr, update.jaxpr, spec_of(state), spec_of(new_state))
 
 
 def _check_state(trace: _Trace) -> None:
-    if trace.state != trace.new_state:
-        raise ValueError(
-            f"the optimizer's update is given state of {describe(trace.state)} and returns "
-            f"{describe(trace.new_state)}: trees, shapes and dtypes must stay the same from step to step"
-        )
+    before = jax.tree_util.tree_leaves_with_path(trace.state)
+    after = jax.tree.leaves(trace.new_state)
+    if len(before) != len(after):
+        raise ValueError(f"the optimizer's state grows from {len(before)} to {len(after)} arrays in one update")
+    for (path, old), new in zip(before, after, strict=True):
+        if old != new:
+            raise ValueError(
+                f"the optimizer turns its state {jax.tree_util.keystr(path)} from {describe(old)} into "
+                f"{describe(new)} in one update: shapes and dtypes must stay the same from step to step"
+            )
 
 
 def _refuse_mixture(what: str, labels: int, names: list[str]) -> None:

@@ -13,10 +13,18 @@ traced backward (`splitting.partition` has the rules), not by differentiating tw
 What is stored
 --------------
 `stash` and `owed` are tuples of arrays. Nothing in them is derived from parameters alone: each function takes the live
-parameters, *which must be those of the forward*. An input that the backward needs is in the stash as it is: under
-`jax.jit` that is the same buffer, so do not donate or overwrite it before the backward has run. Likewise `owed`
-holds again those arrays of the stash that the weight gradient needs; donate the stash to a jitted `backward` and they
-change hands without a copy, while the others are freed. `split.report` counts the bytes.
+parameters, *which must be those of the forward*. An input that the backward needs is in the stash as it is, and `owed`
+holds again those arrays of the stash, and of the output gradient, that the weight gradient needs: by reference if the
+functions run as they are. But `jax.jit` copies an argument that it returns, unless it is donated. So either donate
+(inputs to `forward`, stash and output gradient to `backward`), or jit the functions that return only what they made and
+put the rest together outside:
+
+    outputs, made = jax.jit(split.forward_made)(params, inputs)
+    stash = split.stash_of(inputs, made)                       # no copy: do not overwrite or donate these inputs
+    input_grad, made = jax.jit(split.backward_made)(params, stash, output_grad)
+    owed = split.owed_of(stash, output_grad, made)             # dropping `stash` now frees what is not owed
+
+`split.report` counts the bytes.
 
 Once per update
 ---------------
@@ -33,7 +41,7 @@ not close over tracers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -99,24 +107,46 @@ class SplitBackward:
 
     def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
         """(outputs, stash)."""
+        outputs, made = self.forward_made(params, inputs, derived=derived)
+        return outputs, self.stash_of(inputs, made)
+
+    def forward_made(
+        self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(outputs, made): the stash without the inputs in it."""
         joined = self._joined
-        environment = self._bind_params(params)
-        environment.update(zip(joined.inputs, self._traced.inputs.flatten(inputs), strict=True))
-        wanted = [*joined.outputs, *joined.stash]
-        results = self._run(joined.forward, environment, wanted, derived)
+        environment = self._bind_params(params) | self._bind_inputs(inputs)
+        made = _without(joined.stash, joined.inputs)
+        results = self._run(joined.forward, environment, [*joined.outputs, *made], derived)
         count = len(joined.outputs)
         return self._traced.outputs.treedef.unflatten(results[:count]), tuple(results[count:])
+
+    def stash_of(self, inputs: Any, made: Sequence[Any]) -> tuple[Any, ...]:
+        """The stash from the inputs and what `forward_made` made; no array is touched."""
+        return _weave(self._joined.stash, self._bind_inputs(inputs), made)
 
     def backward(
         self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
         """(input_grad, owed). `output_grad` is a tree like the outputs; leaves for outputs that are not inexact are
         ignored and may be None. Leaves of `input_grad` for inputs that are not inexact are None."""
-        environment = self._bind_backward(params, stash, output_grad)
-        wanted = [*self._joined.inputs_grad, *self._parts.crossing]
-        results = self._run(self._parts.first, environment, wanted, derived)
+        input_grad, made = self.backward_made(params, stash, output_grad, derived=derived)
+        return input_grad, self.owed_of(stash, output_grad, made)
+
+    def backward_made(
+        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(input_grad, made): what is owed without the arrays of the stash and the output gradient in it."""
+        received = self._bind_backward(stash, output_grad)
+        made = _without(self._parts.crossing, received)
+        wanted = [*self._joined.inputs_grad, *made]
+        results = self._run(self._parts.first, self._bind_params(params) | received, wanted, derived)
         count = len(self._joined.inputs_grad)
         return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
+
+    def owed_of(self, stash: Sequence[Any], output_grad: Any, made: Sequence[Any]) -> tuple[Any, ...]:
+        """What is owed, from the stash, the output gradient and what `backward_made` made; no array is touched."""
+        return _weave(self._parts.crossing, self._bind_backward(stash, output_grad), made)
 
     def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
         """The gradient of the parameters, a tree like theirs with None for leaves that are not inexact."""
@@ -130,7 +160,7 @@ class SplitBackward:
     ) -> tuple[Any, Any]:
         """(input_grad, params_grad) in one program, from the same stash."""
         joined = self._joined
-        environment = self._bind_backward(params, stash, output_grad)
+        environment = self._bind_params(params) | self._bind_backward(stash, output_grad)
         gradients = self._run(joined.backward, environment, [*joined.params_grad, *joined.inputs_grad], derived)
         count = len(joined.params_grad)
         input_grad = self._traced.inputs.unflatten_gradient(gradients[count:])
@@ -139,20 +169,29 @@ class SplitBackward:
     def _bind_params(self, params: Any) -> dict[Value, Any]:
         return dict(zip(self._joined.params, self._traced.params.flatten(params), strict=True))
 
-    def _bind_backward(self, params: Any, stash: Sequence[Any], output_grad: Any) -> dict[Value, Any]:
-        environment = self._bind_params(params)
-        environment.update(zip(self._joined.stash, stash, strict=True))
+    def _bind_inputs(self, inputs: Any) -> dict[Value, Any]:
+        return dict(zip(self._joined.inputs, self._traced.inputs.flatten(inputs), strict=True))
+
+    def _bind_backward(self, stash: Sequence[Any], output_grad: Any) -> dict[Value, Any]:
         cotangents = self._traced.outputs.flatten_gradient(output_grad)
-        environment.update(zip(self._joined.cotangents, cotangents, strict=True))
-        return environment
+        values = [*self._joined.stash, *self._joined.cotangents]
+        return dict(zip(values, [*stash, *cotangents], strict=True))
 
     def _run(
         self, nodes: Sequence[Node], environment: dict[Value, Any], wanted: Sequence[Operand], derived: Any
     ) -> list[Any]:
         if derived is not None:
             environment.update(zip(self._shared, derived, strict=True))
-        given = {value for value in environment}
-        return evaluate(slice_nodes(nodes, wanted, given=given).nodes, environment, wanted)
+        return evaluate(slice_nodes(nodes, wanted, given=set(environment)).nodes, environment, wanted)
+
+
+def _without(values: Iterable[Value], received: Collection[Value]) -> list[Value]:
+    return [value for value in values if value not in received]
+
+
+def _weave(values: Iterable[Value], received: Mapping[Value, Any], made: Sequence[Any]) -> tuple[Any, ...]:
+    rest = iter(made)
+    return tuple(received[value] if value in received else next(rest) for value in values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ class ComputeThread:
             self.started = (instruction, start)
             try:
                 self._run(instruction.step, instruction.task)
-            except BaseException as caught:  # noqa: BLE001 - whatever it is, the loop must hear of it
+            except BaseException as caught:
                 error = caught
             end = clock()
             self.started = None

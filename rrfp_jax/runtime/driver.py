@@ -158,7 +158,7 @@ class PipelineRuntime:
         self._progress_s = end_s
         if error is not None:
             what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
-            self._fail(TaskFailed(self._report(what)), error)
+            self._fail(TaskFailed(self._report(what, failed_stage=stage)), error)
         elif self._failure is None:
             self._post(lambda: self._actors[stage].completed(instruction, start_s, end_s))
             self._pump()
@@ -205,12 +205,11 @@ class PipelineRuntime:
         self._pending.clear()
         self._inbox.clear()
 
-    def _report(self, summary: str) -> WaitForReport:
+    def _report(self, summary: str, failed_stage: int | None = None) -> WaitForReport:
         now = time.perf_counter()
         states = []
         for stage, actor in self._actors.items():
             started = self._threads[stage].started
-            running = str(started[0].task) if started else None
             since_s = now - (started[1] if started else actor.last_event_s)
-            states.append(stage_state(actor.arbiter, actor.arbiter.placement, running, since_s))
+            states.append(stage_state(actor.arbiter, since_s, failed=stage == failed_stage))
         return WaitForReport(summary=summary, stages=tuple(states))

@@ -30,7 +30,7 @@ class Mailbox:
         self._inbox.setdefault(step, {})[message] = payload
 
     def post(self, step: int, message: Message, value: Any) -> None:
-        """A chunk of this stage has produced ``value`` for the chunk that ``message`` names; called after it is ready."""
+        """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
         shipped = self._ship(value, receiver)
         if receiver == self._stage:

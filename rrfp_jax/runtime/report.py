@@ -2,9 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.tasks import Placement
-from rrfp_jax.arbitration import StageArbiter
-from rrfp_jax.arbitration.events import Message, MessageKind
 
 _MAX_TASKS_SHOWN = 3
 
@@ -16,6 +15,8 @@ class StageState:
     stage: int
     step: int | None
     running: str | None
+    failed: bool
+    """Whether the task named by ``running`` raised the error that ended the run."""
     since_s: float
     idle_reason: str | None
     held: tuple[int, ...]
@@ -24,11 +25,15 @@ class StageState:
     waits_for_stages: tuple[int, ...]
 
     def __str__(self) -> str:
+        if self.failed:
+            return f"stage {self.stage} failed in {self.running}"
         if self.running:
             return f"stage {self.stage} has been running {self.running} for {self.since_s:.1f} s"
         if not self.waits:
             return f"stage {self.stage} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
-        return f"stage {self.stage} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
+        return (
+            f"stage {self.stage} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +67,25 @@ class TaskFailed(RunFailed):
     """A task raised an error."""
 
 
-def stage_state(arbiter: StageArbiter, placement: Placement, running: str | None, since_s: float) -> StageState:
-    """Describe one stage from its arbiter."""
-    reason = arbiter.idle_reason()
-    waiting = sorted((w for w in arbiter.waiting() if w.missing_messages), key=lambda w: (bool(w.missing_local), w.microbatch))
+def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False) -> StageState:
+    """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
+    placement, reason = arbiter.placement, arbiter.idle_reason()
+    waiting = sorted(
+        (w for w in arbiter.waiting() if w.missing_messages), key=lambda w: (bool(w.missing_local), w.microbatch)
+    )
     shown = [w for w in waiting if not w.missing_local][:_MAX_TASKS_SHOWN] or waiting[:_MAX_TASKS_SHOWN]
-    owing = {m: _sender(m, placement) for w in shown for m in w.missing_messages}
+    owing = {message: _sender(message, placement) for w in shown for message in w.missing_messages}
     return StageState(
         stage=arbiter.stage,
         step=arbiter.step,
-        running=running,
+        running=", ".join(map(str, arbiter.running())) or None,
+        failed=failed,
         since_s=since_s,
         idle_reason=reason and str(reason),
         held=tuple(sorted(arbiter.held())),
         waits=tuple(
-            f"{w.what} waits for {' and '.join(f'the {m} (stage {owing[m]})' for m in w.missing_messages)}" for w in shown
+            f"{w.what} waits for {' and '.join(f'the {m} (stage {owing[m]})' for m in w.missing_messages)}"
+            for w in shown
         ),
         waits_for_stages=tuple(sorted(set(owing.values()))),
     )

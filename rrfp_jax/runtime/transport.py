@@ -48,4 +48,5 @@ class InProcessTransport:
 
 
 def _is_on_host(sharding: jax.sharding.Sharding) -> bool:
-    return all(device.platform == "cpu" for device in sharding.device_set)
+    devices: set[Any] = sharding.device_set
+    return all(device.platform == "cpu" for device in devices)

@@ -32,7 +32,7 @@ class Levels:
 def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels:
     """Both levels of a schedule; ``lengths`` are those of a whole stage, so that schedules do the same work.
 
-    They are also the profile of the automatic schedule. Raises ValueError where the schedule cannot be built for these sizes.
+    They are also the profile of the automatic schedule. Raises ValueError where these sizes do not fit the schedule.
     """
     profile = (lengths.forward, lengths.input_gradient, lengths.weight_gradient)
     request = replace(request, durations_ms=profile)

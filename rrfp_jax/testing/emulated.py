@@ -28,8 +28,8 @@ _PR_SET_TIMERSLACK = 29
 class EmulatedStage:
     """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
 
-    ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the sum
-    of the last two, and step ``s`` reads row ``s mod steps``.
+    ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the
+    sum of the last two, and step ``s`` reads row ``s mod steps``.
     """
 
     def __init__(

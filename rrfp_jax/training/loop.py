@@ -63,7 +63,7 @@ class TrainingLoop:
         for _ in range(num_steps):
             batch = next(batches)
             if running is None:
-                self._pipeline.prepare(batch)
+                self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
             state, enqueued = self._pipeline.step(state, batch)
             if running is not None:

@@ -1,4 +1,4 @@
-"""Every interleaving of every small pipeline with a fused backward: all windows, all hints, both accumulation orders."""
+"""Every interleaving of every small pipeline with a fused backward: all windows, all hints, ordered or not."""
 
 from dataclasses import replace
 from itertools import product

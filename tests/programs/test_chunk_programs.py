@@ -42,16 +42,16 @@ def middle() -> ChunkPrograms:
 
 
 def test_everything_lies_on_the_device_of_the_sharding(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
+    params = middle.initial_state(jax.random.key(0)).params
     outputs, stash = middle.forward(params, (ONES,), {})
     grads, accumulators = middle.backward(params, stash, (ONES,), middle.zeros())
-    state = middle.init_optimizer(params)
+    state = middle.initial_state(jax.random.key(0)).optimizer_state
     for leaf in jax.tree.leaves((params, outputs, grads, accumulators, state)):
         assert leaf.devices() == {jax.devices()[1]}
 
 
 def test_backward_takes_over_accumulators_and_stash(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
+    params = middle.initial_state(jax.random.key(0)).params
     _, stash = middle.forward(params, (ONES,), {})
     accumulators = middle.zeros()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(accumulators)]
@@ -62,15 +62,19 @@ def test_backward_takes_over_accumulators_and_stash(middle: ChunkPrograms) -> No
 
 
 def test_update_takes_over_parameters_state_and_accumulators(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
-    before = (params, middle.init_optimizer(params), jax.tree.map(jnp.ones_like, middle.zeros()))
+    params = middle.initial_state(jax.random.key(0)).params
+    before = (
+        params,
+        middle.initial_state(jax.random.key(0)).optimizer_state,
+        jax.tree.map(jnp.ones_like, middle.zeros()),
+    )
     *_, accumulators = middle.update(*before, 1.0, True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert all(not leaf.any() for leaf in jax.tree.leaves(accumulators))
 
 
 def test_the_stash_holds_no_parameter_and_shares_inputs_with_the_caller(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
+    params = middle.initial_state(jax.random.key(0)).params
     outputs, stash = middle.forward(params, (ONES,), {})
     assert any(kept is ONES for kept in stash.kept)
     taken = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, outputs))}
@@ -94,7 +98,7 @@ def test_an_input_passed_through_is_not_spoilt_by_the_backward() -> None:
         apply=lambda params, inputs, leaves, *, key: (jnp.sum(inputs[0] * inputs[1]), jnp.float32(1)),
     )
     programs = compile_all([embedding(), through, last], chain(3, 1), make_batch(1))[1]
-    params = programs.init(jax.random.key(0))
+    params = programs.initial_state(jax.random.key(0)).params
     given = jax.device_put(2 * ONES, programs.sharding)
     outputs, stash = programs.forward(params, (given,), {})
     kept = jax.tree.map(np.array, outputs)
@@ -123,14 +127,14 @@ def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs() -
 
 
 def test_other_shapes_are_refused_instead_of_compiled(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
+    params = middle.initial_state(jax.random.key(0)).params
     with pytest.raises(TypeError, match="float32"):
         middle.forward(params, (ONES[:1],), {})
 
 
 def test_nothing_changes_where_the_step_is_not_applied(middle: ChunkPrograms) -> None:
-    params = middle.init(jax.random.key(0))
-    state = middle.init_optimizer(params)
+    params = middle.initial_state(jax.random.key(0)).params
+    state = middle.initial_state(jax.random.key(0)).optimizer_state
     before = jax.tree.map(np.array, (params, state))
     poisoned = jax.tree.map(lambda leaf: leaf * jnp.nan, middle.zeros())
     accumulators, norm = middle.reduce(poisoned)

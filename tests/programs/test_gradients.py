@@ -36,7 +36,7 @@ def check(chunks: list[Chunk], graph: PipelineGraph, *, views: bool = True, tole
     """Run all microbatches and compare the summed loss, every gradient and the squared norm with plain JAX."""
     batch = make_batch(graph.num_microbatches)
     programs = compile_all(chunks, graph, batch)
-    params = [p.init(jax.random.key(0)) for p in programs]
+    params = [p.initial_state(jax.random.key(0)).params for p in programs]
     reference = jax.jit(jax.value_and_grad(reference_loss(chunks, graph), has_aux=True))
     (loss, weight), expected = reference(merged(params), batch)
 
@@ -76,7 +76,8 @@ def test_one_chunk_is_the_whole_model() -> None:
         leaves=("tokens", "targets", "weights"),
     )
     programs, _, _ = check([whole], chain(1, 2))
-    assert programs[0].compiled.keys() == {"forward", "backward", "reduce", "update"}
+    update = "update embedding, final, head, layers.0"
+    assert programs[0].compiled.keys() == {"forward", "backward", "reduce", update}
 
 
 def test_two_encoders_of_which_microbatches_skip_one() -> None:
@@ -91,6 +92,12 @@ def test_several_successors_of_which_microbatches_skip_one() -> None:
     edges = (Edge(0, 1), Edge(0, 2), Edge(0, 3), Edge(1, 3), Edge(2, 3))
     graph = PipelineGraph(4, 3, edges, absent=frozenset({(1, 1), (2, 2)}))
     check([embedding(), mlp(0), attention(1), head(num_inputs=3)], graph)
+
+
+def test_the_only_successor_with_a_gradient_is_skipped() -> None:
+    edges = (Edge(0, 1), Edge(0, 2, carries_gradient=False), Edge(1, 2))
+    graph = PipelineGraph(3, 2, edges, absent=frozenset({(1, 1)}))
+    check([embedding(), mlp(0), head(num_inputs=2)], graph)
 
 
 def test_tied_embeddings_start_equal_and_are_summed_to_equal_bits() -> None:
@@ -132,7 +139,7 @@ def test_chunks_without_parameters_and_integer_inputs() -> None:
     programs, _, _ = check([embedding(), shift, masked, head()], chain(4, 2))
     assert not programs[1].trains
     assert programs[1].reduce({}) == ({}, 0)
-    assert programs[1].init_optimizer({}) == ()
+    assert programs[1].initial_state(jax.random.key(0)).optimizer_state == ()
 
 
 def test_integer_edge_must_not_carry_a_gradient() -> None:

@@ -15,7 +15,7 @@ PARAMS = {
     "embedding": {"table": jax.ShapeDtypeStruct((256, 128), jnp.float32)},
     "head": {"table": jax.ShapeDtypeStruct((4, 4), jnp.float32)},
     "layers.0": {
-        "w": jax.ShapeDtypeStruct((128, 256), jnp.bfloat16),
+        "w": jax.ShapeDtypeStruct((128, 256), jnp.float32),
         "b": jax.ShapeDtypeStruct((128,), jnp.float32),
     },
 }
@@ -90,12 +90,17 @@ def test_optimizers_that_need_more_than_gradients_are_refused() -> None:
         check_leafwise(optax.contrib.reduce_on_plateau(), PARAMS)
 
 
-def test_state_must_keep_its_shape() -> None:
+def test_state_must_keep_its_shapes_and_dtypes() -> None:
     grow = optax.GradientTransformation(
-        lambda params: jnp.zeros(1), lambda grads, state, params=None: (grads, jnp.concatenate([state, state]))
+        lambda params: {"seen": jnp.zeros(1)},
+        lambda grads, state, params=None: (grads, {"seen": jnp.concatenate([state["seen"], state["seen"]])}),
     )
-    with pytest.raises(ValueError, match=r"given state of float32\[1\] and returns float32\[2\]"):
+    with pytest.raises(ValueError, match=r"its state \['seen'\] from float32\[1\] into float32\[2\]"):
         check_leafwise(grow, PARAMS)
+    half = PARAMS | {"layers.0": jax.ShapeDtypeStruct((128,), jnp.bfloat16)}
+    check_leafwise(LEAFWISE["adamw with mask and schedule"], half)
+    with pytest.raises(ValueError, match=r"from bfloat16\[.*\] into float32\[.*\] in one update"):
+        check_leafwise(LEAFWISE["injected hyperparameters"], half)
 
 
 def flow(function: Any, *labels: int) -> list[int]:

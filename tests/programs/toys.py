@@ -195,8 +195,9 @@ class Trainer:
 
     def __init__(self, programs: list[ChunkPrograms], graph: PipelineGraph, **agreement: Any) -> None:
         self.programs, self.graph, self.agreement = programs, graph, agreement
-        self.params = [p.init(jax.random.key(0)) for p in programs]
-        self.states = [p.init_optimizer(q) for p, q in zip(programs, self.params, strict=True)]
+        states = [p.initial_state(jax.random.key(0)) for p in programs]
+        self.params = [state.params for state in states]
+        self.states = [state.optimizer_state for state in states]
 
     def step(self, batch: dict[str, np.ndarray], step: int = 0, **options: Any) -> Verdict:
         gradients = run_gradients(self.programs, self.graph, self.params, batch, step=step, **options)

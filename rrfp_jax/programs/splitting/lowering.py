@@ -20,12 +20,14 @@ import jax.extend.core
 from rrfp_jax.programs.splitting import versions
 from rrfp_jax.programs.splitting.ir import Block, Constant, Node, Operand, Value, is_fixed
 from rrfp_jax.programs.splitting.liveness import restrict
-from rrfp_jax.programs.splitting.nests import LoopParts, ShardedParts, loop_parts, sharded_parts
+from rrfp_jax.programs.splitting.nests import LoopParts, ShardedParts, Stack, loop_parts, sharded_parts
 from rrfp_jax.programs.splitting.operations import Apply, Barrier, Loop, Port, Reshard, Sharded
 from rrfp_jax.programs.splitting.rules import can_batch
 
 
-def lower(jaxpr: Any, operands: Sequence[Operand], nodes: list[Node], *, unchecked: frozenset[str] = frozenset()) -> list[Operand]:
+def lower(
+    jaxpr: Any, operands: Sequence[Operand], nodes: list[Node], *, unchecked: frozenset[str] = frozenset()
+) -> list[Operand]:
     """Appends to `nodes` what `jaxpr` does to `operands` and returns its outputs.
 
     `unchecked` are the mesh axes of enclosing shard maps without `check_vma`: there any value may vary over them.
@@ -45,7 +47,9 @@ def lower(jaxpr: Any, operands: Sequence[Operand], nodes: list[Node], *, uncheck
     return [look_up(atom) for atom in source.outvars]
 
 
-def _lower_equation(equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]) -> Sequence[Operand]:
+def _lower_equation(
+    equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]
+) -> Sequence[Operand]:
     called, name = versions.called_jaxpr(equation), equation.primitive.name
     if called is not None:
         return _inline(equation, called, inputs, nodes, unchecked)
@@ -59,9 +63,7 @@ def _lower_equation(equation: Any, inputs: list[Operand], nodes: list[Node], unc
         return _lower_shard_map(equation, inputs, nodes, unchecked)
     effectful = versions.effectful(equation)
     fixed = all(map(is_fixed, inputs)) and not effectful
-    operation = Apply(
-        primitive=equation.primitive, params=equation.params, context=equation.ctx, effectful=effectful
-    )
+    operation = Apply(primitive=equation.primitive, params=equation.params, context=equation.ctx, effectful=effectful)
     outputs = [new_value(var.aval, fixed, unchecked) for var in equation.outvars]
     nodes.append(Node(operation, tuple(inputs), tuple(outputs)))
     return outputs
@@ -106,9 +108,7 @@ def _lower_scan(equation: Any, inputs: list[Operand], nodes: list[Node], uncheck
     first, last = shape.num_constants, shape.num_constants + shape.num_carries
     entries = [
         new_value(var.aval, is_fixed(operand) and not first <= index < last, unchecked)
-        for index, (var, operand) in enumerate(
-            zip(versions.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True)
-        )
+        for index, (var, operand) in enumerate(zip(versions.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True))
     ]
     body: list[Node] = []
     results = lower(params["jaxpr"], entries, body, unchecked=unchecked)
@@ -131,7 +131,8 @@ def _forward_stacks(
     """Emits a loop without the stacks that are one of its inputs, or a stack twice, and with a loop for fixed ones."""
     known: dict[Operand, Operand] = {entry.inner: entry.outer for entry in parts.slices}
     forwarded: dict[Value, Operand] = {}
-    varied, fixed = [], []
+    varied: list[Stack] = []
+    fixed: list[Stack] = []
     for stack in parts.stacks:
         if stack.inner in known:
             forwarded[stack.outer] = known[stack.inner]
@@ -146,9 +147,7 @@ def _forward_stacks(
         lone = restrict(whole, [output in {s.outer for s in fixed} for output in outputs], keep_effects=False)
         assert isinstance(lone.operation, Loop)
         lone_parts = loop_parts(lone, lone.operation)
-        nodes.append(
-            lone_parts.node(lone.operation, lone.operation.body.nodes, batched=can_batch(lone.operation.body))
-        )
+        nodes.append(lone_parts.node(lone.operation, lone.operation.body.nodes, batched=can_batch(lone.operation.body)))
     return [forwarded.get(output, output) for output in outputs]
 
 
@@ -158,7 +157,9 @@ def _sides(parts: LoopParts) -> tuple[tuple[Operand, ...], tuple[Value, ...]]:
     return operands, (*(c.final for c in parts.carries), *(s.outer for s in parts.stacks))
 
 
-def _lower_shard_map(equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]) -> list[Operand]:
+def _lower_shard_map(
+    equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]
+) -> list[Operand]:
     params, axes = equation.params, versions.manual_axes(equation)
     inner_unchecked = unchecked if params["check_vma"] else unchecked | axes
     entries = [
@@ -168,8 +169,7 @@ def _lower_shard_map(equation: Any, inputs: list[Operand], nodes: list[Node], un
     body: list[Node] = []
     results = lower(params["jaxpr"], entries, body, unchecked=inner_unchecked)
     outputs = [
-        new_value(var.aval, is_fixed(result), unchecked)
-        for var, result in zip(equation.outvars, results, strict=True)
+        new_value(var.aval, is_fixed(result), unchecked) for var, result in zip(equation.outvars, results, strict=True)
     ]
     sharded = Sharded(
         body=Block(inputs=tuple(entries), nodes=tuple(body), outputs=tuple(results)),
@@ -182,7 +182,7 @@ def _lower_shard_map(equation: Any, inputs: list[Operand], nodes: list[Node], un
 
 
 def _forward_shards(whole: Node, parts: ShardedParts, nodes: list[Node]) -> list[Operand]:
-    known = {(inlet.inner, inlet.port.spec): inlet.outer for inlet in parts.inlets}
+    known: dict[tuple[Operand, Any], Operand] = {(i.inner, i.port.spec): i.outer for i in parts.inlets}
     forwarded: dict[Value, Operand] = {}
     for outlet in parts.outlets:
         if (outlet.inner, outlet.port.spec) in known:

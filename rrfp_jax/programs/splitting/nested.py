@@ -21,7 +21,6 @@ from rrfp_jax.programs.splitting.liveness import close_over_carries
 from rrfp_jax.programs.splitting.nests import (
     Entry,
     Inlet,
-    LoopParts,
     Outlet,
     ShardedParts,
     Stack,

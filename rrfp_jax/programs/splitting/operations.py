@@ -122,12 +122,17 @@ class Sharded:
         def local(*shards: Any) -> tuple[Any, ...]:
             pieces = [x[0] if port.stacked else x for x, port in zip(shards, self.ports_in, strict=True)]
             results = self.body.run(*pieces)
-            return tuple(jax.numpy.expand_dims(y, 0) if port.stacked else y
-                         for y, port in zip(results, self.ports_out, strict=True))
+            return tuple(
+                jax.numpy.expand_dims(y, 0) if port.stacked else y
+                for y, port in zip(results, self.ports_out, strict=True)
+            )
 
         with versions.replay(self.context):
             mapped = jax.shard_map(
-                local, mesh=self.mesh, axis_names=set(self.axes), check_vma=self.check_vma,
+                local,
+                mesh=self.mesh,
+                axis_names=set(self.axes),
+                check_vma=self.check_vma,
                 in_specs=tuple(port.spec for port in self.ports_in),
                 out_specs=tuple(port.spec for port in self.ports_out),
             )

@@ -109,7 +109,7 @@ def trace(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> Traced:
                 jax.tree.unflatten(inputs_structure.treedef, merged_inputs),
             )
 
-        return jax.vjp(differentiable, *picked)  # type: ignore[no-any-return]
+        return jax.vjp(differentiable, *picked)
 
     forward, (outputs, pullback) = jax.make_jaxpr(run, return_shape=True)(
         list(params_structure.specs), list(inputs_structure.specs)

@@ -85,7 +85,7 @@ def manual_axes(equation: Any) -> frozenset[str]:
 def varying_axes(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value inside a checked shard map varies."""
     kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(kind, "varying", None) or getattr(aval, "vma", frozenset()))
+    return frozenset[str]() if kind is None else frozenset(kind.varying)
 
 
 def replay(equation_context: Any) -> contextlib.AbstractContextManager[Any]:

@@ -15,7 +15,9 @@ from tests.programs.splitting.zoo import Example
 
 def quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.jit` for programs that run once: compiling is most of the time of these tests."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+    return jax.jit(
+        function, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    )
 
 
 def output_gradient(outputs: Any) -> Any:
@@ -55,13 +57,13 @@ def _norm(array: Any) -> float:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Same structure and types, and each leaf within `tolerance` of its norm; of the largest, where one is about zero."""
+    """Same structure and types, and each leaf within `tolerance` of its norm; of the largest, if it is about zero."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(expected)
     assert jax.tree.structure(actual) == treedef
     norms = [_norm(leaf) for _, leaf in paths]
     floor = 1e-3 * max(norms, default=0.0)
     for (path, want), norm, got in zip(paths, norms, jax.tree.leaves(actual), strict=True):
-        assert got.dtype == want.dtype and got.shape == want.shape, jax.tree_util.keystr(path)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), jax.tree_util.keystr(path)
         error = _norm(np.asarray(got, float) - np.asarray(want, float))
         assert error <= tolerance * max(norm, floor), (jax.tree_util.keystr(path), error, norm)
 

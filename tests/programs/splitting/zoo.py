@@ -60,7 +60,9 @@ def block(p: dict[str, jax.Array], x: jax.Array, heads: int = 2) -> jax.Array:
 
 
 def stack_blocks(key: jax.Array, layers: int, width: int, hidden: int) -> Any:
-    return jax.tree.map(lambda *w: jnp.stack(w), *(block_params(k, width, hidden) for k in jax.random.split(key, layers)))
+    return jax.tree.map(
+        lambda *w: jnp.stack(w), *(block_params(k, width, hidden) for k in jax.random.split(key, layers))
+    )
 
 
 def scan_blocks(layer: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Array]:
@@ -93,7 +95,9 @@ def convolution(key: jax.Array) -> Example:
             x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims) + bias)
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
-    params = [(normal(k, 3, 3, i, o), normal(k, o)) for k, i, o in zip(jax.random.split(key), (2, 4), (4, 3), strict=True)]
+    params = [
+        (normal(k, 3, 3, i, o), normal(k, o)) for k, i, o in zip(jax.random.split(key), (2, 4), (4, 3), strict=True)
+    ]
     return Example(fn, params, normal(key, 2, 6, 6, 2))
 
 
@@ -160,7 +164,9 @@ def scan_over_layers(key: jax.Array) -> Example:
 def scan_in_scan(key: jax.Array) -> Example:
     params = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), stack_blocks(key, 4, 8, 16))
     inner = scan_blocks(block)
-    return Example(lambda p, x: jax.lax.scan(lambda h, q: (inner(q, h), jnp.sum(h)), x, p), params, normal(key, 1, 3, 8))
+    return Example(
+        lambda p, x: jax.lax.scan(lambda h, q: (inner(q, h), jnp.sum(h)), x, p), params, normal(key, 1, 3, 8)
+    )
 
 
 @example
@@ -321,7 +327,9 @@ def low_precision_scan(key: jax.Array) -> Example:
     """Master weights cast to bfloat16 in every layer, and float32 accumulation."""
 
     def layer(w: jax.Array, x: jax.Array) -> jax.Array:
-        low = jnp.einsum("bi,ij->bj", x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        low = jnp.einsum(
+            "bi,ij->bj", x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        )
         return jnp.tanh(low).astype(x.dtype)
 
     return Example(scan_blocks(layer), normal(key, 3, 6, 6), normal(key, 4, 6))

@@ -1,0 +1,55 @@
+"""Every interleaving of small pipelines whose backward is split into I and W."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from rrfp_jax.checking import Explorer
+from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs, small_settings
+from rrfp_jax.tasks import looped
+
+PERMUTATIONS = (31415926535897932384,)
+
+
+def explore_everything(num_stages, per_stage, num_microbatches, name, ordered):
+    graph = small_graphs(num_stages * per_stage, num_microbatches, split=True)[name]
+    rules = replace(PIPELINE_ONLY, ordered=ordered)
+    for settings in small_settings(graph, looped(num_stages, per_stage), rules, numbers=PERMUTATIONS):
+        explorer = Explorer()
+        for setting in settings:
+            explorer.explore(setting)
+
+
+def cases(sizes):
+    return [
+        (num_stages, per_stage, num_microbatches, name)
+        for num_stages, per_stage, num_microbatches in sizes
+        for name in small_graphs(num_stages * per_stage, 1)
+    ]
+
+
+SMALL = [*product((1, 2, 3), (1, 2), (1, 2)), *product((1, 2, 3), (1,), (3,))]
+LARGE = list(product((1, 2, 3), (2,), (3,)))
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+@pytest.mark.parametrize(("num_stages", "per_stage", "num_microbatches", "name"), cases(SMALL))
+def test_small_pipelines(num_stages, per_stage, num_microbatches, name, ordered):
+    explore_everything(num_stages, per_stage, num_microbatches, name, ordered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+@pytest.mark.parametrize(("num_stages", "per_stage", "num_microbatches", "name"), cases(LARGE))
+def test_three_microbatches_with_two_chunks_per_stage(num_stages, per_stage, num_microbatches, name, ordered):
+    explore_everything(num_stages, per_stage, num_microbatches, name, ordered)
+
+
+@pytest.mark.parametrize("split", [{0}, {1}, {2}, {0, 2}], ids=str)
+def test_split_in_some_chunks_only(split):
+    graph = replace(small_graphs(3, 2)["chain"], split=frozenset(split))
+    for settings in small_settings(graph, looped(3, 1), PIPELINE_ONLY, numbers=PERMUTATIONS):
+        for setting in settings:
+            Explorer().explore(setting)

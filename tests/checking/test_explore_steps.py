@@ -1,0 +1,142 @@
+"""Every interleaving of whole steps: reduction, agreement, update, and the next step with messages that come early."""
+
+from itertools import product
+
+import pytest
+
+from rrfp_jax.arbitration import HINTS, Agreement, StepRules
+from rrfp_jax.checking import Explorer, Setting
+from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, all_windows, small_graphs, small_settings
+from rrfp_jax.tasks import Edge, PipelineGraph, chain, linear, looped, opposite_chains, v_shaped
+
+SHARED = {
+    "no sharing": (),
+    "first with last": ((0, -1),),
+    "two pairs": ((0, -1), (1, -2)),
+    "all": (tuple(range(-4, 0)),),
+}
+
+
+def sharing(graph: PipelineGraph, groups) -> PipelineGraph:
+    numbered = {tuple(sorted({c % graph.num_chunks for c in group})) for group in groups}
+    return PipelineGraph(
+        graph.num_chunks,
+        graph.num_microbatches,
+        graph.edges,
+        absent=graph.absent,
+        split=graph.split,
+        shared=tuple(sorted(group for group in numbered if len(group) > 1)),
+    )
+
+
+def explore_hints(graph, placement, rules, *, hints=tuple(HINTS), windows=((1,), (2,)), **more):
+    for name, window in product(hints, windows):
+        Explorer().explore(
+            Setting(
+                graph=graph,
+                placement=placement,
+                windows=window * placement.num_stages,
+                policies=(HINTS[name],) * placement.num_stages,
+                rules=rules,
+                **more,
+            )
+        )
+
+
+@pytest.mark.parametrize("agreement", Agreement)
+@pytest.mark.parametrize("updates", [False, True], ids=["no-updates", "updates"])
+@pytest.mark.parametrize("groups", SHARED.values(), ids=list(SHARED))
+def test_end_of_a_step(agreement, updates, groups):
+    rules = StepRules(updates=updates, agreement=agreement)
+    for num_stages, per_stage in [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2)]:
+        for graph in small_graphs(num_stages * per_stage, 2).values():
+            explore_hints(sharing(graph, groups), looped(num_stages, per_stage), rules, hints=("bf", "f-priority"))
+
+
+@pytest.mark.parametrize("agreement", Agreement)
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+def test_every_hint_and_window_with_updates(agreement, ordered):
+    graph = sharing(chain(2, 2), [(0, 1)])
+    rules = StepRules(agreement=agreement, ordered=ordered)
+    for settings in small_settings(graph, linear(2), rules, numbers=(7**30,)):
+        for setting in settings:
+            Explorer().explore(setting)
+
+
+@pytest.mark.parametrize("agreement", Agreement)
+def test_end_of_a_step_with_split_backward(agreement):
+    for num_stages, per_stage in [(2, 1), (3, 1), (2, 2)]:
+        graph = sharing(chain(num_stages * per_stage, 2, split=True), [(0, -1)])
+        explore_hints(graph, looped(num_stages, per_stage), StepRules(agreement=agreement), hints=("bf", "fb"))
+
+
+@pytest.mark.parametrize("agreement", Agreement)
+def test_bidirectional_chains_that_share_all_parameters(agreement):
+    graph = opposite_chains(2, down_microbatches=[0], num_microbatches=2)
+    explore_hints(graph, v_shaped(2), StepRules(agreement=agreement))
+
+
+def test_several_losses_on_different_stages_agree():
+    """Three sinks: the coordinator is not stage 0, and gets its reports while it is busy."""
+    graph = PipelineGraph(4, 2, (Edge(0, 1), Edge(0, 2), Edge(0, 3)))
+    for agreement, updates in product(Agreement, (False, True)):
+        rules = StepRules(agreement=agreement, updates=updates)
+        explore_hints(graph, linear(4), rules, hints=("bf", "f-priority"), windows=((2,),))
+
+
+ABSENT = {
+    "alike": (frozenset(), frozenset()),
+    "second step lacks a pair": (frozenset(), frozenset({(0, 0)})),
+    "steps lack different pairs": (frozenset({(0, 0)}), frozenset({(1, 1)})),
+    "an encoder has no work": (frozenset({(0, 0), (0, 1)}), frozenset()),
+}
+
+
+@pytest.mark.parametrize("rules", [PIPELINE_ONLY, *(StepRules(agreement=a) for a in Agreement)], ids=str)
+@pytest.mark.parametrize("absences", ABSENT.values(), ids=list(ABSENT))
+def test_two_steps_with_early_messages(rules, absences):
+    graph = sharing(small_graphs(3, 2)["two encoders"], [(0, 1)])
+    explore_hints(graph, linear(3), rules, hints=("bf",), absences=absences)
+
+
+@pytest.mark.parametrize("rules", [PIPELINE_ONLY, *(StepRules(agreement=a) for a in Agreement)], ids=str)
+def test_two_steps_of_a_chain(rules):
+    for num_stages, per_stage in [(1, 1), (2, 1), (3, 1), (2, 2)]:
+        graph = chain(num_stages * per_stage, 2)
+        explore_hints(graph, looped(num_stages, per_stage), rules, hints=("bf", "f-priority"), absences=ABSENT["alike"])
+
+
+def test_three_steps_follow_each_other():
+    explore_hints(chain(2, 1), linear(2), PIPELINE_ONLY, absences=(frozenset(),) * 3)
+    explore_hints(chain(2, 1), linear(2), StepRules(agreement=Agreement.LOSS), absences=(frozenset(),) * 3)
+
+
+@pytest.mark.parametrize("dispatch_ahead", [1, 2])
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+def test_dispatch_ahead(dispatch_ahead, ordered):
+    for graph, placement in [
+        (chain(2, 3), linear(2)),
+        (chain(4, 2), looped(2, 2)),
+        (small_graphs(3, 2)["two encoders"], linear(3)),
+    ]:
+        for hints, windows in product(all_hints(graph, placement, (5**20,)), all_windows(placement, 2)):
+            Explorer().explore(
+                Setting(
+                    graph=graph,
+                    placement=placement,
+                    windows=windows,
+                    policies=hints,
+                    rules=StepRules(updates=False, agreement=Agreement.NONE, ordered=ordered),
+                    dispatch_ahead=dispatch_ahead,
+                )
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agreement", Agreement)
+@pytest.mark.parametrize("name", ["chain", "two encoders", "two encoders, some skipped", "fork and join"])
+def test_larger_steps(agreement, name):
+    for num_stages, per_stage, num_microbatches in [(2, 2, 3), (3, 2, 2)]:
+        graph = sharing(small_graphs(num_stages * per_stage, num_microbatches)[name], SHARED["two pairs"])
+        rules = StepRules(agreement=agreement)
+        explore_hints(graph, looped(num_stages, per_stage), rules, hints=("bf", "fb"), absences=ABSENT["alike"])

@@ -1,0 +1,82 @@
+"""The emulate command: its JSON, and its refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.experiments.commands import run_command, sentence
+
+
+def test_the_last_line_is_one_json_object_with_the_runs_figures(tmp_path: Path) -> None:
+    durations = tmp_path / "D.npy"
+    np.save(durations, np.random.default_rng(0).uniform(0.5, 2, (3, 2, 4, 3)))
+    result = run_command(
+        "emulate",
+        *("--num-stages", 2, "--num-microbatches", 4, "--schedule", "1f1b", "--consume", "strict"),
+        *("--durations", durations, "--steps", 4, "--json", "--timeline", tmp_path / "t.png"),
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert len(figures["makespan_ms"]) == len(figures["step_ms"]) == 4
+    assert figures["order"] == [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"],
+    ]
+    assert figures["peak_in_flight"] == [2, 1]
+    assert figures["step_ms_mean"] == pytest.approx(np.mean(figures["step_ms"]), abs=1e-5)
+    assert figures["us_per_task"] == pytest.approx(figures["step_ms_mean"] * 1e3 / 16)
+    assert len(figures["stage_bubbles"]) == 2
+    assert 0 <= figures["bubble_fraction"] < 1
+    assert (tmp_path / "t.png").stat().st_size > 1000
+
+
+def test_a_split_backward_runs_input_and_weight_gradients() -> None:
+    result = run_command(
+        "emulate", *("--num-stages", 2, "--num-microbatches", 3, "--hint", "bfw", "--durations-ms", "0,0,0"),
+        *("--steps", 2, "--json"),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    order = json.loads(result.stdout.splitlines()[-1])["order"]
+    assert all({f"{stage}{kind}{m}" for kind in "FIW" for m in range(3)} == set(row) for stage, row in enumerate(order))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--durations", "missing.npy"), "cannot read durations missing.npy"),
+        (("--durations-ms", "1,2"), "three numbers"),
+        (("--durations-ms", "1,2,-3"), "0 or more"),
+        (("--window", 0), "window"),
+        (("--steps", 0), "at least 1"),
+        (("--num-microbatches", 0), "at least 1"),
+        (("--schedule", "gpipe", "--consume", "strict", "--window", 2), "window"),
+        (("--schedule", "1f2b"), "1f1b"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(options: tuple[object, ...], message: str) -> None:
+    assert message in sentence(run_command("emulate", *options))
+
+
+def test_corrupt_duration_files_are_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.npy"
+    np.save(whole, np.ones((1, 4, 16, 3)))
+    cut = tmp_path / "cut.npy"
+    cut.write_bytes(whole.read_bytes()[:-100])
+    text = tmp_path / "text.npy"
+    text.write_text("10 10 10")
+    words = tmp_path / "words.npy"
+    np.save(words, np.full((1, 4, 16, 3), "ten"))
+    other = tmp_path / "other.npy"
+    np.save(other, np.ones((1, 2, 16, 3)))
+    nan = tmp_path / "nan.npy"
+    np.save(nan, np.full((1, 4, 16, 3), np.nan))
+    for path, message in (
+        (cut, "not a whole .npy file"),
+        (text, "not a whole .npy file"),
+        (words, "real numbers"),
+        (other, "2 chunks"),
+        (nan, "non-finite"),
+    ):
+        assert message in sentence(run_command("emulate", "--durations", path)), path

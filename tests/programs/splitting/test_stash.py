@@ -1,0 +1,140 @@
+"""What is handed on: nothing from parameters alone, nothing twice, free operations undone, and the numbers pinned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rrfp_jax.programs.split import fused_backward, split_backward
+from tests.programs.splitting.checks import assert_close
+from tests.programs.splitting.zoo import ZOO, Example, block, block_params
+
+ROWS, WIDTH, HIDDEN = 10, 6, 12
+FLOAT_BYTES = 4
+
+
+def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.sin(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+MLP = Example(mlp, {"up": spec(WIDTH, HIDDEN), "bias": spec(HIDDEN), "down": spec(HIDDEN, WIDTH)}, spec(ROWS, WIDTH))
+
+
+def test_bytes_of_a_small_model() -> None:
+    """Forward keeps x, sin and cos; W gets (x, gradient of the hidden layer), (sin, dy) and the bias's gradient."""
+    report = split_backward(*MLP).report
+    hidden, narrow = ROWS * HIDDEN * FLOAT_BYTES, ROWS * WIDTH * FLOAT_BYTES
+    weights = 2 * WIDTH * HIDDEN * FLOAT_BYTES
+    assert report.stash_bytes == narrow + 2 * hidden
+    assert report.input_bytes == narrow
+    assert report.owed_bytes == 2 * narrow + 2 * hidden + HIDDEN * FLOAT_BYTES
+    assert report.owed_from_stash_bytes == narrow + hidden
+    assert report.fixed_residual_bytes == weights
+    assert report.residual_bytes == report.stash_bytes + weights
+    assert report.derived_bytes == 0
+    origins = sorted(crossing.origin for crossing in report.owed)
+    assert origins == ["input", "mul", "output gradient", "stash", "weight gradient"]
+    assert f"stash {report.stash_bytes:,} B" in str(report)
+
+
+def test_bytes_of_a_transformer_block() -> None:
+    report = split_backward(block, block_params(jax.random.key(0), 8, 16), spec(2, 4, 8)).report
+    assert (report.stash_bytes, report.owed_bytes) == BLOCK_BYTES
+
+
+BLOCK_BYTES = (5824, 3168)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_no_more_than_jax_vjp_keeps_without_parameters(name: str) -> None:
+    report = split_backward(*ZOO[name](jax.random.key(0))).report
+    assert report.stash_bytes <= report.residual_bytes - report.fixed_residual_bytes
+
+
+def test_rematerialisation_shrinks_the_stash_and_not_what_is_owed() -> None:
+    reports = {
+        name: split_backward(*ZOO[name](jax.random.key(0))).report
+        for name in ("scan_over_layers", "remat_dots_scan", "remat_full_scan")
+    }
+    none, dots, full = (report.stash_bytes for report in reports.values())
+    assert full < dots < none
+    assert full == 3 * 2 * 4 * 8 * FLOAT_BYTES, "the input of each of three layers"
+    assert len({report.owed_bytes for report in reports.values()}) == 1
+
+
+def test_a_reshaped_transposed_or_widened_residual_is_stored_as_what_it_shows() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x.T.reshape(2, -1).astype(jnp.float32) @ w))
+
+    report = split_backward(fn, spec(15, 3), spec(6, 5, dtype=jnp.bfloat16)).report
+    assert [str(crossing.dtype) for crossing in report.stash] == ["bfloat16", "float32"]
+    assert report.input_bytes == 6 * 5 * 2
+
+
+def test_what_is_passed_on_is_the_same_buffer() -> None:
+    split = split_backward(*MLP)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), MLP.params)
+    x, output_grad = jnp.ones((ROWS, WIDTH)), jnp.ones((ROWS, WIDTH))
+    _, made = jax.jit(split.forward_made)(params, x)
+    stash = split.stash_of(x, made)
+    assert any(array is x for array in stash)
+    _, made = jax.jit(split.backward_made)(params, stash, output_grad)
+    owed = split.owed_of(stash, output_grad, made)
+    assert sum(array is output_grad or any(array is kept for kept in stash) for array in owed) == 3
+    plain = split.backward(params, split.forward(params, x)[1], output_grad)[1]
+    assert_close(owed, plain, 1e-6)
+
+
+def test_what_is_derived_from_parameters_is_made_once_per_update() -> None:
+    example = ZOO["derived_weights"](jax.random.key(0))
+    split = split_backward(*example)
+    derived = split.prepare(example.params)
+    assert sum(array.nbytes for array in derived) == split.report.derived_bytes > 0
+    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
+    with_derived = jax.make_jaxpr(lambda p, s, g, d: split.backward(p, s, g, derived=d))
+    names = [e.primitive.name for e in with_derived(example.params, stash, outputs, derived).eqns]
+    assert names.count("dot_general") < str(jax.make_jaxpr(split.backward)(example.params, stash, outputs)).count(
+        "dot_g"
+    )
+
+
+def test_without_input_gradient_everything_is_deferred() -> None:
+    example = ZOO["embedding"](jax.random.key(0))
+    split = split_backward(*example)
+    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
+    assert not jax.make_jaxpr(split.backward)(example.params, stash, outputs).eqns
+    assert split.report.owed_bytes == split.report.stash_bytes + outputs.size * outputs.dtype.itemsize
+
+
+def test_light_gradients_are_made_with_the_input_gradient() -> None:
+    split = split_backward(*MLP)
+    _, stash = jax.eval_shape(split.forward, MLP.params, MLP.inputs)
+    _, owed = jax.eval_shape(split.backward, MLP.params, stash, MLP.inputs)
+    assert (HIDDEN,) in {array.shape for array in owed}
+
+
+def test_rematerialised_layers_wait_for_their_cotangents() -> None:
+    example = ZOO["remat_full"](jax.random.key(0))
+    split = split_backward(*example)
+    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
+    _, owed = jax.eval_shape(split.backward, example.params, stash, outputs)
+    backward = jax.make_jaxpr(split.backward)(example.params, stash, outputs)
+    assert [e.primitive.name for e in backward.eqns].count("optimization_barrier") == 2
+    assert "optimization_barrier" not in str(jax.make_jaxpr(split.weight_gradient)(example.params, owed))
+
+
+def test_the_fused_backward_shares_the_stash() -> None:
+    example = ZOO["transformer"](jax.random.key(0))
+    split, fused = split_backward(*example), fused_backward(*example)
+    assert fused.report.stash == split.report.stash
+    _, stash = jax.eval_shape(fused.forward, example.params, example.inputs)
+    input_grad, params_grad = jax.eval_shape(fused.backward, example.params, stash, example.inputs)
+    assert input_grad.shape == example.inputs.shape
+    assert jax.tree.structure(params_grad) == jax.tree.structure(example.params)

@@ -1,0 +1,102 @@
+"""The driver's own promises: closing, misuse, and an executor that fails on the event loop."""
+
+from typing import Any
+
+import pytest
+
+from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
+from rrfp_jax.runtime import PipelineRuntime, TaskFailed
+from rrfp_jax.tasks import Task, chain, linear
+
+
+class CountingStage:
+    """An executor that only counts; told to, it fails in a payload."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.ran: list[str] = []
+        self.fails = fails
+
+    def begin(self, step: int, batch: Any, absent: Any) -> None:
+        pass
+
+    def run(self, step: int, task: Task) -> None:
+        self.ran.append(f"{step}:{task}")
+
+    def payload(self, step: int, message: Message) -> Any:
+        if self.fails:
+            raise RuntimeError("lost the payload")
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        pass
+
+    def finish(self, step: int) -> Any:
+        return len(self.ran)
+
+
+class DirectTransport:
+    def __init__(self, deliver: Any) -> None:
+        self._deliver = deliver
+
+    def ship(self, payload: Any, stage: int) -> Any:
+        return payload
+
+    def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
+        self._deliver(stage, step, message, payload)
+
+
+def make_runtime(stages: list[CountingStage], deadline_s: float = 30) -> PipelineRuntime:
+    graph, placement = chain(len(stages), 2), linear(len(stages))
+    arbiters = [
+        StageArbiter(
+            graph,
+            placement,
+            stage,
+            consumption=ready(HINTS["bf"]),
+            window=2,
+            rules=StepRules(updates=False, agreement=Agreement.ALL),
+        )
+        for stage in range(len(stages))
+    ]
+    return PipelineRuntime(arbiters, stages, DirectTransport, progress_deadline_s=deadline_s)
+
+
+def test_steps_may_be_enqueued_ahead_and_run_in_order() -> None:
+    stages = [CountingStage(), CountingStage()]
+    runtime = make_runtime(stages)
+    outcomes = [future.result() for future in [runtime.submit(step, {}) for step in range(4)]]
+    runtime.close()
+    assert [outcome.step for outcome in outcomes] == [0, 1, 2, 3]
+    assert outcomes[-1].outcomes == {0: 16, 1: 16}
+    assert [name.split(":")[0] for name in stages[0].ran] == sorted(name.split(":")[0] for name in stages[0].ran)
+
+
+def test_after_close_steps_are_refused_and_closing_again_does_nothing() -> None:
+    runtime = make_runtime([CountingStage()])
+    runtime.submit(0, {}).result()
+    runtime.close()
+    runtime.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        runtime.submit(1, {})
+
+
+def test_an_error_on_the_event_loop_ends_the_run_with_a_report() -> None:
+    runtime = make_runtime([CountingStage(fails=True), CountingStage()])
+    with pytest.raises(TaskFailed, match="lost the payload"):
+        runtime.submit(0, {}).result()
+    with pytest.raises(TaskFailed, match="lost the payload"):
+        runtime.submit(1, {}).result()
+    runtime.close()
+
+
+def test_the_deadline_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        make_runtime([CountingStage()], deadline_s=0)
+
+
+def test_a_runtime_without_work_never_reaches_its_deadline() -> None:
+    import time
+
+    runtime = make_runtime([CountingStage()], deadline_s=0.05)
+    time.sleep(0.2)
+    assert runtime.submit(0, {}).result().step == 0
+    runtime.close()

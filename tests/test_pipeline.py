@@ -1,0 +1,205 @@
+"""What a pipeline does with good and bad input beyond training right: states, skips, refusals, failures."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.runtime import NoProgress, TaskFailed
+from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.tasks import linear
+
+NUM_MICROBATCHES = 3
+
+
+def layer(index: int, *, before: Any = lambda value: value) -> Chunk:
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {f"layers.{index}": jax.random.normal(jax.random.fold_in(key, index), (4, 4)) * 0.5}
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return jnp.tanh(before(inputs if index else leaves["x"]) @ params[f"layers.{index}"])
+
+    return Chunk(name=f"layer {index}", init=init, apply=apply, leaves=() if index else ("x",))
+
+
+def loss_chunk(index: int) -> Chunk:
+    inner = layer(index)
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return jnp.sum(inner.apply(params, inputs, {}, key=None) ** 2), jnp.float32(2)
+
+    return Chunk(name="loss", init=inner.init, apply=apply)
+
+
+def make_pipeline(**options: Any) -> Pipeline:
+    chunks = options.pop("chunks", [layer(0), loss_chunk(1)])
+    defaults = {"placement": linear(len(chunks)), "optimizer": optax.sgd(0.1), "progress_deadline_s": 60}
+    return Pipeline(chunks, **{**defaults, **options})
+
+
+def make_batch(fill: float | None = None) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(NUM_MICROBATCHES, 2, 4)).astype(np.float32)
+    if fill is not None:
+        x[1, 0, 0] = fill
+    return {"x": x}
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    with make_pipeline() as pipeline:
+        yield pipeline
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_stages(pipeline: Pipeline) -> None:
+    state = pipeline.init(jax.random.key(0))
+    before = jax.tree.map(np.array, pipeline.params(state))
+    state, metrics = pipeline.step(state, make_batch(np.nan))
+    assert metrics.result().skipped
+    after = jax.tree.map(np.array, pipeline.params(state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    state, metrics = pipeline.step(state, make_batch())
+    assert not metrics.result().skipped
+    assert np.isfinite(metrics.result().loss)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, pipeline.params(state))), strict=True))
+
+
+def test_stages_need_not_agree_on_norms_without_clipping_and_skipping() -> None:
+    with make_pipeline(clip_norm=None, skip_nonfinite=False) as free, make_pipeline(clip_norm=None) as agreeing:
+        losses = []
+        for pipeline in (free, agreeing):
+            state = pipeline.init(jax.random.key(0))
+            for _ in range(3):
+                state, metrics = pipeline.step(state, make_batch())
+            losses.append(metrics.result())
+    assert losses[0].loss == losses[1].loss
+    assert losses[0].grad_norm is None
+    assert losses[1].grad_norm > 0
+
+
+def test_a_state_can_be_used_once(pipeline: Pipeline) -> None:
+    state = pipeline.init(jax.random.key(0))
+    pipeline.step(state, make_batch())
+    with pytest.raises(ValueError, match="consumed by step 0"):
+        pipeline.step(state, make_batch())
+
+
+def test_stepping_before_init_is_refused(pipeline: Pipeline) -> None:
+    from rrfp_jax.pipeline import PipelineState
+
+    with pytest.raises(RuntimeError, match="call init first"):
+        pipeline.step(PipelineState(0), make_batch())
+
+
+def test_batches_of_another_shape_are_refused_and_the_run_goes_on(pipeline: Pipeline) -> None:
+    state = pipeline.init(jax.random.key(0))
+    state, _ = pipeline.step(state, make_batch())
+    with pytest.raises(ValueError, match=r"compiled for float32\[3, 2, 4\]"):
+        pipeline.step(state, {"x": make_batch()["x"][:2]})
+    with pytest.raises(ValueError, match="lacks x"):
+        pipeline.step(state, {"y": make_batch()["x"]})
+    state, metrics = pipeline.step(state, make_batch())
+    assert metrics.result().step == 1
+
+
+def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline) -> None:
+    state = pipeline.init(jax.random.key(0))
+    state, metrics = pipeline.step(state, make_batch())
+    metrics.result()
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled: list[str] = []
+        patch.setattr("jax._src.compiler.compile_or_get_cached", lambda *a, **k: compiled.append(str(a[1])))
+        for _ in range(3):
+            state, metrics = pipeline.step(state, make_batch())
+            metrics.result()
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))}, "clip_norm"),
+        ({"window": 0}, "at least 1 microbatch"),
+        ({"window": (4, 4, 4)}, "3 numbers for 2 stages"),
+        ({"hint": "fastest"}, "unknown: choose one of bf"),
+        ({"consume": "strict"}, "name a schedule"),
+        ({"placement": linear(3)}, "cut the model into 3 chunks"),
+        ({"clip_norm": -1.0}, "positive number"),
+        ({"devices": jax.devices()[:1]}, "1 devices are given for 2 stages"),
+    ],
+)
+def test_bad_options_are_refused_with_a_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_pipeline(**options).init(jax.random.key(0))
+
+
+def test_a_table_that_exceeds_the_window_is_refused_under_strict() -> None:
+    table = build_schedule("gpipe", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
+    with pytest.raises(ValueError, match="raise the window to 3"):
+        make_pipeline(schedule=table, consume="strict", window=2)
+
+
+def test_a_table_for_other_microbatches_is_refused() -> None:
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=8))
+    pipeline = make_pipeline(schedule=table, consume="strict")
+    state = pipeline.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="8 microbatches"):
+        pipeline.step(state, make_batch())
+
+
+def callback_chunk(call: Any) -> Chunk:
+    """A first chunk whose forward runs a host function."""
+
+    def before(value: jax.Array) -> jax.Array:
+        stopped = jax.lax.stop_gradient(value)
+        return value + 0 * jax.pure_callback(call, jax.ShapeDtypeStruct(value.shape, value.dtype), stopped)
+
+    return layer(0, before=before)
+
+
+def test_a_task_that_fails_ends_the_run_with_a_report() -> None:
+    def explode(value: Any) -> Any:
+        raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+
+    with make_pipeline(chunks=[callback_chunk(explode), loss_chunk(1)]) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        state, metrics = pipeline.step(state, make_batch())
+        with pytest.raises(TaskFailed, match="RESOURCE_EXHAUSTED") as caught:
+            metrics.result()
+        assert "stage 1" in str(caught.value)
+        assert caught.value.report.stages[1].waits_for_stages == (0,)
+        _, again = pipeline.step(state, make_batch())
+        with pytest.raises(TaskFailed, match="RESOURCE_EXHAUSTED"):
+            again.result()
+
+
+def test_a_hung_task_ends_the_run_at_the_deadline_and_the_report_names_it() -> None:
+    release = threading.Event()
+
+    def hang(value: Any) -> Any:
+        release.wait(20)
+        return np.asarray(value)
+
+    pipeline = make_pipeline(chunks=[callback_chunk(hang), loss_chunk(1)], progress_deadline_s=0.5)
+    try:
+        state = pipeline.init(jax.random.key(0))
+        _, metrics = pipeline.step(state, make_batch())
+        start = time.perf_counter()
+        with pytest.raises(NoProgress, match=r"stage 0 has been running 0F0 for") as caught:
+            metrics.result()
+        assert time.perf_counter() - start < 5
+        assert "1F0 waits for the activation of microbatch 0 from chunk 0 to chunk 1 (stage 0)" in str(caught.value)
+    finally:
+        release.set()
+        pipeline.close()
+
+
+def test_num_params_counts_what_each_stage_holds(pipeline: Pipeline) -> None:
+    assert pipeline.num_params() == [16, 16]
