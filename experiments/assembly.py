@@ -8,12 +8,12 @@ import jax
 from experiments.config import TrainConfig
 from experiments.devices import use_cpu
 from experiments.ordering import parse_ordering
+from rrfp_jax.arbitration import Order
 from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
 from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
-from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.pipeline import Pipeline, PipelineState, mirrored
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import looped
 from rrfp_jax.training.loop import StepRow, TrainingLoop
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -28,8 +28,12 @@ class Run:
     dataset: TextBytes
     devices: tuple[jax.Device, ...]
     """One per stage."""
-    order: str
-    """For captions, for example ``bf, window 8``."""
+
+    @property
+    def label(self) -> str:
+        """The order, for captions, for example ``bf, window 8``."""
+        order = self.pipeline.order
+        return f"{order.label}, window {','.join(map(str, sorted(set(order.windows), reverse=True)))}"
 
     def prepare(self) -> None:
         """Compile all programs and start the stages."""
@@ -53,56 +57,61 @@ class Run:
 
 def assemble(config: TrainConfig) -> Run:
     """Build model, data, pipeline and initial state. Raises ValueError, with the remedy, on whatever does not fit."""
-    chunks = _chunks(config)
+    layout = config.pipeline
     ordering = parse_ordering(
-        schedule=config.pipeline.schedule,
-        consume=config.pipeline.consume,
-        hint=config.pipeline.hint,
-        window=config.pipeline.window,
+        schedule=layout.schedule,
+        consume=layout.consume,
+        hint=layout.hint,
+        window=layout.window,
+        backward=layout.backward,
     )
-    resolved = ordering.resolve(
-        num_stages=config.pipeline.num_stages,
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
         num_microbatches=config.data.num_microbatches,
-        chunks_per_stage=config.pipeline.chunks_per_stage,
-        placement=looped(config.pipeline.num_stages, config.pipeline.chunks_per_stage),
+        chunks_per_stage=layout.chunks_per_stage,
     )
-    if resolved.graph.split:
-        raise ValueError(
-            f"schedule {config.pipeline.schedule!r} splits the backward into I and W, and training runs full ones: "
-            "choose a schedule with a full backward, for example 1f1b"
-        )
+    chunks = _chunks(config, order)
     dataset = TextBytes(config.data)
-    use_cpu(config.pipeline.num_stages)
-    devices = tuple(jax.devices()[: config.pipeline.num_stages])
+    use_cpu(layout.num_stages)
+    devices = tuple(jax.devices()[: layout.num_stages])
     pipeline = Pipeline(
         chunks,
-        placement=resolved.placement,
+        placement=order.placement,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
         hint=ordering.hint,
         consume=ordering.consume,
-        schedule=resolved.table,
+        schedule=order.table,
         window=ordering.window,
+        backward=ordering.backward,
         devices=devices,
-        clip_norm=config.pipeline.clip_norm,
-        skip_nonfinite=config.pipeline.skip_nonfinite,
-        ordered=config.pipeline.ordered,
+        clip_norm=layout.clip_norm,
+        skip_nonfinite=layout.skip_nonfinite,
+        ordered=layout.ordered,
         seed=config.run.seed,
-        progress_deadline_s=config.pipeline.progress_deadline_s,
+        progress_deadline_s=layout.progress_deadline_s,
     )
     state = pipeline.init(jax.random.key(config.run.seed))
-    order = f"{resolved.label}, window {','.join(map(str, sorted(set(resolved.windows), reverse=True)))}"
-    return Run(config, pipeline, state, dataset, devices, order)
+    return Run(config, pipeline, state, dataset, devices)
 
 
-def _chunks(config: TrainConfig) -> list[Chunk]:
+def _chunks(config: TrainConfig, order: Order) -> list[Chunk]:
+    """The model, cut for the order's placement; twice where it runs in both directions."""
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
         )
-    layout = config.pipeline
-    return language_model(config.model).split(
-        None if layout.layers_per_chunk else layout.num_chunks,
+    layout, num_chunks = config.pipeline, order.placement.num_chunks
+    is_mirrored = bool(order.graph.shared)
+    if is_mirrored:
+        num_chunks //= 2
+    if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != num_chunks:
+        raise ValueError(
+            f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {num_chunks} chunks: give one per chunk"
+        )
+    chunks = language_model(config.model).split(
+        None if layout.layers_per_chunk else num_chunks,
         layers_per_chunk=layout.layers_per_chunk,
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
     )
+    return mirrored(chunks) if is_mirrored else chunks

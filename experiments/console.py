@@ -49,7 +49,7 @@ class TrainingConsole:
                 ", ".join(map(str, chunks)),
                 "; ".join(pipeline.chunks[c].name for c in chunks),
                 f"{pipeline.num_params()[stage]:,}",
-                str(pipeline.windows[stage]),
+                str(pipeline.order.windows[stage]),
             )
         self._console.print(table)
 

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import run_command
-from experiments.ordering import ResolvedOrdering, add_ordering_arguments, parse_ordering
-from rrfp_jax.arbitration import Agreement, StepRules
+from experiments.ordering import add_ordering_arguments, parse_ordering
+from rrfp_jax.arbitration import Agreement, Order, StepRules
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.result import RunMetrics, run_metrics
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _resolve(arguments: argparse.Namespace) -> ResolvedOrdering:
+def _resolve(arguments: argparse.Namespace) -> Order:
     ordering = parse_ordering(
         schedule=arguments.schedule,
         consume=arguments.consume,
@@ -91,7 +91,7 @@ def _resolve(arguments: argparse.Namespace) -> ResolvedOrdering:
     )
 
 
-def _durations(arguments: argparse.Namespace, resolved: ResolvedOrdering) -> Durations:
+def _durations(arguments: argparse.Namespace, resolved: Order) -> Durations:
     if arguments.durations is None:
         return for_graph(
             constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph), resolved.graph
@@ -109,7 +109,7 @@ def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
     return arguments.steps
 
 
-def _write_pictures(arguments: argparse.Namespace, resolved: ResolvedOrdering, timeline: object) -> None:
+def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: object) -> None:
     from rrfp_jax.observe.trace import write_trace
     from rrfp_jax.timeline import Timeline
 
@@ -132,7 +132,7 @@ def draw(path: str, caption: str, timeline: object) -> None:
     write([(caption, timeline)], path)
 
 
-def _show(resolved: ResolvedOrdering, metrics: RunMetrics) -> None:
+def _show(resolved: Order, metrics: RunMetrics) -> None:
     table = Table(title=f"{resolved.label}, {len(metrics.step_ms)} steps", title_justify="left")
     for heading in ("stage", "bubble", "peak in flight", "window"):
         table.add_column(heading, justify="right")

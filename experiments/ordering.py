@@ -1,120 +1,41 @@
-"""Which order the stages follow: from the flags that train, emulate and simulate share to what the core needs.
+"""Which order the stages follow: the flags that train, emulate and simulate share, and schedules by name or file.
 
-The same words mean the same everywhere. ``schedule`` is a table, by name or as a CSV file; ``consume`` says whether a
-stage waits for its table's next entry (``strict``) or runs the best of what is ready (``ready``); ``hint`` ranks what
-is ready; ``window`` bounds the microbatches that a stage may hold; ``backward`` runs as one task or as two.
+The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` says what each of them does.
 """
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
+from rrfp_jax import arbitration
 from rrfp_jax.arbitration import (
-    HINTS,
-    SCHEDULE,
-    Consumption,
-    StageArbiter,
-    StepRules,
+    DEFAULT_WINDOW,
+    FUSED,
+    READY,
+    SPLIT,
+    STRICT,
+    Order,
     check_windows,
-    hint_by_name,
-    ready,
-    schedule_hint,
-    strict,
+    check_words,
+    hint_names,
 )
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_names
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
-READY = "ready"
-STRICT = "strict"
-SPLIT = "split"
-FUSED = "fused"
-BF = "bf"
-BFW = "bfw"
-"""The paper's name for ``bf`` on a split backward."""
-DEFAULT_WINDOW = 32
-
-
-def hint_names() -> tuple[str, ...]:
-    """Everything that ``hint`` accepts."""
-    return (*HINTS, BFW, SCHEDULE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOrdering:
-    """What the stages' arbiters are made of."""
-
-    label: str
-    """For tables and captions, for example ``1f1b strict``."""
-    table: ScheduleTable | None
-    placement: Placement
-    graph: PipelineGraph
-    consumptions: tuple[Consumption, ...]
-    """One per stage."""
-    windows: tuple[int, ...]
-    """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
-    is_bf: bool
-    """Whether the stages follow the hint bf, the paper's Algorithm 1 (on whatever backward)."""
-
-    def arbiters(self, rules: StepRules, *, dispatch_ahead: int = 0) -> list[StageArbiter]:
-        """Fresh arbiters, one per stage."""
-        return [
-            StageArbiter(
-                self.graph,
-                self.placement,
-                stage,
-                consumption=self.consumptions[stage],
-                window=self.windows[stage],
-                rules=rules,
-                dispatch_ahead=dispatch_ahead,
-            )
-            for stage in range(self.placement.num_stages)
-        ]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """What the user asked for. Raises ValueError on words that mean nothing or contradict each other."""
+    """What the user asked for, with schedules by name. Raises ValueError on words that contradict each other."""
 
     schedule: str | None = None
     """A registered schedule, or the path of a table (``*.csv``); None: no table."""
     consume: str = READY
     hint: str | None = None
-    """None: ``schedule`` if there is one; otherwise ``bf``, or ``bf-deep`` with several chunks per stage.
-
-    Strict consumption follows its table whatever the hint is.
-    """
     window: int | tuple[int, ...] | None = None
-    """None: 32, or no limit under strict consumption."""
     backward: str | None = None
-    """``split`` or ``fused``; None: what the schedule or hint calls for, otherwise fused."""
 
     def __post_init__(self) -> None:
-        if self.consume not in (READY, STRICT):
-            raise ValueError(f"consume {self.consume!r} is unknown: choose {READY} or {STRICT}")
-        if self.backward not in (None, SPLIT, FUSED):
-            raise ValueError(f"backward {self.backward!r} is unknown: choose {SPLIT} or {FUSED}")
-        if self.hint is not None and self.hint not in hint_names():
-            raise ValueError(f"hint {self.hint!r} is unknown: choose one of {', '.join(hint_names())}")
-        if self.consume == STRICT and self.schedule is None:
-            raise ValueError("consume strict needs a schedule to wait for: give one, for example 1f1b")
-        if self.hint == SCHEDULE and self.schedule is None:
-            raise ValueError("hint schedule needs a schedule to rank by: give one, for example 1f1b")
-        if self.hint == BFW and self.consume == READY and self.backward == FUSED:
-            raise ValueError(f"hint {BFW} needs a split backward: leave backward out, or take hint bf")
-
-    @property
-    def follows_table(self) -> bool:
-        """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
-        return self.schedule is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
-
-    @property
-    def label(self) -> str:
-        if self.consume == STRICT:
-            return f"{self.schedule} strict"
-        if self.follows_table:
-            return f"{self.schedule} as hint"
-        return f"{self.hint or 'default hint'}" + (f" on {self.schedule}" if self.schedule else "")
+        check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
 
     def resolve(
         self,
@@ -126,7 +47,7 @@ class Ordering:
         comm_ms: float = 0.0,
         placement: Placement | None = None,
         graph: PipelineGraph | None = None,
-    ) -> ResolvedOrdering:
+    ) -> Order:
         """Build the table, the placement and the graph, and one consumption per stage.
 
         Args:
@@ -155,17 +76,18 @@ class Ordering:
                 memory_limit=None if self.window is None else float(min(check_windows(self.window, num_stages))),
             )
         )
-        placement = _placement(table, placement, num_stages, chunks_per_stage)
-        graph = self._graph(table, graph, placement, num_microbatches)
-        resolved = replace(self, hint=self._hint(placement))
-        return ResolvedOrdering(
-            label=resolved.label,
-            table=table,
-            placement=placement,
-            graph=graph,
-            consumptions=resolved._consumptions(table, num_stages),
-            windows=self._windows(table, num_stages),
-            is_bf=self.consume == READY and resolved.hint in (BF, BFW),
+        if placement is None:
+            placement = table.placement if table else looped(num_stages, chunks_per_stage or 1)
+        if graph is None:
+            graph = table.graph if table else chain(placement.num_chunks, num_microbatches)
+        if graph.num_microbatches != num_microbatches:
+            raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
+        return self.on(table).resolve(placement, graph)
+
+    def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
+        """The same wishes with their table built."""
+        return arbitration.Ordering(
+            table=table, consume=self.consume, hint=self.hint, window=self.window, backward=self.backward
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:
@@ -187,78 +109,6 @@ class Ordering:
                 f"{request.chunks_per_stage} per stage: leave chunks_per_stage out"
             )
         return table
-
-    def _graph(
-        self, table: ScheduleTable | None, given: PipelineGraph | None, placement: Placement, num_microbatches: int
-    ) -> PipelineGraph:
-        graph = given or (table.graph if table else chain(placement.num_chunks, num_microbatches))
-        if graph.num_microbatches != num_microbatches:
-            raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
-        graph = replace(graph, split=self._split(table, placement))
-        if table is not None and self.follows_table:
-            unnamed = set(graph.tasks()).difference(*table.orders)
-            if unnamed:
-                some = ", ".join(map(str, islice(sorted(unnamed), 3)))
-                raise ValueError(
-                    f"schedule {self.schedule!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
-                    "take a schedule with its chunks, microbatches and backward"
-                )
-        return graph
-
-    def _split(self, table: ScheduleTable | None, placement: Placement) -> frozenset[int]:
-        """The chunks whose backward runs as I and W."""
-        every = frozenset(range(placement.num_chunks))
-        by_table = table.graph.split if table else frozenset()
-        if table is not None and self.follows_table:
-            wanted = {SPLIT: every, FUSED: frozenset(), None: by_table}[self.backward]
-            if wanted != by_table:
-                kind = "a split" if by_table else "a fused"
-                raise ValueError(
-                    f"schedule {self.schedule!r} orders {kind} backward, not a {self.backward} one: "
-                    "leave backward out, or take another schedule"
-                )
-            return by_table
-        if self.backward == SPLIT or self.hint == BFW:
-            return every
-        return frozenset() if self.backward == FUSED else by_table
-
-    def _hint(self, placement: Placement) -> str:
-        if self.hint is not None:
-            return self.hint
-        if self.schedule is not None:
-            return SCHEDULE
-        return "bf-deep" if placement.num_chunks > placement.num_stages else BF
-
-    def _consumptions(self, table: ScheduleTable | None, num_stages: int) -> tuple[Consumption, ...]:
-        if self.consume == STRICT:
-            assert table is not None
-            return tuple(strict(order) for order in table.orders)
-        if self.hint == SCHEDULE:
-            assert table is not None
-            return tuple(ready(schedule_hint(order)) for order in table.orders)
-        assert self.hint is not None
-        return (ready(hint_by_name(BF if self.hint == BFW else self.hint)),) * num_stages
-
-    def _windows(self, table: ScheduleTable | None, num_stages: int) -> tuple[int, ...]:
-        if self.consume == STRICT:
-            assert table is not None
-            if self.window is None:
-                return table.peak_in_flight()
-            table.check_window(self.window)
-        return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
-
-
-def _placement(
-    table: ScheduleTable | None, given: Placement | None, num_stages: int, chunks_per_stage: int | None
-) -> Placement:
-    if table is None:
-        return given or looped(num_stages, 1 if chunks_per_stage is None else chunks_per_stage)
-    if given is not None and given != table.placement:
-        raise ValueError(
-            f"schedule {table.name!r} puts chunks on stages as {table.placement.stage_of_chunk}, the model as "
-            f"{given.stage_of_chunk}: give the model the schedule's placement"
-        )
-    return table.placement
 
 
 def parse_window(text: str) -> int | tuple[int, ...]:

@@ -32,7 +32,7 @@ from experiments.durations import (
     parse_durations_ms,
 )
 from experiments.errors import run_command
-from experiments.ordering import Ordering, ResolvedOrdering, parse_ordering
+from experiments.ordering import Ordering, parse_ordering
 from experiments.simulate_flags import (
     parse_entries,
     parse_jitter,
@@ -42,7 +42,7 @@ from experiments.simulate_flags import (
 )
 from experiments.simulate_parser import make_parser
 from experiments.simulate_report import make_console, show_comparison, show_names, show_run
-from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.arbitration import Agreement, Order, StepRules
 from rrfp_jax.simulation import (
     Communication,
     Costs,
@@ -85,7 +85,7 @@ class Setting:
 class Outcome:
     """One simulated order."""
 
-    ordering: ResolvedOrdering
+    ordering: Order
     timeline: Timeline
     result: dict[str, Any]
     """What ``--json`` prints."""
@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.num_stages is None or arguments.num_microbatches is None:
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
     setting = make_setting(arguments)
-    outcomes = {label: run(setting, ordering) for label, ordering in _orderings(arguments)}
+    runs = [(label, run(setting, ordering)) for label, ordering in _orderings(arguments)]
+    outcomes = {label or outcome.ordering.label: outcome for label, outcome in runs}
     write_files(arguments, outcomes)
     show(console, arguments, outcomes)
     return 0
@@ -170,15 +171,15 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     )
 
 
-def _orderings(arguments: argparse.Namespace) -> list[tuple[str, Ordering]]:
+def _orderings(arguments: argparse.Namespace) -> list[tuple[str | None, Ordering]]:
+    """The orders to simulate with their labels; None leaves the label to the order itself."""
     given = {name: getattr(arguments, name) for name in ("schedule", "consume", "hint", "window", "backward")}
     if arguments.compare is None:
-        ordering = parse_ordering(**given)
-        return [(ordering.label, ordering)]
+        return [(None, parse_ordering(**given))]
     doubled = [f"--{name}" for name in ("schedule", "consume", "hint") if given[name] is not None]
     if doubled:
         raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
-    return parse_entries(arguments.compare, parse_ordering(window=given["window"], backward=given["backward"]))
+    return [*parse_entries(arguments.compare, parse_ordering(window=given["window"], backward=given["backward"]))]
 
 
 def run(setting: Setting, ordering: Ordering) -> Outcome:
@@ -205,7 +206,7 @@ def run(setting: Setting, ordering: Ordering) -> Outcome:
     )
 
 
-def result_of(setting: Setting, ordering: ResolvedOrdering, costs: Costs, simulation: Simulation) -> dict[str, Any]:
+def result_of(setting: Setting, ordering: Order, costs: Costs, simulation: Simulation) -> dict[str, Any]:
     """The keys of emulate, and what only a simulation knows."""
     timeline, graph, placement = simulation.timeline, ordering.graph, ordering.placement
     weights = parse_memory_weights(setting.arguments.memory_weights)
@@ -226,7 +227,7 @@ def result_of(setting: Setting, ordering: ResolvedOrdering, costs: Costs, simula
     return result
 
 
-def _upper_bound_ms(setting: Setting, ordering: ResolvedOrdering, costs: Costs) -> float | None:
+def _upper_bound_ms(setting: Setting, ordering: Order, costs: Costs) -> float | None:
     """The paper's bound for bf, mean over the steps, where its assumptions hold; else None."""
     links, graph = setting.machine.links, ordering.graph
     num_stages, num_microbatches = ordering.placement.num_stages, graph.num_microbatches
@@ -246,7 +247,7 @@ def _upper_bound_ms(setting: Setting, ordering: ResolvedOrdering, costs: Costs) 
     return round(fmean(bf_upper_bound_ms(step[..., 0], step[..., 1] + step[..., 2]) for step in steps), 6)
 
 
-def _optimum(setting: Setting, ordering: ResolvedOrdering, shortest_ms: np.ndarray) -> dict[str, Any]:
+def _optimum(setting: Setting, ordering: Order, shortest_ms: np.ndarray) -> dict[str, Any]:
     try:
         found = [
             find_optimum(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.durations import Durations, parse_numbers
-from experiments.ordering import READY, STRICT, Ordering, hint_names
-from rrfp_jax.arbitration import SCHEDULE
+from experiments.ordering import Ordering
+from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.simulation import PAPER_LEVELS, InjectedSleeps, MemoryWeights, bimodal, lognormal, paper, straggler
 from rrfp_jax.tasks import Placement

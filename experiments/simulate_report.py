@@ -7,8 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.ordering import BFW
-from rrfp_jax.arbitration import HINTS, SCHEDULE
+from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.timeline import IdleReason
 
@@ -18,7 +17,7 @@ HINT_MEANINGS = {
     "fb": "rounds of one forward, then one backward",
     "b-priority": "any ready backward before any forward",
     "f-priority": "any ready forward before any backward",
-    BFW: "bf on a split backward: a weight gradient runs where nothing else can",
+    "bfw": "bf on a split backward: a weight gradient runs where nothing else can",
     SCHEDULE: "rank in the table of --schedule",
 }
 
@@ -43,7 +42,7 @@ def show_names(console: Console) -> None:
             entry.source,
         )
     hints = _table("hints", "name", "meaning")
-    for name in (*HINTS, BFW, SCHEDULE):
+    for name in hint_names():
         hints.add_row(name, HINT_MEANINGS[name])
     console.print(schedules, hints)
 

@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, name: str) -> int:
         sys.stdout.flush()
         # a hung program cannot be stopped from within, and would keep the interpreter from ending
         os._exit(NO_PROGRESS if isinstance(failure, NoProgress) else TASK_FAILED)
-    directory.write_timeline(loop.timeline(), f"{name}: {run.order}")
+    directory.write_timeline(loop.timeline(), f"{name}: {run.label}")
     console.say(f"the run is in {directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
     return 0
 

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics, StepResult
+    from rrfp_jax.pipeline import Pipeline, PipelineState, mirrored
     from rrfp_jax.programs.chunk import Chunk
-    from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed
+    from rrfp_jax.runtime import NoProgress, RunFailed, StepMetrics, StepResult, TaskFailed
     from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
     from rrfp_jax.tasks import Edge, Placement, Task, TaskKind, linear, looped
     from rrfp_jax.timeline import Timeline
@@ -25,8 +25,8 @@ _ROOM_OF_NAME = {
     "RunFailed": "rrfp_jax.runtime",
     "ScheduleRequest": "rrfp_jax.schedules",
     "ScheduleTable": "rrfp_jax.schedules",
-    "StepMetrics": "rrfp_jax.pipeline",
-    "StepResult": "rrfp_jax.pipeline",
+    "StepMetrics": "rrfp_jax.runtime",
+    "StepResult": "rrfp_jax.runtime",
     "Task": "rrfp_jax.tasks",
     "TaskFailed": "rrfp_jax.runtime",
     "TaskKind": "rrfp_jax.tasks",
@@ -34,6 +34,7 @@ _ROOM_OF_NAME = {
     "build_schedule": "rrfp_jax.schedules",
     "linear": "rrfp_jax.tasks",
     "looped": "rrfp_jax.tasks",
+    "mirrored": "rrfp_jax.pipeline",
     "schedule_names": "rrfp_jax.schedules",
 }
 
@@ -56,6 +57,7 @@ __all__ = [
     "build_schedule",
     "linear",
     "looped",
+    "mirrored",
     "schedule_names",
 ]
 

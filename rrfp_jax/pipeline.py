@@ -10,74 +10,38 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from rrfp_jax.arbitration import Agreement, Ordering, StageArbiter, StepRules
-from rrfp_jax.programs.agreement import Verdict, check_clip_norm
+from rrfp_jax.arbitration import READY, Agreement, Ordering, StepRules
+from rrfp_jax.programs.agreement import check_clip_norm
+from rrfp_jax.programs.batches import (
+    BatchSpec,
+    check_same_shapes,
+    leaves_read,
+    num_microbatches,
+    spec_of_batch,
+    spec_of_microbatch,
+)
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
 from rrfp_jax.programs.initial import ChunkState, initial_state
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.shapes import derive_shapes, holders
 from rrfp_jax.programs.specs import spec_of
-from rrfp_jax.runtime import Deliver, InProcessTransport, PipelineRuntime, StepOutcome
+from rrfp_jax.runtime import PipelineRuntime, StepMetrics, start_in_process
+from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement
-from rrfp_jax.timeline import Timeline
 
 _MAX_STEPS_ENQUEUED = 2
 NO_PAIRS: frozenset[tuple[int, int]] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step gave."""
-
-    step: int
-    loss: float
-    """Summed loss over total weight."""
-    weight: float
-    """Total weight, for a language model the number of tokens."""
-    grad_norm: float | None
-    """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
-    skipped: bool
-    """Whether the update was left out because loss or gradients were not finite."""
-    timeline: Timeline
-    """When every task ran, and why stages were idle."""
-    ended_s: float
-    """When the step had ended on all stages (``time.perf_counter``)."""
-
-
-class StepMetrics:
-    """The result of an enqueued step; ``result()`` waits for it."""
-
-    def __init__(self, future: "Future[StepOutcome]", *, has_norm: bool) -> None:
-        self._future, self._has_norm = future, has_norm
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> StepResult:
-        """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
-        outcome = self._future.result()
-        verdict: Verdict = next(iter(outcome.outcomes.values()))
-        return StepResult(
-            step=outcome.step,
-            loss=verdict.loss,
-            weight=verdict.weight,
-            grad_norm=verdict.grad_norm if self._has_norm else None,
-            skipped=not verdict.apply,
-            timeline=outcome.timeline,
-            ended_s=outcome.ended_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -94,8 +58,8 @@ class Pipeline:
         chunks: the model's chunks, numbered as in ``placement``; see :class:`rrfp_jax.programs.chunk.Chunk`.
         placement: which stage owns which chunk; None takes the schedule's.
         optimizer: any optax optimizer that treats each array by itself.
-        hint, consume, schedule, window: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`.
-        edges: which chunk feeds which; None means a chain.
+        hint, consume, schedule, window, backward: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`.
+        edges: which chunk feeds which; None means the schedule's, or a chain without a schedule.
         devices: one device per stage, in order; None takes the first ones that JAX knows, shared out evenly if there
             are fewer than stages.
         clip_norm: largest global norm of the gradient; None: no clipping.
@@ -103,6 +67,7 @@ class Pipeline:
         ordered: accumulate gradients in microbatch order.
         seed: of the random keys that chunks read.
         progress_deadline_s: how long no task may finish before the run is given up with a report; longer than any task.
+        log_steps: how many steps of each stage's event log are kept.
 
     Programs are compiled for the shapes of the first batch, before its first message.
     """
@@ -114,9 +79,10 @@ class Pipeline:
         optimizer: optax.GradientTransformation,
         placement: Placement | None = None,
         hint: str | None = None,
-        consume: str = "ready",
+        consume: str = READY,
         schedule: ScheduleTable | None = None,
         window: int | tuple[int, ...] | None = None,
+        backward: str | None = None,
         edges: Sequence[Edge] | None = None,
         devices: Sequence[jax.Device] | None = None,
         clip_norm: float | None = 1.0,
@@ -128,46 +94,43 @@ class Pipeline:
     ) -> None:
         self.chunks = tuple(chunks)
         self.placement = _placement(self.chunks, placement, schedule)
-        self._set_order(Ordering(hint=hint, consume=consume, table=schedule, window=window))
         check_clip_norm(clip_norm)
         self._update_rules = UpdateRules(clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         agreement = Agreement.ALL if self._update_rules.needs_norm else Agreement.LOSS
         self._step_rules = StepRules(ordered=ordered, agreement=agreement)
-        self._edges = tuple(edges) if edges is not None else tuple(Edge(c, c + 1) for c in range(len(chunks) - 1))
+        self._edges = None if edges is None else tuple(edges)
         self._optimizer, self._seed, self._log_steps = optimizer, seed, log_steps
         self._progress_deadline_s = progress_deadline_s
         self._shardings = _shardings(self.placement.num_stages, devices)
-        self._initial: dict[int, ChunkState] | None = None
-        self._stages: list[ProgramStage] = []
-        self._programs: dict[int, ChunkPrograms] = {}
-        self._batch_spec: Any = None
-        self.graph = PipelineGraph(len(self.chunks), 1, self._edges, shared=_shared_groups(self.chunks))
-        """For the number of microbatches of the batches prepared for; until then for one."""
-        self._runtime: PipelineRuntime | None = None
-        self._enqueued: deque[StepMetrics] = deque()
-        self._step = 0
+        self._compiled: tuple[PipelineGraph, BatchSpec, dict[int, ChunkPrograms]] | None = None
+        self._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
 
     def reordered(
         self,
         *,
         hint: str | None = None,
-        consume: str = "ready",
+        consume: str = READY,
         schedule: ScheduleTable | None = None,
         window: int | tuple[int, ...] | None = None,
+        backward: str | None = None,
     ) -> "Pipeline":
         """A pipeline of its own that differs in the order of tasks only; compiled programs are shared.
 
         For comparing schedules: the new one starts with ``init`` and need not compile what this one has compiled.
         """
         twin = copy(self)
-        twin._set_order(Ordering(hint=hint, consume=consume, table=schedule, window=window))
-        twin._initial, twin._stages, twin._runtime, twin._enqueued, twin._step = None, [], None, deque(), 0
+        twin._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
         return twin
 
-    def _set_order(self, ordering: Ordering) -> None:
-        self.ordering = ordering
-        self._consumptions = ordering.consumptions(self.placement)
-        self.windows = ordering.windows(self.placement)
+    def _start_over(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+        self.order = ordering.resolve(self.placement, self._graph(ordering.table))
+        """The order in force; without a table its graph has one microbatch until a batch says how many there are."""
+        self._initial: dict[int, ChunkState] | None = None
+        self._stages: list[ProgramStage] = []
+        self._runtime: PipelineRuntime | None = None
+        self._enqueued: deque[StepMetrics] = deque()
+        self._step = 0
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -178,13 +141,14 @@ class Pipeline:
         """
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to start over")
+        has_backward = self.order.graph.has_backward
         self._initial = {
             chunk: initial_state(
-                self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=self.graph.has_backward(chunk)
+                self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=has_backward(chunk)
             )
             for chunk in range(len(self.chunks))
         }
-        check_leafwise(self._optimizer, self._merged({c: spec_of(s.params) for c, s in self._initial.items()}))
+        check_leafwise(self._optimizer, _merged({c: spec_of(s.params) for c, s in self._initial.items()}))
         return PipelineState(self._step)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
@@ -194,7 +158,7 @@ class Pipeline:
         """
         self._check_state(state)
         self.wait()
-        return self._merged({chunk: held.params for chunk, held in self._held().items()})
+        return _merged({chunk: held.params for chunk, held in self._held().items()})
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
@@ -206,13 +170,6 @@ class Pipeline:
         if self._initial is not None:
             return self._initial
         return {chunk: held for stage in self._stages for chunk, held in stage.states.items()}
-
-    def _merged(self, params: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        """Parameters by layer name; a shared layer is its lowest holder's copy."""
-        merged: dict[str, Any] = {}
-        for chunk in sorted(params):
-            merged |= {name: layer for name, layer in params[chunk].items() if name not in merged}
-        return merged
 
     def _check_state(self, state: PipelineState) -> None:
         if self._initial is None and self._runtime is None:
@@ -238,9 +195,12 @@ class Pipeline:
         """
         self._check_state(state)
         self.prepare(batch)
-        leaves = self._leaves(batch)
-        self._check_batch(leaves, absent)
         assert self._runtime is not None
+        assert self._compiled is not None
+        leaves = leaves_read(self.chunks, batch)
+        check_same_shapes(leaves, self._compiled[1])
+        if absent:
+            self.order.graph.skipping(self.order.graph.absent | absent)
         while len(self._enqueued) >= _MAX_STEPS_ENQUEUED:
             self._enqueued.popleft().result()
         future = self._runtime.submit(self._step, leaves, absent)
@@ -263,31 +223,15 @@ class Pipeline:
             return
         if self._initial is None:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
-        spec = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in self._leaves(batch).items()}
-        graph = self._make_graph(spec)
-        if not self._programs or spec != self._batch_spec or graph != self.graph:
-            self._programs = self._compile(graph, spec)
-        self.graph, self._batch_spec = graph, spec
-        self._start_runtime()
-
-    def _compile(self, graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[int, ChunkPrograms]:
-        microbatch = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()}
-        shapes = derive_shapes(self.chunks, graph, microbatch)
-
-        def compile_one(chunk: int) -> ChunkPrograms:
-            return compile_chunk(
-                chunk,
-                self.chunks,
-                graph,
-                shapes,
-                optimizer=self._optimizer,
-                sharding=self._sharding(chunk),
-                seed=self._seed,
-            )
-
-        # XLA releases the GIL while it compiles
-        with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
-            return dict(enumerate(executor.map(compile_one, range(len(self.chunks)))))
+        spec = spec_of_batch(leaves_read(self.chunks, batch))
+        self.order = self._ordering.resolve(
+            self.placement, self._graph(self._ordering.table, num_microbatches=num_microbatches(spec))
+        )
+        graph = self.order.graph
+        if self._compiled is None or self._compiled[:2] != (graph, spec):
+            self._compiled = (graph, spec, self._compile(graph, spec))
+        self._start_runtime(self._initial, self._compiled[2])
+        self._initial = None
 
     def close(self) -> None:
         """Stop the stages; steps under way are abandoned."""
@@ -307,100 +251,98 @@ class Pipeline:
             raise RuntimeError("the pipeline has not been prepared: call prepare or step first")
         return self._runtime
 
-    def _start_runtime(self) -> None:
-        assert self._initial is not None
-        held, num_stages = self._initial, self.placement.num_stages
-        transport: InProcessTransport
+    # -- assembly ----------------------------------------------------------------------------------------------------
 
-        def make_transport(deliver: Deliver) -> InProcessTransport:
-            nonlocal transport
-            transport = InProcessTransport(deliver, dict(enumerate(self._shardings)))
-            return transport
-
-        def ship(value: Any, stage: int) -> Any:
-            return transport.ship(value, stage)
-
-        for stage in range(num_stages):
-            chunks = self.placement.chunks_of_stage[stage]
-            self._stages.append(
-                ProgramStage(
-                    self.graph,
-                    self.placement,
-                    stage,
-                    programs={c: self._programs[c] for c in chunks},
-                    states={c: held[c] for c in chunks},
-                    update_rules=self._update_rules,
-                    step_rules=self._step_rules,
-                    ship=ship,
-                )
+    def _graph(self, table: ScheduleTable | None, num_microbatches: int | None = None) -> PipelineGraph:
+        """The table's graph, or the model's own for so many microbatches, with the parameters that chunks share."""
+        num_chunks, shared = len(self.chunks), _shared_groups(self.chunks)
+        if table is None:
+            edges = self._edges or tuple(Edge(c, c + 1) for c in range(num_chunks - 1))
+            return PipelineGraph(num_chunks, num_microbatches or 1, edges, shared=shared)
+        graph = replace(table.graph, shared=shared)
+        if num_microbatches not in (None, graph.num_microbatches):
+            raise ValueError(
+                f"schedule {table.name!r} is for {graph.num_microbatches} microbatches, the batch has "
+                f"{num_microbatches}: build the schedule for {num_microbatches}"
             )
-        arbiters = [
-            StageArbiter(
-                self.graph,
+        if self._edges is not None and set(self._edges) != set(graph.edges):
+            raise ValueError(
+                f"schedule {table.name!r} is for the edges {_edge_text(graph.edges)}, the model has "
+                f"{_edge_text(self._edges)}: build the schedule for these"
+            )
+        if {group for group in table.graph.shared if group not in shared}:
+            raise ValueError(
+                f"schedule {table.name!r} runs copies of the model in opposite directions: give the chunks twice, "
+                "as mirrored(chunks) makes them"
+            )
+        return graph
+
+    def _compile(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
+        if graph.split:
+            raise ValueError("programs run full backwards, and this order splits them into I and W: take another order")
+        shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
+
+        def compile_one(chunk: int) -> ChunkPrograms:
+            return compile_chunk(
+                chunk,
+                self.chunks,
+                graph,
+                shapes,
+                optimizer=self._optimizer,
+                sharding=self._sharding(chunk),
+                seed=self._seed,
+            )
+
+        # XLA releases the GIL while it compiles
+        with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
+            return dict(enumerate(executor.map(compile_one, range(len(self.chunks)))))
+
+    def _start_runtime(self, states: dict[int, ChunkState], programs: dict[int, ChunkPrograms]) -> None:
+        self._stages = []
+
+        def make_stage(stage: int, ship: Ship) -> ProgramStage:
+            chunks = self.placement.chunks_of_stage[stage]
+            made = ProgramStage(
+                self.order.graph,
                 self.placement,
                 stage,
-                consumption=self._consumptions[stage],
-                window=self.windows[stage],
-                rules=self._step_rules,
+                programs={c: programs[c] for c in chunks},
+                states={c: states[c] for c in chunks},
+                update_rules=self._update_rules,
+                step_rules=self._step_rules,
+                ship=ship,
             )
-            for stage in range(num_stages)
-        ]
-        self._runtime = PipelineRuntime(
-            arbiters,
-            self._stages,
-            make_transport,
+            self._stages.append(made)
+            return made
+
+        self._runtime = start_in_process(
+            self.order.arbiters(self._step_rules),
+            make_stage,
+            self._shardings,
             progress_deadline_s=self._progress_deadline_s,
             log_steps=self._log_steps,
         )
-        self._initial = None
-
-    def _make_graph(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> PipelineGraph:
-        sizes = {name: leaf.shape[0] for name, leaf in batch.items()}
-        if len(set(sizes.values())) != 1:
-            raise ValueError(f"batch leaves have different numbers of microbatches: {sizes}; make all of them equal")
-        graph = replace(self.graph, num_microbatches=next(iter(sizes.values())), absent=frozenset())
-        table = self.ordering.table
-        if table is None:
-            return graph
-        if table.graph.split:
-            raise ValueError(
-                f"table {table.name!r} splits the backward into I and W, which this pipeline's programs do not: "
-                "choose a schedule with a full backward"
-            )
-        if table.graph.num_microbatches != graph.num_microbatches or set(table.graph.edges) != set(graph.edges):
-            raise ValueError(
-                f"table {table.name!r} is for {table.graph.num_microbatches} microbatches and edges "
-                f"{_edge_text(table.graph.edges)}, the batch and the chunks have {graph.num_microbatches} and "
-                f"{_edge_text(graph.edges)}: build the table for these"
-            )
-        return graph.skipping(table.graph.absent)
-
-    def _leaves(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        wanted = sorted({name for chunk in self.chunks for name in chunk.leaves})
-        missing = [name for name in wanted if name not in batch]
-        if missing:
-            raise ValueError(f"the batch lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}")
-        leaves = {name: batch[name] for name in wanted}
-        for name, leaf in leaves.items():
-            if not getattr(leaf, "shape", ()):
-                raise ValueError(f"batch leaf {name!r} has no microbatch axis: give an array [num_microbatches, ...]")
-        return {
-            name: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for name, leaf in leaves.items()
-        }
-
-    def _check_batch(self, leaves: Mapping[str, Any], absent: frozenset[tuple[int, int]]) -> None:
-        for name, leaf in leaves.items():
-            spec = self._batch_spec[name]
-            if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                raise ValueError(
-                    f"batch leaf {name!r} is {leaf.dtype}{list(leaf.shape)}, but the programs were compiled for "
-                    f"{spec.dtype}{list(spec.shape)}: pad every batch to one shape"
-                )
-        if absent:
-            self.graph.skipping(self.graph.absent | absent)
 
     def _sharding(self, chunk: int) -> jax.sharding.Sharding:
         return self._shardings[self.placement.stage_of_chunk[chunk]]
+
+
+def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks twice, for bidirectional schedules: the copies share all their layers with the originals."""
+
+    def tied(chunk: Chunk, suffix: str) -> Chunk:
+        layers = jax.eval_shape(chunk.init, jax.random.key(0))
+        return replace(chunk, name=chunk.name + suffix, shared=frozenset(layers))
+
+    return [*(tied(chunk, "") for chunk in chunks), *(tied(chunk, " (copy)") for chunk in chunks)]
+
+
+def _merged(params: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Parameters by layer name; a shared layer is its lowest holder's copy."""
+    merged: dict[str, Any] = {}
+    for chunk in sorted(params):
+        merged |= {name: layer for name, layer in params[chunk].items() if name not in merged}
+    return merged
 
 
 def _placement(chunks: tuple[Chunk, ...], placement: Placement | None, table: ScheduleTable | None) -> Placement:

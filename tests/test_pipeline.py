@@ -129,7 +129,7 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
         ({"window": 0}, "at least 1 microbatch"),
         ({"window": (4, 4, 4)}, "3 numbers for 2 stages"),
         ({"hint": "fastest"}, "unknown: choose one of bf"),
-        ({"consume": "strict"}, "name a schedule"),
+        ({"consume": "strict"}, "needs a schedule"),
         ({"placement": linear(3)}, "cut the model into 3 chunks"),
         ({"clip_norm": -1.0}, "positive number"),
         ({"devices": jax.devices()[:1]}, "1 devices are given for 2 stages"),

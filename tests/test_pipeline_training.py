@@ -7,15 +7,16 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import HINTS
+from rrfp_jax.arbitration import HINTS as ALL_HINTS
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.pipeline import Pipeline, mirrored
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped
 from tests.plain_loop import assert_same_training, train_plainly
 
 NUM_STEPS = 20
 NUM_MICROBATCHES = 4
+HINTS = [name for name in ALL_HINTS if name != "bfw"]
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
 
 
@@ -109,3 +110,28 @@ def test_strict_tables_on_a_looped_placement(untied_looped: Case, name: str) -> 
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
     case = Case(make_model(tied=True, layers_per_chunk=(1, 1)), looped(1, 2))
     case.check(hint="bf-deep", window=2)
+
+
+def test_bidirectional_tables_train_both_copies_as_one_model() -> None:
+    chunks = mirrored(make_model(tied=True, layers_per_chunk=(1, 1)))
+    table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
+    batches = make_batches()
+    with Pipeline(chunks, schedule=table, consume="strict", optimizer=OPTIMIZER, progress_deadline_s=60) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        results = []
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        params = jax.tree.map(np.array, pipeline.params(state))
+        assert {span.stage for span in results[0].result().timeline.spans if span.task.chunk == 0} == {0}
+        assert {span.task.microbatch for span in results[0].result().timeline.spans if span.task.chunk == 0} == {-1, 0, 2}
+    expected = train_plainly(chunks[:2], initial, OPTIMIZER, batches)
+    assert_same_training([metrics.result().loss for metrics in results], params, *expected)
+
+
+def test_a_bidirectional_table_asks_for_both_copies() -> None:
+    table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
+    chunks = make_model(tied=False, layers_per_chunk=(1, 1, 1, 1))
+    with pytest.raises(ValueError, match="mirrored"):
+        Pipeline(chunks, schedule=table, consume="strict", optimizer=OPTIMIZER)

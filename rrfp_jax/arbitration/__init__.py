@@ -15,14 +15,29 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, Hint, hint_by_name, schedule_hint
-from rrfp_jax.arbitration.ordering import Ordering
+from rrfp_jax.arbitration.ordering import (
+    DEFAULT_WINDOW,
+    FUSED,
+    READY,
+    SPLIT,
+    STRICT,
+    Order,
+    Ordering,
+    check_words,
+    hint_names,
+)
 from rrfp_jax.arbitration.plan import Agreement, StagePlan, StepRules, reporting_stages, stage_plan
 from rrfp_jax.arbitration.story import IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window, check_windows
 
 __all__ = [
+    "DEFAULT_WINDOW",
+    "FUSED",
     "HINTS",
+    "READY",
     "SCHEDULE",
+    "SPLIT",
+    "STRICT",
     "Agreement",
     "Consumption",
     "Event",
@@ -33,6 +48,7 @@ __all__ = [
     "Instruction",
     "Message",
     "MessageKind",
+    "Order",
     "Ordering",
     "RunTask",
     "Send",
@@ -44,7 +60,9 @@ __all__ = [
     "Waiting",
     "Window",
     "check_windows",
+    "check_words",
     "hint_by_name",
+    "hint_names",
     "ready",
     "reporting_stages",
     "schedule_hint",

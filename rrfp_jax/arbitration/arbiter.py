@@ -111,7 +111,7 @@ class StageArbiter:
         return twin
 
     def key(self) -> Hashable:
-        """The state as a hashable value: equal keys mean equal futures. When and in which order things came counts not."""
+        """The state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
         return (
             self.step,
             self.is_active,

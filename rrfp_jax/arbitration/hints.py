@@ -99,12 +99,14 @@ def _choose_smallest(_: int, heads: Heads) -> Choice:
 
 
 BF = Hint("bf", _shallow_rank, _choose_bf)
+BFW = Hint("bfw", _shallow_rank, _choose_bf)
+"""The paper's name for BF on a split backward: the same ranking, and asking for it splits the backward."""
 BF_DEEP = Hint("bf-deep", _deep_rank, _choose_bf)
 FB = Hint("fb", _shallow_rank, _choose_fb)
 B_PRIORITY = Hint("b-priority", _shallow_rank, _choose_backward_first)
 F_PRIORITY = Hint("f-priority", _shallow_rank, _choose_forward_first)
 
-HINTS = {hint.name: hint for hint in (BF, BF_DEEP, FB, B_PRIORITY, F_PRIORITY)}
+HINTS = {hint.name: hint for hint in (BF, BFW, BF_DEEP, FB, B_PRIORITY, F_PRIORITY)}
 """The hints that need no table, by name; ``schedule`` is made from a table by :func:`schedule_hint`."""
 SCHEDULE = "schedule"
 

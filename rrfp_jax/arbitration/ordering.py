@@ -1,80 +1,180 @@
-"""What a user says about order, in one record: table, consumption, hint and window, checked against each other."""
+"""What a user says about order, in one record, and what the stages' arbiters are made of.
 
-from dataclasses import dataclass
+``table`` is a schedule; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs the best
+of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may hold;
+``backward`` runs as one task (``fused``) or as two (``split``).
+"""
 
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
-from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, hint_by_name, schedule_hint
+from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
+from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Placement
+from rrfp_jax.tasks import PipelineGraph, Placement
 
-CONSUMPTIONS = ("ready", "strict")
+READY = "ready"
+STRICT = "strict"
+SPLIT = "split"
+FUSED = "fused"
 DEFAULT_WINDOW = 32
+
+
+def hint_names() -> tuple[str, ...]:
+    """Everything that ``hint`` accepts."""
+    return (*HINTS, SCHEDULE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the stages' arbiters are made of."""
+
+    label: str
+    """For tables and captions, for example ``1f1b strict``."""
+    table: ScheduleTable | None
+    placement: Placement
+    graph: PipelineGraph
+    consumptions: tuple[Consumption, ...]
+    """One per stage."""
+    windows: tuple[int, ...]
+    """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
+    is_bf: bool
+    """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
+
+    def arbiters(self, rules: StepRules, *, dispatch_ahead: int = 0) -> list[StageArbiter]:
+        """Fresh arbiters, one per stage."""
+        return [
+            StageArbiter(
+                self.graph,
+                self.placement,
+                stage,
+                consumption=self.consumptions[stage],
+                window=self.windows[stage],
+                rules=rules,
+                dispatch_ahead=dispatch_ahead,
+            )
+            for stage in range(self.placement.num_stages)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """How every stage orders its tasks.
+    """What the user asked for. Raises ValueError on words that mean nothing or contradict each other."""
 
-    Raises ValueError, with the remedy, where the parts contradict each other.
-    """
-
-    hint: str | None = None
-    """Ranks the ready tasks; strict consumption follows its table whatever the hint is. None: ``schedule`` where there
-    is a table, else ``bf``, or ``bf-deep`` with several chunks per stage."""
-    consume: str = "ready"
-    """``ready`` runs the best of the ready tasks; ``strict`` runs the table, waiting for each of its entries."""
     table: ScheduleTable | None = None
+    consume: str = READY
+    hint: str | None = None
+    """None: ``schedule`` if there is a table; otherwise ``bf``, or ``bf-deep`` with several chunks per stage.
+
+    Strict consumption follows its table whatever the hint is.
+    """
     window: int | tuple[int, ...] | None = None
-    """Microbatches that a stage may hold, one number or one per stage. None: 32; under ``strict`` the table's peak."""
+    """Microbatches that a stage may hold, one number or one per stage. None: 32, or no limit under strict."""
+    backward: str | None = None
+    """``split`` or ``fused``; None: what the table or hint calls for, otherwise fused."""
 
     def __post_init__(self) -> None:
-        if self.consume not in CONSUMPTIONS:
-            raise ValueError(f"consume is {self.consume!r}: choose one of {', '.join(CONSUMPTIONS)}")
-        if self.hint is not None and self.hint != SCHEDULE:
-            hint_by_name(self.hint)
-        if self.table is None and self.hint == SCHEDULE:
-            raise ValueError("hint 'schedule' ranks by a table, and none is given: name a schedule")
-        if self.is_strict:
-            self._check_strict()
-
-    def _check_strict(self) -> None:
-        if self.table is None:
-            raise ValueError("strict consumption follows a table, and none is given: name a schedule")
-        if self.window is not None:
-            self.table.check_window(self.window)
+        check_words(self.consume, self.hint, self.backward, has_schedule=self.table is not None)
 
     @property
-    def is_strict(self) -> bool:
-        return self.consume == "strict"
+    def follows_table(self) -> bool:
+        """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
+        return self.table is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
 
-    def hint_name(self, placement: Placement) -> str:
-        """The hint in force on this placement."""
+    def resolve(self, placement: Placement, graph: PipelineGraph) -> Order:
+        """The order on this pipeline; the graph's ``split`` is set here.
+
+        Raises ValueError, in one sentence with the remedy, where table, window and pipeline do not fit together.
+        """
+        if self.table is not None and self.table.placement != placement:
+            raise ValueError(
+                f"schedule {self.table.name!r} puts chunks on stages as {self.table.placement.stage_of_chunk}, the "
+                f"model as {placement.stage_of_chunk}: give the model the schedule's placement"
+            )
+        graph = replace(graph, split=self._split(placement))
+        if self.table is not None and self.follows_table:
+            _check_names_all(self.table, graph)
+        hint = self._hint(placement)
+        return Order(
+            label=self._label(hint),
+            table=self.table,
+            placement=placement,
+            graph=graph,
+            consumptions=self._consumptions(hint, placement.num_stages),
+            windows=self._windows(placement.num_stages),
+            is_bf=self.consume == READY and hint in ("bf", BFW.name),
+        )
+
+    def _label(self, hint: str) -> str:
+        if self.table is None:
+            return hint
+        if self.consume == STRICT:
+            return f"{self.table.name} strict"
+        return f"{self.table.name} as hint" if hint == SCHEDULE else f"{hint} on {self.table.name}"
+
+    def _hint(self, placement: Placement) -> str:
         if self.hint is not None:
             return self.hint
         if self.table is not None:
             return SCHEDULE
-        return "bf-deep" if max(map(len, placement.chunks_of_stage)) > 1 else "bf"
+        return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
 
-    def windows(self, placement: Placement) -> tuple[int, ...]:
-        """The window of every stage."""
-        if self.window is None and self.is_strict:
-            assert self.table is not None
-            return self.table.peak_in_flight()
-        return check_windows(DEFAULT_WINDOW if self.window is None else self.window, placement.num_stages)
+    def _split(self, placement: Placement) -> frozenset[int]:
+        """The chunks whose backward runs as I and W."""
+        every = frozenset(range(placement.num_chunks))
+        by_table = self.table.graph.split if self.table else frozenset()
+        if self.table is not None and self.follows_table:
+            wanted = {SPLIT: every, FUSED: frozenset(), None: by_table}[self.backward]
+            if wanted != by_table:
+                kind = "a split" if by_table else "a fused"
+                raise ValueError(
+                    f"schedule {self.table.name!r} orders {kind} backward, not a {self.backward} one: "
+                    "leave backward out, or take another schedule"
+                )
+            return by_table
+        if self.backward == SPLIT or self.hint == BFW.name:
+            return every
+        return frozenset() if self.backward == FUSED else by_table
 
-    def consumptions(self, placement: Placement) -> tuple[Consumption, ...]:
-        """What every stage's arbiter asks."""
-        if self.table is not None and self.table.placement != placement:
-            raise ValueError(
-                f"table {self.table.name!r} places chunks on stages {self.table.placement.stage_of_chunk}, "
-                f"the pipeline on {placement.stage_of_chunk}: give the pipeline the table's placement"
-            )
-        if self.is_strict:
-            assert self.table is not None
+    def _consumptions(self, hint: str, num_stages: int) -> tuple[Consumption, ...]:
+        if self.table is not None and self.consume == STRICT:
             return tuple(strict(order) for order in self.table.orders)
-        name = self.hint_name(placement)
-        if name == SCHEDULE:
-            assert self.table is not None
+        if self.table is not None and hint == SCHEDULE:
             return tuple(ready(schedule_hint(order)) for order in self.table.orders)
-        return (ready(HINTS[name]),) * placement.num_stages
+        return (ready(hint_by_name(hint)),) * num_stages
+
+    def _windows(self, num_stages: int) -> tuple[int, ...]:
+        if self.table is not None and self.consume == STRICT:
+            if self.window is None:
+                return self.table.peak_in_flight()
+            self.table.check_window(self.window)
+        return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
+
+
+def check_words(consume: str, hint: str | None, backward: str | None, *, has_schedule: bool) -> None:
+    """Raise ValueError on words that mean nothing or contradict each other."""
+    if consume not in (READY, STRICT):
+        raise ValueError(f"consume {consume!r} is unknown: choose {READY} or {STRICT}")
+    if backward not in (None, SPLIT, FUSED):
+        raise ValueError(f"backward {backward!r} is unknown: choose {SPLIT} or {FUSED}")
+    if hint is not None and hint not in hint_names():
+        raise ValueError(f"hint {hint!r} is unknown: choose one of {', '.join(hint_names())}")
+    if consume == STRICT and not has_schedule:
+        raise ValueError("consume strict needs a schedule to wait for: give one, for example 1f1b")
+    if hint == SCHEDULE and not has_schedule:
+        raise ValueError("hint schedule needs a schedule to rank by: give one, for example 1f1b")
+    if hint == BFW.name and consume == READY and backward == FUSED:
+        raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
+
+
+def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
+    unnamed = set(graph.tasks()).difference(*table.orders)
+    if unnamed:
+        some = ", ".join(map(str, islice(sorted(unnamed), 3)))
+        raise ValueError(
+            f"schedule {table.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
+            "take a schedule with its chunks, microbatches and backward"
+        )

@@ -14,8 +14,8 @@ Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` th
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from functools import cached_property
+from itertools import pairwise
 
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind

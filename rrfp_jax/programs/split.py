@@ -69,7 +69,7 @@ def split_backward(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> S
     traced = trace(fn, params, inputs)
     joined = join(traced)
     parts = _divide(joined)
-    shared = hoisted(joined.backward, [*joined.params_grad, *joined.inputs_grad])
+    shared = hoisted(joined.all_nodes, joined.all_outputs)
     report = make_report(joined, parts.crossing, shared)
     return SplitBackward(report=report, _traced=traced, _joined=joined, _parts=parts, _shared=tuple(shared))
 
@@ -102,7 +102,7 @@ class SplitBackward:
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
-        fixed = slice_nodes([*self._joined.backward], self._shared, keep_effects=False).nodes
+        fixed = slice_nodes(self._joined.all_nodes, self._shared, keep_effects=False).nodes
         return tuple(evaluate(fixed, self._bind_params(params), self._shared))
 
     def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:

@@ -2,7 +2,9 @@
 
 from rrfp_jax.runtime.driver import PipelineRuntime, StepOutcome
 from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.runtime.local import start_in_process
 from rrfp_jax.runtime.report import NoProgress, RunFailed, StageState, TaskFailed, WaitForReport
+from rrfp_jax.runtime.step_result import StepMetrics, StepResult
 from rrfp_jax.runtime.transport import Deliver, InProcessTransport, Transport
 
 __all__ = [
@@ -14,8 +16,11 @@ __all__ = [
     "RunFailed",
     "StageExecutor",
     "StageState",
+    "StepMetrics",
     "StepOutcome",
+    "StepResult",
     "TaskFailed",
     "Transport",
     "WaitForReport",
+    "start_in_process",
 ]

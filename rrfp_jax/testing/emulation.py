@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from rrfp_jax.arbitration import StageArbiter
-from rrfp_jax.runtime import Deliver, InProcessTransport, PipelineRuntime
+from rrfp_jax.runtime import PipelineRuntime, start_in_process
 from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.testing.emulated import EmulatedStage
 from rrfp_jax.timeline import Timeline
 
@@ -43,25 +43,17 @@ def emulate(
     num_stages = len(arbiters)
     known = jax.local_devices()
     devices = [known[stage % len(known)] for stage in range(num_stages)]
-    shardings: dict[int, jax.sharding.Sharding] = {
-        stage: jax.sharding.SingleDeviceSharding(device) for stage, device in enumerate(devices)
-    }
-    transport: InProcessTransport
+    graph, placement = arbiters[0].graph, arbiters[0].placement
 
-    def make_transport(deliver: Deliver) -> InProcessTransport:
-        nonlocal transport
-        transport = InProcessTransport(deliver, shardings)
-        return transport
+    def make_stage(stage: int, ship: Ship) -> EmulatedStage:
+        return EmulatedStage(graph, placement, stage, durations_ms=durations_ms, ship=ship, device=devices[stage])
 
-    def ship(value: Any, stage: int) -> Any:
-        return transport.ship(value, stage)
-
-    stages = [
-        EmulatedStage(a.graph, a.placement, a.stage, durations_ms=durations_ms, ship=ship, device=devices[a.stage])
-        for a in arbiters
-    ]
-    runtime = PipelineRuntime(
-        arbiters, stages, make_transport, progress_deadline_s=progress_deadline_s, log_steps=num_steps + 1
+    runtime = start_in_process(
+        arbiters,
+        make_stage,
+        [jax.sharding.SingleDeviceSharding(device) for device in devices],
+        progress_deadline_s=progress_deadline_s,
+        log_steps=num_steps + 1,
     )
     try:
         return _run(runtime, num_stages, num_steps)

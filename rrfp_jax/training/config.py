@@ -13,8 +13,8 @@ class PipelineConfig:
 
     num_stages: int
     """Stages, each on a device of its own."""
-    chunks_per_stage: int = 1
-    """Chunks of the model on every stage, in a looped placement."""
+    chunks_per_stage: int | None = None
+    """Chunks of the model on every stage; None: as the schedule has it, else 1."""
     layers_per_chunk: tuple[int, ...] | None = None
     """Decoder layers of each chunk; None: the same number everywhere."""
     embedding_chunk: int = 0
@@ -29,6 +29,8 @@ class PipelineConfig:
     """Ranks the ready tasks; None: the schedule where there is one, else ``bf`` (``bf-deep`` with several chunks)."""
     window: int | tuple[int, ...] | None = None
     """Microbatches that a stage may hold, one number or one per stage; None: 32."""
+    backward: str | None = None
+    """``split`` or ``fused``; None: what the schedule or the hint calls for, otherwise fused."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient; None: no clipping."""
     skip_nonfinite: bool = True
@@ -39,19 +41,10 @@ class PipelineConfig:
     """How long no task may finish before the run is given up with a report."""
 
     def __post_init__(self) -> None:
-        _require(self, "at least 1", lambda value: value >= 1, "num_stages", "chunks_per_stage")
+        _require(self, "at least 1", lambda value: value is None or value >= 1, "num_stages", "chunks_per_stage")
         _require(self, "a positive number of seconds", lambda value: value > 0, "progress_deadline_s")
         if self.clip_norm is not None:
             _require(self, "a positive number, or null for no clipping", lambda value: value > 0, "clip_norm")
-        if self.layers_per_chunk is not None and len(self.layers_per_chunk) != self.num_chunks:
-            raise ValueError(
-                f"layers_per_chunk has {len(self.layers_per_chunk)} numbers for {self.num_chunks} chunks "
-                f"({self.num_stages} stages x {self.chunks_per_stage}): give one number per chunk"
-            )
-
-    @property
-    def num_chunks(self) -> int:
-        return self.num_stages * self.chunks_per_stage
 
 
 @dataclass(frozen=True, kw_only=True)

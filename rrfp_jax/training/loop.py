@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp_jax.observe.metrics import MetricsFile
-from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics, StepResult
+from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.timeline import Timeline
 
 

@@ -41,7 +41,7 @@ def test_chunks_of_one_stage_need_no_messages():
 
 def test_needs_count_what_prerequisites_name():
     for rules in (PIPELINE_ONLY, StepRules(ordered=True)):
-        graph = PipelineGraph(4, 3, FORK_JOIN.edges + (Edge(2, 3),), split=frozenset({1}), shared=((0, 3),))
+        graph = PipelineGraph(4, 3, (*FORK_JOIN.edges, Edge(2, 3)), split=frozenset({1}), shared=((0, 3),))
         for stage in range(2):
             plan = stage_plan(graph, looped(2, 2), stage, rules)
             assert [len(plan.prerequisites(n)) for n in range(plan.num_nodes)] == list(plan.needs)
@@ -69,7 +69,7 @@ def test_join_waits_for_all_that_exist():
 def test_frozen_chunks_run_forwards_only():
     graph = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2, carries_gradient=False)))
     encoder, decoder = (stage_plan(graph, linear(3), stage, StepRules()) for stage in (1, 2))
-    assert [t for t in map(str, encoder.tasks)] == ["1F0", "1F1"]
+    assert list(map(str, encoder.tasks)) == ["1F0", "1F1"]
     assert [stage for _, stage in sends(decoder, "2B0")] == [0]
 
 

@@ -1,5 +1,6 @@
 """The real runtime on emulated stages: complete, replayable, explained, and in the order that was asked for."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,5 +77,5 @@ def test_the_window_is_kept_and_idle_time_is_explained_without_gaps() -> None:
             alone = timeline.of_stage(stage).of_step(step)
             record = sorted((r.start_s, r.end_s) for r in (*alone.spans, *alone.waits))
             assert all(start <= end for start, end in record)
-            gaps = [later[0] - earlier[1] for earlier, later in zip(record, record[1:], strict=False)]
+            gaps = [later[0] - earlier[1] for earlier, later in pairwise(record)]
             assert max(map(abs, gaps)) < 1e-9, "spans and waits must tile a stage's step"

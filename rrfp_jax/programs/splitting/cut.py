@@ -36,6 +36,8 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CutProblem:
+    """What `partition` knows when it asks what shall cross."""
+
     nodes: Sequence[Node]
     """All nodes but barriers, in order."""
     urgent: Collection[Value]
@@ -79,11 +81,15 @@ def _add_node(graph: FlowGraph, node: Node, problem: CutProblem, makers: Mapping
         maker = makers.get(operand)
         if operand in problem.late:
             graph.add_edge(node, operand)
-        elif not is_urgent and maker is not None and not is_repeatable(maker):
-            if not any(output in problem.urgent for output in maker.outputs):
-                graph.add_edge(node, maker)
+        elif not is_urgent and maker is not None and _is_exclusive(maker, problem):
+            graph.add_edge(node, maker)
     if not is_urgent and is_heavy(node):
         graph.add_edge(node, "sink")
+
+
+def _is_exclusive(node: Node, problem: CutProblem) -> bool:
+    """Whether the node belongs to the rest and must run on one side only."""
+    return not is_repeatable(node) and not any(output in problem.urgent for output in node.outputs)
 
 
 def is_repeatable(node: Node) -> bool:

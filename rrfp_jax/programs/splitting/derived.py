@@ -17,4 +17,4 @@ def hoisted(nodes: Sequence[Node], outputs: Iterable[Operand]) -> list[Value]:
     costly = [node for node in nodes if node.outputs and all(map(is_fixed, node.outputs)) and not is_free(node)]
     inner = set(costly)
     read = {operand for node in nodes if node not in inner for operand in values(node.inputs)} | set(values(outputs))
-    return [output for node in costly for output in node.outputs if output in read]
+    return list(dict.fromkeys(output for node in costly for output in node.outputs if output in read))

@@ -122,12 +122,10 @@ def _lower_scan(equation: Any, inputs: list[Operand], nodes: list[Node], uncheck
         reverse=params["reverse"], unroll=params["unroll"], effectful=any(n.operation.effectful for n in body),
     )  # fmt: skip
     whole = Node(loop, tuple(inputs), tuple(outputs))
-    return _forward_stacks(loop_parts(whole, loop), loop, body, outputs, nodes)
+    return _forward_stacks(loop_parts(whole, loop), loop, outputs, nodes)
 
 
-def _forward_stacks(
-    parts: LoopParts, loop: Loop, body: list[Node], outputs: list[Value], nodes: list[Node]
-) -> list[Operand]:
+def _forward_stacks(parts: LoopParts, loop: Loop, outputs: list[Value], nodes: list[Node]) -> list[Operand]:
     """Emits a loop without the stacks that are one of its inputs, or a stack twice, and with a loop for fixed ones."""
     known: dict[Operand, Operand] = {entry.inner: entry.outer for entry in parts.slices}
     forwarded: dict[Value, Operand] = {}

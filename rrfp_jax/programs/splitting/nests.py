@@ -39,6 +39,8 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoopParts:
+    """All that goes into a loop and comes out of it."""
+
     constants: Sequence[Entry]
     carries: Sequence[Carry]
     slices: Sequence[Entry]
@@ -78,12 +80,16 @@ def loop_parts(node: Node, loop: Loop) -> LoopParts:
 
 
 class Inlet(NamedTuple):
+    """An array that goes into a shard map."""
+
     outer: Operand
     inner: Value
     port: Port
 
 
 class Outlet(NamedTuple):
+    """An array that comes out of a shard map."""
+
     inner: Operand
     outer: Value
     port: Port
@@ -91,6 +97,8 @@ class Outlet(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedParts:
+    """All that goes into a shard map and comes out of it."""
+
     inlets: Sequence[Inlet]
     outlets: Sequence[Outlet]
 

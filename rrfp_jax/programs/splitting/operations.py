@@ -37,7 +37,7 @@ class Apply:
 
 @dataclass(frozen=True, eq=False)
 class Barrier:
-    """Output i is input i; the compiler may use none before all are there. Keeps rematerialisation from running ahead."""
+    """Output i is input i, but none may be used before all are there: rematerialisation waits for its cotangents."""
 
     name = "optimization_barrier"
     effectful = False

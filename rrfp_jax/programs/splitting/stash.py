@@ -38,7 +38,16 @@ class Joined:
     inputs_grad: list[Operand]
     forward: list[Node]
     backward: list[Node]
-    """All that leads from parameters, stash and cotangents to the gradients."""
+    """All that leads from parameters, stash and cotangents to the gradients; shares its fixed nodes with `forward`."""
+
+    @property
+    def all_nodes(self) -> list[Node]:
+        made = {output for node in self.forward for output in node.outputs}
+        return [*self.forward, *(node for node in self.backward if not made.intersection(node.outputs))]
+
+    @property
+    def all_outputs(self) -> list[Operand]:
+        return [*self.outputs, *self.stash, *self.params_grad, *self.inputs_grad]
 
 
 def join(traced: Traced) -> Joined:
@@ -71,10 +80,11 @@ def _repeatable(forward: list[Node], residuals: list[Operand]) -> list[Node]:
     """The nodes of the forward that the backward does again: fixed ones, and free ones from a stored array."""
     makers = {output: node for node in forward for output in node.outputs}
     redone: set[Node] = set()
-    for value in values(residuals):
-        while (maker := makers.get(value)) is not None and (source := _free_source(maker)) is not None:
+    for residual in values(residuals):
+        shown = residual
+        while (maker := makers.get(shown)) is not None and (source := _free_source(maker)) is not None:
             redone.add(maker)
-            value = source
+            shown = source
     return [node for node in forward if node in redone or (node.outputs and all(map(is_fixed, node.outputs)))]
 
 

@@ -54,6 +54,8 @@ def is_rematerialised(equation: Any) -> bool:
 
 
 class ScanShape(NamedTuple):
+    """How a scan equation's operands divide; the rest is sliced."""
+
     num_constants: int
     num_carries: int
 

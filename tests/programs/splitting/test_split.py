@@ -7,10 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rrfp_jax.programs.split import fused_backward, split_backward
-from tests.programs.splitting.checks import assert_close, check_split, output_gradient, quick_jit, reference
-from tests.programs.splitting.zoo import ZOO, normal
+from tests.programs.splitting.checks import (
+    assert_close,
+    check_split,
+    output_gradient,
+    quick_jit,
+    reference,
+    run_split,
+)
+from tests.programs.splitting.zoo import ZOO, Example, make_mesh, normal
 
 KEY = jax.random.key(1)
 
@@ -120,3 +128,29 @@ def test_prints_of_forward_and_backward_happen_once(capfd: pytest.CaptureFixture
     jax.effects_barrier()
     printed = capfd.readouterr().out.split()
     assert sorted(printed) == ["backward", "forward"]
+
+
+def test_explicit_sharding() -> None:
+    """Shardings as part of the arrays' types."""
+    mesh, spec = make_mesh(AxisType.Explicit), PartitionSpec
+
+    def put(array: jax.Array, *axes: str | None) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, spec(*axes)))
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, q: Any) -> Any:
+            return h + jnp.matmul(jnp.tanh(h @ q["up"]), q["down"], out_sharding=spec("data", None)), None
+
+        return jax.lax.scan(layer, x, p)[0]
+
+    params = {
+        "up": put(normal(KEY, 2, 4, 8), None, None, "tensor"),
+        "down": put(normal(KEY, 2, 8, 4), None, "tensor", None),
+    }
+    with jax.set_mesh(mesh):
+        example = Example(fn, params, put(normal(KEY, 4, 4), "data", None))
+        output_grad = put(normal(KEY, 4, 4), "data", None)
+        split = split_backward(*example)
+        actual = run_split(split, example, output_grad, prepared=False)
+        assert_close(actual, jax.jit(lambda g: reference(example, g))(output_grad), 1e-5)
+    assert actual[2]["up"].sharding.spec == params["up"].sharding.spec

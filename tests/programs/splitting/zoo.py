@@ -274,6 +274,23 @@ def dropout(key: jax.Array) -> Example:
 
 
 @example
+def remat_dropout(key: jax.Array) -> Example:
+    """The recomputation reads the random key again, which is folded per layer."""
+
+    def fn(p: Any, inputs: Any) -> jax.Array:
+        x, drop_key = inputs
+
+        @jax.checkpoint
+        def layer(w: jax.Array, h: jax.Array, number: jax.Array) -> jax.Array:
+            kept = jax.random.bernoulli(jax.random.fold_in(drop_key, number), 0.7, h.shape)
+            return h + jnp.where(kept, jnp.tanh(h @ w) / 0.7, 0)
+
+        return jax.lax.scan(lambda h, own: (layer(own[0], h, own[1]), None), x, (p, jnp.arange(3)))[0]
+
+    return Example(fn, normal(key, 3, 6, 6), (normal(key, 4, 6), jax.random.key(5)))
+
+
+@example
 def nested_jit(key: jax.Array) -> Example:
     @jax.jit
     def layer(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -341,13 +358,13 @@ def map_over_chunks(key: jax.Array) -> Example:
     return Example(lambda p, x: jax.lax.map(lambda row: jnp.tanh(row @ p), x), normal(key, 4, 5), normal(key, 3, 2, 4))
 
 
-def _mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+def make_mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind, kind))
 
 
 @example
 def sharding_constraints(key: jax.Array) -> Example:
-    mesh = _mesh()
+    mesh = make_mesh()
 
     def fn(p: Any, x: jax.Array) -> jax.Array:
         h = jax.lax.with_sharding_constraint(x @ p["up"], NamedSharding(mesh, PartitionSpec("data", "tensor")))
@@ -358,7 +375,7 @@ def sharding_constraints(key: jax.Array) -> Example:
 
 
 def _tensor_parallel(key: jax.Array, **options: Any) -> Example:
-    mesh, spec = _mesh(), PartitionSpec
+    mesh, spec = make_mesh(), PartitionSpec
 
     def local(p: Any, x: jax.Array) -> jax.Array:
         def layer(h: jax.Array, q: Any) -> Any:
@@ -384,7 +401,7 @@ def shard_map_unchecked(key: jax.Array) -> Example:
 
 @example
 def shard_map_partial(key: jax.Array) -> Example:
-    mesh, spec = _mesh(), PartitionSpec
+    mesh, spec = make_mesh(), PartitionSpec
     fn = jax.shard_map(
         lambda p, x: jax.lax.psum(jnp.sin(x @ p), "tensor"), mesh=mesh, axis_names={"tensor"},
         in_specs=(spec("tensor"), spec(None, "tensor")), out_specs=spec(),

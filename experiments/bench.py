@@ -1,0 +1,104 @@
+"""Measure what the runtime itself costs, in ratios taken within one run.
+
+::
+
+    python -m experiments.bench                      # everything
+    python -m experiments.bench --only runtime
+
+``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
+backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
+interleaved 1F1B. ``simulation``: tasks per second of the simulator. Orders that are compared run in turn, several
+times; medians are printed.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.devices import use_cpu
+from experiments.emulate import EMULATED_STEP
+from experiments.errors import run_command
+from experiments.ordering import parse_ordering
+from rrfp_jax.simulation.costs import constant
+from rrfp_jax.testing import emulate
+
+NUM_STAGES, NUM_MICROBATCHES, REPEATS = 4, 16, 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    from experiments.bench_simulation import bench_simulation
+
+    parts: dict[str, Callable[[Console], Any]] = {"runtime": bench_runtime, "simulation": bench_simulation}
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", choices=list(parts), help="default: all")
+    arguments = parser.parse_args(argv)
+    use_cpu(NUM_STAGES)
+    console = Console(highlight=False)
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            part(console)
+    return 0
+
+
+def bench_runtime(console: Console) -> None:
+    """Print the overhead without work, and measured against ideal times with work."""
+    empty_ms = emulated_ms((0, 0, 0), 60, hint="bf", window=8)
+    num_tasks = 2 * NUM_STAGES * NUM_MICROBATCHES
+    console.print(
+        f"runtime, {NUM_STAGES} stages x {NUM_MICROBATCHES} microbatches, no work: median {median(empty_ms):.2f} ms "
+        f"per step, {median(empty_ms) * 1e3 / num_tasks:.0f} us per task"
+    )
+    table = Table(title="with work: medians of makespans in ms, taken in turn", title_justify="left")
+    for heading in ("order", "ideal", "measured", "ratio"):
+        table.add_column(heading, justify="left" if heading == "order" else "right")
+    for name, ideal_ms, measured_ms in _in_turn(_CASES):
+        table.add_row(name, f"{ideal_ms:.0f}", f"{measured_ms:.1f}", f"{measured_ms / ideal_ms:.3f}")
+    console.print(table)
+
+
+Case = tuple[str, float, tuple[float, float, float], dict[str, Any]]
+"""Name, the makespan of the strict table by its longest path, durations of F, I and W, order."""
+
+_CASES: list[Case] = [
+    ("1f1b strict, 10/20 ms", 570, (10, 10, 10), {"schedule": "1f1b", "consume": "strict"}),
+    ("bf, window 8, 10/20 ms", 570, (10, 10, 10), {"hint": "bf", "window": 8}),
+    (
+        "interleaved 1f1b strict, 2 chunks, 5/10 ms",
+        525,
+        (5, 5, 5),
+        {"schedule": "interleaved-1f1b", "consume": "strict", "chunks_per_stage": 2},
+    ),
+    ("bf-deep, window 8, 2 chunks, 5/10 ms", 525, (5, 5, 5), {"hint": "bf-deep", "window": 8, "chunks_per_stage": 2}),
+]
+
+
+def _in_turn(
+    cases: list[tuple[str, float, tuple[float, float, float], dict[str, Any]]],
+) -> list[tuple[str, float, float]]:
+    measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
+    for _ in range(REPEATS):
+        for name, _, durations_ms, order in cases:
+            measured[name] += emulated_ms(durations_ms, 2, **order)
+    return [(name, ideal_ms, median(measured[name])) for name, ideal_ms, *_ in cases]
+
+
+def emulated_ms(
+    durations_ms: tuple[float, float, float], num_steps: int, *, chunks_per_stage: int = 1, **order: Any
+) -> list[float]:
+    """Makespans of some emulated steps."""
+    resolved = parse_ordering(**order).resolve(
+        num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
+    )
+    durations: np.ndarray = constant(durations_ms, resolved.graph)
+    timeline = emulate(resolved.arbiters(EMULATED_STEP), durations, num_steps).timeline
+    return [timeline.of_step(step).makespan_s() * 1e3 for step in timeline.steps()]
+
+
+if __name__ == "__main__":
+    run_command(main)

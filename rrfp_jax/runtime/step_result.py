@@ -1,0 +1,51 @@
+"""What one training step gave, now or as a future."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from rrfp_jax.programs.agreement import Verdict
+from rrfp_jax.runtime.driver import StepOutcome
+from rrfp_jax.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step gave."""
+
+    step: int
+    loss: float
+    """Summed loss over total weight."""
+    weight: float
+    """Total weight, for a language model the number of tokens."""
+    grad_norm: float | None
+    """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
+    skipped: bool
+    """Whether the update was left out because loss or gradients were not finite."""
+    timeline: Timeline
+    """When every task ran, and why stages were idle."""
+    ended_s: float
+    """When the step had ended on all stages (``time.perf_counter``)."""
+
+
+class StepMetrics:
+    """The result of an enqueued step; ``result()`` waits for it."""
+
+    def __init__(self, future: "Future[StepOutcome]", *, has_norm: bool) -> None:
+        self._future, self._has_norm = future, has_norm
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> StepResult:
+        """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
+        outcome = self._future.result()
+        verdict: Verdict = next(iter(outcome.outcomes.values()))
+        return StepResult(
+            step=outcome.step,
+            loss=verdict.loss,
+            weight=verdict.weight,
+            grad_norm=verdict.grad_norm if self._has_norm else None,
+            skipped=not verdict.apply,
+            timeline=outcome.timeline,
+            ended_s=outcome.ended_s,
+        )
