@@ -9,10 +9,10 @@ import optax
 
 from rrfp_jax.programs.chunk import Chunk
 
-Inputs = Callable[[list[Any], int, int], Any]
+Inputs = Callable[[list[Any], int], Any]
 
 
-def chain_inputs(outputs: list[Any], chunk: int, _: int) -> Any:
+def chain_inputs(outputs: list[Any], chunk: int) -> Any:
     """The input of a chunk in a chain."""
     return outputs[chunk - 1] if chunk else None
 
@@ -28,22 +28,23 @@ def train_plainly(
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
 
-    ``inputs_of(outputs, chunk, microbatch)`` says what a chunk reads of the outputs of the chunks before it.
+    ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
     def mean_loss(params: Any, batch: Mapping[str, Any]) -> Any:
-        loss = weight = 0.0
-        for m in range(len(next(iter(batch.values())))):
+        def loss_and_weight(microbatch: Mapping[str, Any]) -> Any:
             outputs: list[Any] = []
             for index, chunk in enumerate(chunks):
                 own = {name: params[name] for name in layers[index]}
-                leaves = {name: batch[name][m] for name in chunk.leaves}
-                outputs.append(chunk.apply(own, inputs_of(outputs, index, m), leaves, key=None))
-            loss, weight = loss + outputs[-1][0], weight + outputs[-1][1]
-        return loss / weight
+                leaves = {name: microbatch[name] for name in chunk.leaves}
+                outputs.append(chunk.apply(own, inputs_of(outputs, index), leaves, key=None))
+            return outputs[-1]
+
+        losses, weights = jax.lax.map(loss_and_weight, batch)
+        return losses.sum() / weights.sum()
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:

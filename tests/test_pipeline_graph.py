@@ -91,7 +91,7 @@ def plain_chunks() -> list[Chunk]:
     return [masked(0, CHUNKS[0]), masked(1, CHUNKS[1]), *CHUNKS[2:]]
 
 
-def plain_inputs(outputs: list[Any], chunk: int, _: int) -> Any:
+def plain_inputs(outputs: list[Any], chunk: int) -> Any:
     if chunk < 2:
         return None
     return tuple(outputs) if chunk == 2 else outputs[-1]
