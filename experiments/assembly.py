@@ -72,7 +72,7 @@ def assemble(config: TrainConfig) -> Run:
     )
     chunks = _chunks(config, order)
     dataset = TextBytes(config.data)
-    use_cpu(layout.num_stages)
+    use_cpu(layout.num_stages, pinned=layout.deterministic)
     devices = tuple(jax.devices()[: layout.num_stages])
     pipeline = Pipeline(
         chunks,
@@ -86,7 +86,7 @@ def assemble(config: TrainConfig) -> Run:
         devices=devices,
         clip_norm=layout.clip_norm,
         skip_nonfinite=layout.skip_nonfinite,
-        ordered=layout.ordered,
+        deterministic=layout.deterministic,
         seed=config.run.seed,
         progress_deadline_s=layout.progress_deadline_s,
     )

@@ -35,6 +35,7 @@ from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.shapes import derive_shapes, holders
 from rrfp_jax.programs.specs import spec_of
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, start_in_process
+from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
 from rrfp_jax.schedules import ScheduleTable
@@ -64,7 +65,8 @@ class Pipeline:
             are fewer than stages.
         clip_norm: largest global norm of the gradient; None: no clipping.
         skip_nonfinite: leave out a step whose loss or gradients are not finite.
-        ordered: accumulate gradients in microbatch order.
+        deterministic: the same bits whatever the order of tasks, at the price of accumulating in microbatch order.
+            Refused where the machine's own sums are not reproducible.
         seed: of the random keys that chunks read.
         progress_deadline_s: how long no task may finish before the run is given up with a report; longer than any task.
         log_steps: how many steps of each stage's event log are kept.
@@ -87,7 +89,7 @@ class Pipeline:
         devices: Sequence[jax.Device] | None = None,
         clip_norm: float | None = 1.0,
         skip_nonfinite: bool = True,
-        ordered: bool = False,
+        deterministic: bool = False,
         seed: int = 0,
         progress_deadline_s: float = 600.0,
         log_steps: int = 2,
@@ -97,11 +99,14 @@ class Pipeline:
         check_clip_norm(clip_norm)
         self._update_rules = UpdateRules(clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         agreement = Agreement.ALL if self._update_rules.needs_norm else Agreement.LOSS
-        self._step_rules = StepRules(ordered=ordered, agreement=agreement)
+        self._step_rules = StepRules(ordered=deterministic, agreement=agreement)
         self._edges = None if edges is None else tuple(edges)
         self._optimizer, self._seed, self._log_steps = optimizer, seed, log_steps
         self._progress_deadline_s = progress_deadline_s
-        self._shardings = _shardings(self.placement.num_stages, devices)
+        self._devices = _devices(self.placement.num_stages, devices)
+        self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
+        if deterministic:
+            require_determinism(self._devices)
         self._compiled: tuple[PipelineGraph, BatchSpec, dict[int, ChunkPrograms]] | None = None
         self._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
 
@@ -358,13 +363,13 @@ def _placement(chunks: tuple[Chunk, ...], placement: Placement | None, table: Sc
     return placement
 
 
-def _shardings(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.sharding.Sharding]:
+def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     if devices is None:
         known = jax.local_devices()
         devices = [known[stage * min(len(known), num_stages) // num_stages] for stage in range(num_stages)]
     if len(devices) != num_stages:
         raise ValueError(f"{len(devices)} devices are given for {num_stages} stages: give one device per stage")
-    return [jax.sharding.SingleDeviceSharding(device) for device in devices]
+    return list(devices)
 
 
 def _shared_groups(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], ...]:

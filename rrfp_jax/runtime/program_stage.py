@@ -40,6 +40,8 @@ class _Step:
     graph: PipelineGraph
     batch: Batch
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
+    owed: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """What W needs of a microbatch whose I has run."""
     losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     squared_norms: dict[int, float] = field(default_factory=dict)
     shared_parts: dict[int, Any] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class ProgramStage:
         self._run: dict[TaskKind, Callable[[int, int, int], None]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
+            TaskKind.I: self._input_gradient,
+            TaskKind.W: self._weight_gradient,
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
         }
@@ -159,16 +163,39 @@ class ProgramStage:
 
     def _backward(self, step: int, chunk: int, microbatch: int) -> None:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
-        graph = state.graph
-        output_grads = tuple(
+        output_grads = self._output_grads(step, chunk, microbatch)
+        stash = state.stashes.pop((chunk, microbatch))
+        input_grads, held.accumulators = programs.backward(held.params, stash, output_grads, held.accumulators)
+        _wait((input_grads, held.accumulators))
+        self._post_input_grads(step, chunk, microbatch, input_grads)
+
+    def _input_gradient(self, step: int, chunk: int, microbatch: int) -> None:
+        state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
+        output_grads = self._output_grads(step, chunk, microbatch)
+        stash = state.stashes.pop((chunk, microbatch))
+        input_grads, owed = programs.input_gradient(held.params, stash, output_grads)
+        _wait((input_grads, owed))
+        state.owed[chunk, microbatch] = owed
+        self._post_input_grads(step, chunk, microbatch, input_grads)
+
+    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> None:
+        programs, held = self._programs[chunk], self.states[chunk]
+        owed = self._steps[step].owed.pop((chunk, microbatch))
+        held.accumulators = programs.weight_gradient(held.params, owed, held.accumulators)
+        _wait(held.accumulators)
+
+    def _output_grads(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
+        """The gradient from every successor that returns one, None from those that the microbatch skips."""
+        graph = self._steps[step].graph
+        return tuple(
             self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, microbatch))
             if graph.exists(s, microbatch)
             else None
             for s in graph.gradient_successors(chunk)
         )
-        stash = state.stashes.pop((chunk, microbatch))
-        input_grads, held.accumulators = programs.backward(held.params, stash, output_grads, held.accumulators)
-        _wait((input_grads, held.accumulators))
+
+    def _post_input_grads(self, step: int, chunk: int, microbatch: int, input_grads: tuple[Any, ...]) -> None:
+        graph = self._steps[step].graph
         for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True):
             if graph.exists(predecessor, microbatch):
                 self._mailbox.post(step, Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)

@@ -35,8 +35,8 @@ class PipelineConfig:
     """Largest global norm of the gradient; None: no clipping."""
     skip_nonfinite: bool = True
     """Leave out steps whose loss or gradients are not finite."""
-    ordered: bool = False
-    """Accumulate gradients in microbatch order."""
+    deterministic: bool = False
+    """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
 

@@ -12,13 +12,14 @@ from rrfp_jax.tasks import looped
 PERMUTATIONS = (31415926535897932384,)
 
 
-def explore_everything(num_stages, per_stage, num_microbatches, name, ordered):
+def explore_everything(num_stages, per_stage, num_microbatches, name, ordered, *, numbers=PERMUTATIONS, windows=None):
     graph = small_graphs(num_stages * per_stage, num_microbatches, split=True)[name]
     rules = replace(PIPELINE_ONLY, ordered=ordered)
-    for settings in small_settings(graph, looped(num_stages, per_stage), rules, numbers=PERMUTATIONS):
+    for settings in small_settings(graph, looped(num_stages, per_stage), rules, numbers=numbers):
         explorer = Explorer()
         for setting in settings:
-            explorer.explore(setting)
+            if windows is None or setting.windows in windows:
+                explorer.explore(setting)
 
 
 def cases(sizes):
@@ -30,7 +31,11 @@ def cases(sizes):
 
 
 SMALL = [*product((1, 2, 3), (1, 2), (1, 2)), *product((1, 2, 3), (1,), (3,))]
-LARGE = list(product((1, 2, 3), (2,), (3,)))
+LARGE = list(product((1, 2), (2,), (3,)))
+LARGEST = [(3, 2, 3)]
+HUGE = {"two encoders", "fork and join"}
+"""Ten million states each, where accumulation is free and windows are wide: these windows only."""
+SOME_WINDOWS = [(1, 1, 1), (2, 2, 2), (1, 2, 4), (4, 2, 1), (4, 4, 4)]
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
@@ -40,11 +45,19 @@ def test_small_pipelines(num_stages, per_stage, num_microbatches, name, ordered)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 @pytest.mark.parametrize(("num_stages", "per_stage", "num_microbatches", "name"), cases(LARGE))
 def test_three_microbatches_with_two_chunks_per_stage(num_stages, per_stage, num_microbatches, name, ordered):
     explore_everything(num_stages, per_stage, num_microbatches, name, ordered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+@pytest.mark.parametrize(("num_stages", "per_stage", "num_microbatches", "name"), cases(LARGEST))
+def test_the_largest_pipelines_with_the_named_hints(num_stages, per_stage, num_microbatches, name, ordered):
+    windows = SOME_WINDOWS if name in HUGE and not ordered else None
+    explore_everything(num_stages, per_stage, num_microbatches, name, ordered, numbers=(), windows=windows)
 
 
 @pytest.mark.parametrize("split", [{0}, {1}, {2}, {0, 2}], ids=str)

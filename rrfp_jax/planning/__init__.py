@@ -1,0 +1,1 @@
+"""Forecasts before a run starts: what fits into memory, and which window does."""

@@ -1,0 +1,138 @@
+"""The memory that a stage will need, from the sizes of its programs and its window; plain arithmetic.
+
+A stage's peak is the sum of
+
+* what it holds all the time: parameters, gradient accumulators, optimizer state, values derived from parameters;
+* what each microbatch in flight holds, ``window`` of them at most: per chunk the stash from F to the backward or, where
+  the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
+* its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
+  microbatch that the sender may have in flight;
+* the temporaries of its largest program, and one output on its way out.
+
+All of it is an upper bound: not everything peaks at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkBytes:
+    """What one chunk holds, in bytes."""
+
+    fixed: int
+    """Parameters, accumulators, optimizer state and values derived from parameters."""
+    stash: int
+    """Per microbatch, from F to B or I; inputs that the stash keeps alive included."""
+    owed: int
+    """Per microbatch, from I to W; 0 with a full backward."""
+    inputs: int
+    """Per microbatch: what arrives from other stages for F."""
+    output_grads: int
+    """Per microbatch: what arrives from other stages for B or I."""
+    outputs: int
+    """Per microbatch: the larger of the output and the input gradients."""
+    temporaries: int
+    """Of the largest program while it runs."""
+
+    @property
+    def per_microbatch(self) -> int:
+        """What a microbatch in flight holds here at most."""
+        return max(self.stash, self.owed) + self.output_grads
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageForecast:
+    """The predicted peak of one stage, in bytes, with its parts."""
+
+    window: int
+    """Microbatches in flight at most: the stage's window, or all microbatches if they are fewer."""
+    fixed: int
+    per_microbatch: int
+    inbox: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        return self.fixed + self.window * self.per_microbatch + self.inbox + self.temporaries
+
+    def largest_window(self, limit: int) -> int:
+        """The most microbatches in flight that fit into ``limit`` bytes; 0 if not even one does."""
+        room = limit - self.fixed - self.inbox - self.temporaries
+        return max(0, room // self.per_microbatch) if self.per_microbatch else self.window
+
+
+def forecast_stage(chunks: Sequence[ChunkBytes], window: int, num_microbatches: int) -> StageForecast:
+    """The peak of a stage with these chunks.
+
+    Activations may wait for every microbatch that is not in flight here yet: the senders' own windows bound them, but
+    may be larger.
+    """
+    in_flight = min(window, num_microbatches)
+    return StageForecast(
+        window=in_flight,
+        fixed=sum(chunk.fixed for chunk in chunks),
+        per_microbatch=sum(chunk.per_microbatch for chunk in chunks),
+        inbox=(num_microbatches - in_flight) * sum(chunk.inputs for chunk in chunks),
+        temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
+    )
+
+
+def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int) -> int:
+    """How many whole microbatches ``num_bytes`` reserves; raises ValueError if not even one fits."""
+    per_microbatch = sum(chunk.per_microbatch for chunk in chunks)
+    if num_bytes < per_microbatch:
+        raise ValueError(
+            f"window of {format_bytes(num_bytes)} holds no microbatch on stage {stage}, where one takes "
+            f"{format_bytes(per_microbatch)}: give at least that, or make microbatches smaller"
+        )
+    return num_bytes // max(1, per_microbatch)
+
+
+def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None]) -> None:
+    """Raise ValueError if some stage is predicted to need more than its limit, with the largest windows that fit."""
+    over = [
+        (stage, forecast, limit)
+        for stage, (forecast, limit) in enumerate(zip(forecasts, limits, strict=True))
+        if limit is not None and forecast.peak > limit
+    ]
+    if not over:
+        return
+    stage, forecast, limit = over[0]
+    windows = [
+        forecast.window if limit is None else min(forecast.window, forecast.largest_window(limit))
+        for forecast, limit in zip(forecasts, limits, strict=True)
+    ]
+    remedy = (
+        f"the largest windows that fit are {','.join(map(str, windows))}"
+        if min(windows) > 0
+        else "not even one microbatch fits: use more stages, smaller microbatches or more rematerialisation"
+    )
+    raise ValueError(
+        f"stage {stage} is predicted to need {format_bytes(forecast.peak)} with {forecast.window} microbatches in "
+        f"flight, and has {format_bytes(limit)}: {remedy}"
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """``512MiB`` or ``2GiB`` as a number of bytes; raises ValueError on anything else."""
+    for unit, factor in reversed(_UNITS.items()):
+        number = text.strip().removesuffix(unit)
+        if number != text.strip():
+            try:
+                num_bytes = float(number) * factor
+            except ValueError:
+                break
+            if num_bytes >= 1:
+                return int(num_bytes)
+    raise ValueError(f"{text!r} is no size: write a number and a unit, for example 512MiB or 2GiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return "0 B"

@@ -1,0 +1,57 @@
+"""Forecasts of memory: the arithmetic, windows in bytes, and what is said when a run cannot fit."""
+
+import pytest
+
+from rrfp_jax.planning.memory import (
+    ChunkBytes,
+    check_fits,
+    forecast_stage,
+    format_bytes,
+    parse_bytes,
+    window_of_bytes,
+)
+
+CHUNK = ChunkBytes(fixed=1000, stash=100, owed=140, inputs=10, output_grads=20, outputs=10, temporaries=50)
+
+
+def test_a_stage_adds_up_what_it_holds_always_per_microbatch_and_at_once() -> None:
+    forecast = forecast_stage([CHUNK, CHUNK], window=3, num_microbatches=8)
+    assert forecast.fixed == 2000
+    assert forecast.per_microbatch == 2 * (140 + 20)
+    assert forecast.inbox == 5 * 20
+    assert forecast.temporaries == 60
+    assert forecast.peak == 2000 + 3 * 320 + 100 + 60
+
+
+def test_a_window_beyond_the_microbatches_costs_nothing_more() -> None:
+    assert forecast_stage([CHUNK], 32, 4) == forecast_stage([CHUNK], 4, 4)
+
+
+def test_a_window_in_bytes_reserves_whole_microbatches() -> None:
+    assert window_of_bytes(160 * 5 + 159, [CHUNK], 0) == 5
+    with pytest.raises(ValueError, match="on stage 2, where one takes 160 B"):
+        window_of_bytes(159, [CHUNK], 2)
+
+
+def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:
+    forecasts = [forecast_stage([CHUNK], 8, 8), forecast_stage([CHUNK], 4, 8)]
+    check_fits(forecasts, [forecasts[0].peak, None])
+    with pytest.raises(ValueError, match="largest windows that fit are 7,4"):
+        check_fits(forecasts, [forecasts[0].peak - 1, None])
+    with pytest.raises(ValueError, match="not even one microbatch fits"):
+        check_fits(forecasts, [1100, None])
+
+
+@pytest.mark.parametrize(("text", "value"), [("512MiB", 512 * 2**20), ("1.5 KiB", 1536), ("7B", 7), ("2GiB", 2**31)])
+def test_sizes_are_read_with_their_unit(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["512", "MiB", "-1GiB", "1 MB", ""])
+def test_sizes_without_a_known_unit_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write a number and a unit"):
+        parse_bytes(text)
+
+
+def test_sizes_are_written_in_the_largest_unit_that_fits() -> None:
+    assert [format_bytes(n) for n in (0, 1, 1023, 1536, 3 * 2**30)] == ["0 B", "1 B", "1023 B", "1.5 KiB", "3 GiB"]
