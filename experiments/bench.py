@@ -7,8 +7,8 @@
 
 ``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
-interleaved 1F1B. ``simulation``: tasks per second of the simulator. Orders that are compared run in turn, several
-times; medians are printed.
+interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
+times. Orders that are compared run in turn, several times; medians are printed.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.bench_fidelity import bench_fidelity
+from experiments.bench_simulation import bench_simulation
 from experiments.devices import use_cpu
 from experiments.emulate import EMULATED_STEP
 from experiments.errors import run_command
@@ -32,9 +34,11 @@ NUM_STAGES, NUM_MICROBATCHES, REPEATS = 4, 16, 5
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    from experiments.bench_simulation import bench_simulation
-
-    parts: dict[str, Callable[[Console], Any]] = {"runtime": bench_runtime, "simulation": bench_simulation}
+    parts: dict[str, Callable[[Console], Any]] = {
+        "runtime": bench_runtime,
+        "simulation": bench_simulation,
+        "fidelity": bench_fidelity,
+    }
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(parts), help="default: all")
     arguments = parser.parse_args(argv)

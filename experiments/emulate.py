@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     num_steps = _num_steps(arguments, durations_ms)
 
     from experiments.devices import use_cpu
-    from rrfp_jax.testing import emulate
+    from rrfp_jax.testing import dispatch_overhead_ms, emulate
 
     use_cpu(arguments.num_stages)
     emulation = emulate(
@@ -43,11 +43,12 @@ def main(argv: list[str] | None = None) -> int:
         progress_deadline_s=arguments.progress_deadline_s,
     )
     metrics = run_metrics(emulation.timeline, emulation.step_ms)
+    overhead_ms = dispatch_overhead_ms(emulation.timeline, durations_ms)
     _write_pictures(arguments, resolved, emulation.timeline)
     if arguments.json:
-        print(json.dumps(metrics.as_dict()))
+        print(json.dumps({**metrics.as_dict(), "dispatch_overhead_ms": overhead_ms}))
     else:
-        _show(resolved, metrics)
+        _show(resolved, metrics, overhead_ms)
     return 0
 
 
@@ -132,7 +133,7 @@ def draw(path: str, caption: str, timeline: object) -> None:
     write([(caption, timeline)], path)
 
 
-def _show(resolved: Order, metrics: RunMetrics) -> None:
+def _show(resolved: Order, metrics: RunMetrics, overhead_ms: float) -> None:
     table = Table(title=f"{resolved.label}, {len(metrics.step_ms)} steps", title_justify="left")
     for heading in ("stage", "bubble", "peak in flight", "window"):
         table.add_column(heading, justify="right")
@@ -142,7 +143,8 @@ def _show(resolved: Order, metrics: RunMetrics) -> None:
     console.print(table)
     console.print(
         f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, "
-        f"{metrics.us_per_task:.1f} us per task, bubble fraction {metrics.bubble_fraction:.1%}"
+        f"{metrics.us_per_task:.1f} us per task, bubble fraction {metrics.bubble_fraction:.1%}, "
+        f"dispatch overhead {overhead_ms:.3f} ms per task"
     )
 
 

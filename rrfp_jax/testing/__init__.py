@@ -2,5 +2,6 @@
 
 from rrfp_jax.testing.emulated import EmulatedStage
 from rrfp_jax.testing.emulation import Emulation, emulate
+from rrfp_jax.testing.overhead import dispatch_overhead_ms
 
-__all__ = ["EmulatedStage", "Emulation", "emulate"]
+__all__ = ["EmulatedStage", "Emulation", "dispatch_overhead_ms", "emulate"]
