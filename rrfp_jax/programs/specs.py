@@ -24,6 +24,11 @@ def gradient_spec(tree: Specs) -> Specs:
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
+def accumulator_spec(params: Specs) -> Specs:
+    """Gradients are summed in float32, or in float64 where the parameters are."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+
+
 def num_bytes(tree: Any) -> int:
     """Bytes of all leaves of a pytree of arrays or specs."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

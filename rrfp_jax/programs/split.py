@@ -13,16 +13,17 @@ traced backward (`splitting.partition` has the rules), not by differentiating tw
 What is stored
 --------------
 `stash` and `owed` are tuples of arrays. Nothing in them is derived from parameters alone: each function takes the live
-parameters, *which must be those of the forward*. An input that the backward needs is in the stash as it is, and `owed`
-holds again those arrays of the stash, and of the output gradient, that the weight gradient needs: by reference if the
-functions run as they are. But `jax.jit` copies an argument that it returns, unless it is donated. So either donate
-(inputs to `forward`, stash and output gradient to `backward`), or jit the functions that return only what they made and
-put the rest together outside:
+parameters, *which must be those of the forward*. An input or output that the backward needs is in the stash as it is,
+and `owed` holds again those arrays of the stash, and of the gradients that come and go, that the weight gradient needs:
+by reference if the functions run as they are. But `jax.jit` copies an array that it returns twice, or that it was given
+and not allowed to donate. So jit the functions that return only what they made, and put the rest together outside:
 
     outputs, made = jax.jit(split.forward_made)(params, inputs)
-    stash = split.stash_of(inputs, made)                       # no copy: do not overwrite or donate these inputs
+    stash = split.stash_of(inputs, outputs, made)              # no copy: do not overwrite or donate these
     input_grad, made = jax.jit(split.backward_made)(params, stash, output_grad)
-    owed = split.owed_of(stash, output_grad, made)             # dropping `stash` now frees what is not owed
+    owed = split.owed_of(stash, output_grad, input_grad, made) # dropping `stash` now frees what is not owed
+
+`split.stash_places` and `split.owed_places` say which array comes from where, for those who keep arrays their own way.
 
 `split.report` counts the bytes.
 
@@ -41,10 +42,13 @@ not close over tracers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import jax
 
 from rrfp_jax.programs.splitting.cut import Partition
 from rrfp_jax.programs.splitting.derived import hoisted
@@ -56,27 +60,41 @@ from rrfp_jax.programs.splitting.report import SplitReport, make_report
 from rrfp_jax.programs.splitting.stash import Joined, join
 from rrfp_jax.programs.splitting.tracing import Traced, trace
 
-__all__ = ["FusedBackward", "SplitBackward", "SplitReport", "fused_backward", "split_backward"]
+__all__ = ["FusedBackward", "Place", "SplitBackward", "SplitReport", "fused_backward", "split_backward"]
+
+Origin = Literal["input", "output", "stash", "output gradient", "input gradient", "made"]
 
 
-def split_backward(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> SplitBackward:
+class Place(NamedTuple):
+    """Where an array of a stash, or of what is owed, comes from."""
+
+    origin: Origin
+    index: int
+    """Among the flattened inputs or outputs, the gradients of their differentiable leaves, the stash, or what the
+    program made beside its results."""
+
+
+def split_backward(
+    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, *, input_gradients: Any = True
+) -> SplitBackward:
     """Splits `fn(params, inputs) -> outputs` for arguments of these shapes.
 
     `params`, `inputs` and the outputs are any pytrees; arguments are arrays or `jax.ShapeDtypeStruct`s. Leaves that are
-    not inexact (integers, booleans, random keys) have no gradient; if `inputs` has no inexact leaf (or is None), the
-    input gradient is trivial and all work is in the weight gradient. Raises what tracing `fn` raises.
+    not inexact (integers, booleans, random keys) have no gradient, nor have inputs that `input_gradients` denies: a
+    boolean for all, or a tree of booleans that is a prefix of `inputs`. If no input has a gradient, all work is in the
+    weight gradient. Raises what tracing `fn` raises.
     """
-    traced = trace(fn, params, inputs)
+    traced = trace(fn, params, inputs, input_gradients)
     joined = join(traced)
-    parts = _divide(joined)
-    shared = hoisted(joined.all_nodes, joined.all_outputs)
-    report = make_report(joined, parts.crossing, shared)
-    return SplitBackward(report=report, _traced=traced, _joined=joined, _parts=parts, _shared=tuple(shared))
+    shared = hoisted(joined.all_nodes, joined.all_outputs, joined.params)
+    return SplitBackward(_traced=traced, _joined=joined, _shared=tuple(shared))
 
 
-def fused_backward(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> FusedBackward:
+def fused_backward(
+    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, *, input_gradients: Any = True
+) -> FusedBackward:
     """As `split_backward`, for a backward in one piece with the same lean stash."""
-    return FusedBackward(split_backward(fn, params, inputs))
+    return FusedBackward(split_backward(fn, params, inputs, input_gradients=input_gradients))
 
 
 def _divide(joined: Joined) -> Partition:
@@ -94,11 +112,43 @@ def _divide(joined: Joined) -> Partition:
 class SplitBackward:
     """The programs of one function. All are pure and can be jitted; `derived` is `prepare(params)` or None."""
 
-    report: SplitReport
     _traced: Traced = field(repr=False)
     _joined: Joined = field(repr=False)
-    _parts: Partition = field(repr=False)
     _shared: tuple[Value, ...] = field(repr=False)
+
+    @cached_property
+    def _parts(self) -> Partition:
+        return _divide(self._joined)
+
+    @cached_property
+    def report(self) -> SplitReport:
+        """The bytes of all that is handed on."""
+        return make_report(self._joined, self._parts.crossing, self._shared)
+
+    @cached_property
+    def stash_places(self) -> tuple[Place, ...]:
+        """Where each array of the stash comes from: input, output or made by the forward."""
+        return _places(self._joined.stash, {"input": self._joined.inputs, "output": self._joined.outputs})
+
+    @cached_property
+    def owed_places(self) -> tuple[Place, ...]:
+        """Where each array of what is owed comes from: the stash, a gradient, or made by the backward."""
+        joined = self._joined
+        gradients: dict[Origin, Sequence[Operand]] = {
+            "output gradient": joined.cotangents,
+            "input gradient": joined.inputs_grad,
+        }
+        return _places(self._parts.crossing, {"stash": joined.stash, **gradients})
+
+    @cached_property
+    def stash_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the stash."""
+        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._joined.stash)
+
+    @cached_property
+    def owed_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of what is owed."""
+        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._parts.crossing)
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
@@ -108,22 +158,24 @@ class SplitBackward:
     def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
         """(outputs, stash)."""
         outputs, made = self.forward_made(params, inputs, derived=derived)
-        return outputs, self.stash_of(inputs, made)
+        return outputs, self.stash_of(inputs, outputs, made)
 
     def forward_made(
         self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """(outputs, made): the stash without the inputs in it."""
+        """(outputs, made): the stash without the inputs and outputs in it."""
         joined = self._joined
         environment = self._bind_params(params) | self._bind_inputs(inputs)
-        made = _without(joined.stash, joined.inputs)
+        made = _made(joined.stash, self.stash_places)
         results = self._run(joined.forward, environment, [*joined.outputs, *made], derived)
         count = len(joined.outputs)
         return self._traced.outputs.treedef.unflatten(results[:count]), tuple(results[count:])
 
-    def stash_of(self, inputs: Any, made: Sequence[Any]) -> tuple[Any, ...]:
-        """The stash from the inputs and what `forward_made` made; no array is touched."""
-        return _weave(self._joined.stash, self._bind_inputs(inputs), made)
+    def stash_of(self, inputs: Any, outputs: Any, made: Sequence[Any]) -> tuple[Any, ...]:
+        """The stash from the inputs and what `forward_made` returned; no array is touched."""
+        traced = self._traced
+        sources = {"input": traced.inputs.flatten(inputs), "output": traced.outputs.flatten(outputs), "made": made}
+        return _gather(self.stash_places, sources)
 
     def backward(
         self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
@@ -131,22 +183,31 @@ class SplitBackward:
         """(input_grad, owed). `output_grad` is a tree like the outputs; leaves for outputs that are not inexact are
         ignored and may be None. Leaves of `input_grad` for inputs that are not inexact are None."""
         input_grad, made = self.backward_made(params, stash, output_grad, derived=derived)
-        return input_grad, self.owed_of(stash, output_grad, made)
+        return input_grad, self.owed_of(stash, output_grad, input_grad, made)
 
     def backward_made(
         self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """(input_grad, made): what is owed without the arrays of the stash and the output gradient in it."""
+        """(input_grad, made): what is owed without the arrays of the stash and the gradients in it."""
         received = self._bind_backward(stash, output_grad)
-        made = _without(self._parts.crossing, received)
+        made = _made(self._parts.crossing, self.owed_places)
         wanted = [*self._joined.inputs_grad, *made]
         results = self._run(self._parts.first, self._bind_params(params) | received, wanted, derived)
         count = len(self._joined.inputs_grad)
         return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
 
-    def owed_of(self, stash: Sequence[Any], output_grad: Any, made: Sequence[Any]) -> tuple[Any, ...]:
-        """What is owed, from the stash, the output gradient and what `backward_made` made; no array is touched."""
-        return _weave(self._parts.crossing, self._bind_backward(stash, output_grad), made)
+    def owed_of(
+        self, stash: Sequence[Any], output_grad: Any, input_grad: Any, made: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """What is owed, from the stash, the output gradient and what `backward_made` returned; no array is touched."""
+        traced = self._traced
+        sources = {
+            "stash": stash,
+            "output gradient": traced.outputs.flatten_gradient(output_grad),
+            "input gradient": traced.inputs.flatten_gradient(input_grad),
+            "made": made,
+        }
+        return _gather(self.owed_places, sources)
 
     def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
         """The gradient of the parameters, a tree like theirs with None for leaves that are not inexact."""
@@ -185,13 +246,21 @@ class SplitBackward:
         return evaluate(slice_nodes(nodes, wanted, given=set(environment)).nodes, environment, wanted)
 
 
-def _without(values: Iterable[Value], received: Collection[Value]) -> list[Value]:
-    return [value for value in values if value not in received]
+def _places(values: Sequence[Value], sources: Mapping[Origin, Sequence[Operand]]) -> tuple[Place, ...]:
+    known: dict[Operand, Place] = {}
+    for origin, operands in sources.items():
+        for index, operand in enumerate(operands):
+            known.setdefault(operand, Place(origin, index))
+    rest = itertools.count()
+    return tuple(known[value] if value in known else Place("made", next(rest)) for value in values)
 
 
-def _weave(values: Iterable[Value], received: Mapping[Value, Any], made: Sequence[Any]) -> tuple[Any, ...]:
-    rest = iter(made)
-    return tuple(received[value] if value in received else next(rest) for value in values)
+def _made(values: Sequence[Value], places: Sequence[Place]) -> list[Value]:
+    return [value for value, place in zip(values, places, strict=True) if place.origin == "made"]
+
+
+def _gather(places: Sequence[Place], sources: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
+    return tuple(sources[place.origin][place.index] for place in places)
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,6 @@ class EmulatedStage:
         self._source = np.zeros(_WIDTH, np.float32)
         self._program = _compile(bool(durations_ms.any()), device)
         _warm_up(self._program, self._source)
-        self._slack = threading.local()
 
     def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:  # noqa: ARG002
         if absent:
@@ -57,8 +56,6 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def run(self, step: int, task: Task) -> None:
-        if not hasattr(self._slack, "set"):
-            self._slack.set = _reduce_timer_slack()
         duration_ms = self._durations_ms[task.kind][step % self._num_rows][task.chunk][task.microbatch]
         result = self._program(self._input(step, task), np.float32(duration_ms))
         if not result.is_ready():
@@ -105,7 +102,11 @@ class EmulatedStage:
 
 
 def _compile(sleeps: bool, device: jax.Device) -> Any:
+    precise = threading.local()
+
     def sleep(_: Any, out: Any, value: Any, milliseconds: Any) -> None:
+        if not hasattr(precise, "timer"):  # whichever thread XLA runs the callback on
+            precise.timer = _reduce_timer_slack()
         time.sleep(float(np.asarray(milliseconds)) * 1e-3)
         np.asarray(out)[...] = np.asarray(value)
 

@@ -17,7 +17,8 @@ class Crossing:
     dtype: str
     num_bytes: int
     origin: str
-    """`input`, `output gradient`, `weight gradient`, `stash`, or the name of the operation that makes it."""
+    """`input`, `output`, `output gradient`, `input gradient`, `weight gradient`, `stash`, or the name of the operation
+    that makes it."""
 
     def __str__(self) -> str:
         return f"{self.num_bytes:>12,} B  {self.dtype}{list(self.shape)}  {self.origin}"
@@ -48,6 +49,11 @@ class SplitReport:
         return sum(crossing.num_bytes for crossing in self.stash if crossing.origin == "input")
 
     @property
+    def output_bytes(self) -> int:
+        """The part of `stash_bytes` that is outputs as they go: no memory beyond theirs."""
+        return sum(crossing.num_bytes for crossing in self.stash if crossing.origin == "output")
+
+    @property
     def owed_bytes(self) -> int:
         return sum(crossing.num_bytes for crossing in self.owed)
 
@@ -59,7 +65,7 @@ class SplitReport:
     def __str__(self) -> str:
         lines = [
             f"jax.vjp keeps {self.residual_bytes:,} B, {self.fixed_residual_bytes:,} B of it from parameters alone",
-            f"stash {self.stash_bytes:,} B ({self.input_bytes:,} B inputs as they are)",
+            f"stash {self.stash_bytes:,} B, as they are: {self.input_bytes:,} B inputs, {self.output_bytes:,} B outputs",
             *map(str, self.stash),
             f"owed {self.owed_bytes:,} B ({self.owed_from_stash_bytes:,} B kept from the stash)",
             *map(str, self.owed),
@@ -69,11 +75,13 @@ class SplitReport:
 
 
 def make_report(joined: Joined, owed: Sequence[Value], derived: Sequence[Value]) -> SplitReport:
-    inputs, gradients = set(joined.inputs), set(joined.params_grad)
+    gradients = set(joined.params_grad)
     makers = {output: node.operation.name for node in joined.forward for output in node.outputs}
-    stash = [_crossing(value, "input" if value in inputs else makers[value]) for value in joined.stash]
+    makers |= dict.fromkeys(values(joined.outputs), "output") | dict.fromkeys(joined.inputs, "input")
+    stash = [_crossing(value, makers[value]) for value in joined.stash]
 
     later = {output: node.operation.name for node in joined.backward for output in node.outputs}
+    later |= dict.fromkeys(values(joined.inputs_grad), "input gradient")
     later |= dict.fromkeys(joined.cotangents, "output gradient") | dict.fromkeys(joined.stash, "stash")
     later |= dict.fromkeys(joined.inputs, "input")
     origins = {value: "weight gradient" if value in gradients else later.get(value, "scan") for value in owed}

@@ -2,7 +2,8 @@
 
 `jax.vjp` returns the pullback as a pytree whose leaves are the residuals. So the forward is traced as
 (parameters, inputs) -> (outputs, residuals) and the backward as (residuals, cotangents) -> gradients. Only inexact
-leaves are differentiated: integers, booleans and random keys are parameters or inputs without a gradient.
+leaves are differentiated, and of these inputs only those that are asked for: integers, booleans and random keys are
+parameters or inputs without a gradient.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ class Structure:
     treedef: Any
     specs: tuple[Spec, ...]
     paths: tuple[str, ...]
+    differentiable: tuple[bool, ...]
 
     @classmethod
-    def of(cls, name: str, tree: Any) -> Structure:
+    def of(cls, name: str, tree: Any, wanted: Any = True) -> Structure:
+        """`wanted`, a boolean or a tree of them that is a prefix of `tree`, may deny inexact leaves their gradient."""
         leaves, treedef = jax.tree.flatten(tree)
         paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
-        return cls(name, treedef, tuple(map(_spec, leaves)), paths)
-
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        return tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in self.specs)
+        specs = tuple(map(_spec, leaves))
+        choice = jax.tree.leaves(jax.tree.broadcast(wanted, tree))
+        mask = tuple(
+            bool(chosen) and jnp.issubdtype(spec.dtype, jnp.inexact) for chosen, spec in zip(choice, specs, strict=True)
+        )
+        return cls(name, treedef, specs, paths, mask)
 
     def flatten(self, tree: Any) -> list[Any]:
         """The leaves of `tree`; raises `ValueError` if it is not what the function was split for."""
@@ -94,8 +98,8 @@ class Traced:
     outputs: Structure
 
 
-def trace(fn: Callable[[Any, Any], Any], params: Any, inputs: Any) -> Traced:
-    params_structure, inputs_structure = Structure.of("params", params), Structure.of("inputs", inputs)
+def trace(fn: Callable[[Any, Any], Any], params: Any, inputs: Any, input_gradients: Any = True) -> Traced:
+    params_structure, inputs_structure = Structure.of("params", params), Structure.of("inputs", inputs, input_gradients)
     masks = (params_structure.differentiable, inputs_structure.differentiable)
 
     def run(params_leaves: Sequence[Any], inputs_leaves: Sequence[Any]) -> tuple[Any, Any]:

@@ -82,11 +82,11 @@ def test_what_is_passed_on_is_the_same_buffer() -> None:
     split = split_backward(*MLP)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), MLP.params)
     x, output_grad = jnp.ones((ROWS, WIDTH)), jnp.ones((ROWS, WIDTH))
-    _, made = jax.jit(split.forward_made)(params, x)
-    stash = split.stash_of(x, made)
+    outputs, made = jax.jit(split.forward_made)(params, x)
+    stash = split.stash_of(x, outputs, made)
     assert any(array is x for array in stash)
-    _, made = jax.jit(split.backward_made)(params, stash, output_grad)
-    owed = split.owed_of(stash, output_grad, made)
+    input_grad, made = jax.jit(split.backward_made)(params, stash, output_grad)
+    owed = split.owed_of(stash, output_grad, input_grad, made)
     assert sum(array is output_grad or any(array is kept for kept in stash) for array in owed) == 3
     plain = split.backward(params, split.forward(params, x)[1], output_grad)[1]
     assert_close(owed, plain, 1e-6)
