@@ -9,7 +9,7 @@
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from rrfp_jax.programs.initial import ChunkState, initial_state
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.shapes import derive_shapes, holders
 from rrfp_jax.programs.specs import spec_of
-from rrfp_jax.runtime import PipelineRuntime, StepMetrics, start_in_process
+from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
@@ -70,6 +70,7 @@ class Pipeline:
         seed: of the random keys that chunks read.
         progress_deadline_s: how long no task may finish before the run is given up with a report; longer than any task.
         log_steps: how many steps of each stage's event log are kept.
+        wrap_stage: put around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`.
 
     Programs are compiled for the shapes of the first batch, before its first message.
     """
@@ -93,6 +94,7 @@ class Pipeline:
         seed: int = 0,
         progress_deadline_s: float = 600.0,
         log_steps: int = 2,
+        wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
         self.placement = _placement(self.chunks, placement, schedule)
@@ -102,7 +104,7 @@ class Pipeline:
         self._step_rules = StepRules(ordered=deterministic, agreement=agreement)
         self._edges = None if edges is None else tuple(edges)
         self._optimizer, self._seed, self._log_steps = optimizer, seed, log_steps
-        self._progress_deadline_s = progress_deadline_s
+        self._progress_deadline_s, self._wrap_stage = progress_deadline_s, wrap_stage
         self._devices = _devices(self.placement.num_stages, devices)
         self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
         if deterministic:
@@ -118,12 +120,14 @@ class Pipeline:
         schedule: ScheduleTable | None = None,
         window: int | tuple[int, ...] | None = None,
         backward: str | None = None,
+        wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None,
     ) -> "Pipeline":
         """A pipeline of its own that differs in the order of tasks only; compiled programs are shared.
 
         For comparing schedules: the new one starts with ``init`` and need not compile what this one has compiled.
         """
         twin = copy(self)
+        twin._wrap_stage = wrap_stage
         twin._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
         return twin
 
@@ -305,7 +309,7 @@ class Pipeline:
     def _start_runtime(self, states: dict[int, ChunkState], programs: dict[int, ChunkPrograms]) -> None:
         self._stages = []
 
-        def make_stage(stage: int, ship: Ship) -> ProgramStage:
+        def make_stage(stage: int, ship: Ship) -> StageExecutor:
             chunks = self.placement.chunks_of_stage[stage]
             made = ProgramStage(
                 self.order.graph,
@@ -318,7 +322,7 @@ class Pipeline:
                 ship=ship,
             )
             self._stages.append(made)
-            return made
+            return self._wrap_stage(made) if self._wrap_stage else made
 
         self._runtime = start_in_process(
             self.order.arbiters(self._step_rules),

@@ -2,8 +2,15 @@
 
 Which buffers a call takes over
 -------------------------------
-``backward`` consumes its stash and its accumulators, ``update`` its parameters, optimizer state and accumulators: the
-caller forgets what it passed and keeps what it got. ``forward`` and ``reduce`` consume nothing.
+``backward`` consumes its stash and its accumulators, ``input_gradient`` its stash, ``weight_gradient`` its accumulators
+and ``update`` its parameters, optimizer state and accumulators: the caller forgets what it passed and keeps what it
+got. ``forward``, ``prepare`` and ``reduce`` consume nothing. What is owed to a weight gradient holds some arrays of the
+stash, and the gradients that came and went, by reference: the rest is freed when the caller drops the stash.
+
+Derived values
+--------------
+What costs work and depends on parameters alone, such as weights cast to bfloat16, is computed once per update by
+``prepare`` and given to the programs that run a microbatch. Where ``derived`` is left out they call it themselves.
 
 The optimizer state is a tuple, one entry per *part* of the chunk: its own layers, then each shared layer by itself. A
 shared layer is initialised and updated by programs of its own, which are the same for every chunk that holds a copy:
@@ -13,7 +20,6 @@ All calls return as soon as the work is enqueued. Arrays may be JAX arrays on th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,30 +27,20 @@ import numpy as np
 import optax
 from jax.stages import Compiled
 
-from rrfp_jax.programs.backward import GradientPrograms, Stash, accumulator_spec, compile_gradients
 from rrfp_jax.programs.chunk import Chunk, Params
 from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.gradient_programs import GradientPrograms
+from rrfp_jax.programs.gradients import plan_gradients
+from rrfp_jax.programs.handover import Owed, Stash
 from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, zeros
+from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.rng import counters
 from rrfp_jax.programs.shapes import ChunkShapes, describe_chunk, holders
-from rrfp_jax.programs.specs import Specs, gradient_spec, num_bytes, spec_of
+from rrfp_jax.programs.sizes import ChunkSizes, temporaries
+from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, spec_of
+from rrfp_jax.programs.split import SplitReport
 from rrfp_jax.programs.update import reduce_function, update_function
 from rrfp_jax.tasks import PipelineGraph
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkSizes:
-    """Bytes of what a chunk holds: the first three once, the others per microbatch."""
-
-    params_bytes: int
-    accumulators_bytes: int
-    optimizer_bytes: int
-    outputs_bytes: int
-    """The output of one microbatch, as sent to each successor."""
-    stash_bytes: int
-    """What only the stash holds."""
-    kept_bytes: int
-    """Inputs, batch leaves and outputs that the stash keeps alive; others may hold the same buffers."""
 
 
 class ChunkPrograms:
@@ -60,6 +56,7 @@ class ChunkPrograms:
         optimizer: optax.GradientTransformation,
         sharding: jax.sharding.Sharding,
         seed: int,
+        remat: Remat,
     ) -> None:
         self.index = index
         self.chunk = chunks[index]
@@ -67,12 +64,12 @@ class ChunkPrograms:
         self.sharding = sharding
         self._chunks, self._optimizer, self._seed = tuple(chunks), optimizer, seed
         self._accumulators = accumulator_spec(self.shapes.params)
-        self._gradients: GradientPrograms = compile_gradients(self.chunk, index, graph, self.shapes, sharding=sharding)
-        self._forward, self._backward = self._gradients.forward, self._gradients.backward
-        self._kept = self._gradients.kept
-        self._uses_key = self.chunk.uses_key
+        self.plan = plan_gradients(self.chunk, index, graph, self.shapes, remat=remat)
+        self._gradients = GradientPrograms(self.plan, self.shapes.params, sharding=sharding)
+        self._uses_key, self._is_sink = self.chunk.uses_key, not graph.successors(index)
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
-        self.trains = self._backward is not None and bool(jax.tree.leaves(self.shapes.params))
+        self._loss_grads = jax.device_put(jax.tree.map(_ones, self.plan.output_grads), sharding)
+        self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self.shapes.params))
         """Whether the chunk has parameters that change: if not, ``reduce`` and ``update`` hand back what they get."""
         self.parts = parts_of(self.chunk, self.shapes.params)
         """Layer names, grouped as the entries of the optimizer state are."""
@@ -85,26 +82,35 @@ class ChunkPrograms:
     @property
     def compiled(self) -> dict[str, Compiled]:
         """The compiled programs by name, for their cost and memory analysis."""
-        programs = {
-            "forward": self._forward,
-            "backward": self._backward,
-            "reduce": self._reduce,
-            **{f"update {', '.join(part)}": update for part, update in zip(self.parts, self._updates, strict=False)},
-        }
-        return {name: program for name, program in programs.items() if program is not None}
+        programs = dict(self._gradients.compiled)
+        if self._reduce is not None:
+            programs["reduce"] = self._reduce
+        updates = {f"update {', '.join(part)}": each for part, each in zip(self.parts, self._updates, strict=False)}
+        return programs | updates
 
     @property
     def sizes(self) -> ChunkSizes:
-        """Bytes of parameters, optimizer state, accumulators and of one microbatch's data."""
-        stash = self._gradients.stash
+        """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs."""
+        plan, stash = self.plan, self.plan.stash.specs
         return ChunkSizes(
             params_bytes=num_bytes(self.shapes.params),
             accumulators_bytes=num_bytes(self._accumulators) if self.trains else 0,
             optimizer_bytes=num_bytes(self._states),
+            derived_bytes=num_bytes(self._gradients.derived),
+            inputs_bytes=num_bytes(self.shapes.inputs),
             outputs_bytes=num_bytes(self.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
             kept_bytes=num_bytes(stash.kept),
+            output_grads_bytes=0 if self._is_sink else num_bytes(plan.output_grads),
+            input_grads_bytes=num_bytes(plan.input_grads),
+            owed=plan.owed.num_bytes,
+            temporaries=temporaries(self.compiled),
         )
+
+    @property
+    def report(self) -> SplitReport | None:
+        """The arrays that pass from program to program, one by one; None for a chunk that no gradient reaches."""
+        return self.plan.report
 
     def initial_state(self, key: jax.Array) -> ChunkState:
         """The state to start from, from a typed key, the same key for all chunks."""
@@ -114,8 +120,19 @@ class ChunkPrograms:
         """Accumulators before the first backward: zeros like the parameters, float32."""
         return zeros(self._accumulators, self.sharding)
 
+    def prepare(self, params: Params) -> tuple[Any, ...]:
+        """What is derived from these parameters and costs work: valid until they change, empty if there is nothing."""
+        return self._gradients.prepare(params)
+
     def forward(
-        self, params: Params, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int = 0, microbatch: int = 0
+        self,
+        params: Params,
+        inputs: tuple[Any, ...],
+        leaves: dict[str, Any],
+        step: int = 0,
+        microbatch: int = 0,
+        *,
+        derived: tuple[Any, ...] | None = None,
     ) -> tuple[Any, Stash]:
         """Run one microbatch forward.
 
@@ -126,28 +143,61 @@ class ChunkPrograms:
         if self._absent_inputs is not None:
             inputs = _fill(inputs, self._absent_inputs)
         operands = (inputs, leaves, counters(self._seed, step, microbatch) if self._uses_key else ())
-        outputs, donated, saved = self._forward(params, operands)
-        if not self._kept:
-            return outputs, Stash(donated, saved)
-        at_hand = jax.tree.leaves((operands, outputs))
-        return outputs, Stash(donated, saved, tuple([at_hand[place] for place in self._kept]))
+        return self._gradients.forward(params, self.prepare(params) if derived is None else derived, operands)
 
     def backward(
-        self, params: Params, stash: Stash, output_grads: tuple[Any, ...], accumulators: Any
+        self,
+        params: Params,
+        stash: Stash,
+        output_grads: tuple[Any, ...],
+        accumulators: Any,
+        *,
+        derived: tuple[Any, ...] | None = None,
     ) -> tuple[tuple[Any, ...], Any]:
         """Run one microbatch backward, with the parameters that its forward had.
 
         ``output_grads`` has one entry per gradient successor, ascending, None for one that the microbatch skips, and is
         empty for a chunk that computes a loss. Returns one gradient per gradient predecessor, ascending, with None in
         place of leaves that have no gradient, and the accumulators with this microbatch's gradient of the summed loss.
+        Only for a chunk whose backward is not split.
         """
-        if self._backward is None:
+        self._check_backward(split=False)
+        derived = self.prepare(params) if derived is None else derived
+        return self._gradients.backward(params, derived, stash, self._complete(output_grads), accumulators)
+
+    def input_gradient(
+        self,
+        params: Params,
+        stash: Stash,
+        output_grads: tuple[Any, ...],
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> tuple[tuple[Any, ...], Owed]:
+        """The first half of a split backward: as ``backward``, but returns what it owes instead of accumulating."""
+        self._check_backward(split=True)
+        derived = self.prepare(params) if derived is None else derived
+        return self._gradients.input_gradient(params, derived, stash, self._complete(output_grads))
+
+    def weight_gradient(
+        self, params: Params, owed: Owed, accumulators: Any, *, derived: tuple[Any, ...] | None = None
+    ) -> Any:
+        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss."""
+        self._check_backward(split=True)
+        derived = self.prepare(params) if derived is None else derived
+        return self._gradients.weight_gradient(params, derived, owed, accumulators)
+
+    def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._is_sink:
+            return self._loss_grads
+        return output_grads if self._absent_grads is None else _fill(output_grads, self._absent_grads)
+
+    def _check_backward(self, *, split: bool) -> None:
+        if self.plan.split is None:
             raise ValueError(f"no gradient reaches chunk {self.index}: it has no backward")
-        if self._absent_grads is not None:
-            output_grads = _fill(output_grads, self._absent_grads)
-        donated, saved, kept = stash
-        accumulators, input_grads = self._backward(accumulators, donated, params, (saved, kept), output_grads)
-        return input_grads, accumulators
+        if self.plan.is_split != split:
+            calls = "input_gradient and weight_gradient" if self.plan.is_split else "backward"
+            state = "split" if self.plan.is_split else "in one piece"
+            raise ValueError(f"the backward of chunk {self.index} is {state}: call {calls}")
 
     def shared_part(self, accumulators: Any) -> dict[str, Any]:
         """The accumulators that the chunks which share parameters with this one need for ``reduce``."""
@@ -220,8 +270,7 @@ class ChunkPrograms:
         if len(self.shapes.inputs) > 1:
             inputs = tuple(zeros(spec, self.sharding) for spec in self.shapes.inputs)
         if len(graph.successors(self.index)) > 1:
-            grad = zeros(gradient_spec(self.shapes.outputs), self.sharding)
-            grads = (grad,) * len(graph.gradient_successors(self.index))
+            grads = (zeros(self.plan.output_grads[0], self.sharding),) * len(self.plan.output_grads)
         return inputs, grads
 
 
@@ -234,19 +283,27 @@ def compile_chunk(
     optimizer: optax.GradientTransformation,
     sharding: jax.sharding.Sharding,
     seed: int = 0,
+    remat: Remat = "none",
 ) -> ChunkPrograms:
     """Compile all programs of chunk ``index`` for the devices of ``sharding``.
 
     ``shapes`` comes from :func:`rrfp_jax.programs.shapes.derive_shapes`; ``seed`` (0 to 2**32 - 1) is that of the run's
-    random keys. The optimizer must treat every array by itself: see
-    :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the whole model.
+    random keys, ``remat`` says what the backward computes again. The chunks in ``graph.split`` get programs for input
+    gradient and weight gradient instead of one for the whole backward. The optimizer must treat every array by itself:
+    see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the whole model.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed {seed} does not fit 32 bits: give a number from 0 to {2**32 - 1}")
     try:
-        return ChunkPrograms(index, chunks, graph, shapes, optimizer=optimizer, sharding=sharding, seed=seed)
+        return ChunkPrograms(
+            index, chunks, graph, shapes, optimizer=optimizer, sharding=sharding, seed=seed, remat=remat
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
+
+
+def _ones(spec: jax.ShapeDtypeStruct) -> np.ndarray:
+    return np.ones(spec.shape, spec.dtype)
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,18 +1,20 @@
 """Which arrays of one microbatch pass from program to program of a chunk, and who holds them.
 
-From forward to backward goes the :class:`Stash`. Inputs, batch leaves and outputs in it are the caller's own arrays,
-by reference; so are, in what a split backward owes to its weight gradient, the arrays of the stash and the gradients
-that came and went. Programs return only what they make, since they would copy anything else.
+From forward to backward goes the :class:`Stash`. Inputs, batch leaves and outputs in it are the caller's own arrays, by
+reference. So are, in what a split backward owes to its weight gradient, the arrays of the stash and the gradients that
+come and go. Programs return only what they make, since they would copy anything else.
+
+Plans are places in flat lists, fixed once the chunk has been traced.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.programs.specs import Specs, gradient_spec, num_bytes
+from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.split import SplitBackward
 
 
@@ -28,30 +30,30 @@ class Stash(NamedTuple):
 
 
 Owed = tuple[Any, ...]
-"""What the weight gradient of one microbatch needs."""
+"""What the weight gradient of one microbatch needs, after its input gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwedBytes:
-    """Bytes that stay alive between input gradient and weight gradient; the four parts add up to the whole."""
+    """Bytes of what is owed between input gradient and weight gradient, by who holds it."""
 
-    from_stash: int = 0
+    stash: int = 0
     """Of what only the stash held."""
-    from_kept: int = 0
-    """Inputs, batch leaves and outputs."""
-    from_gradients: int = 0
-    """Gradients that came from successors, or that go to predecessors, by reference."""
+    kept: int = 0
+    """Inputs, batch leaves and outputs that the stash kept alive."""
+    gradients: int = 0
+    """Gradients as they came from a successor or go to a predecessor."""
     made: int = 0
     """What the input gradient's program makes for it."""
 
     @property
     def total(self) -> int:
-        return self.from_stash + self.from_kept + self.from_gradients + self.made
+        return self.stash + self.kept + self.gradients + self.made
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handover:
-    """Places of arrays in flat lists; fixed once a chunk has been traced."""
+class StashPlan:
+    """How a stash is put together and taken apart."""
 
     kept: tuple[int, ...] = ()
     """Leaves of ``(operands, outputs)`` that become ``Stash.kept``."""
@@ -59,40 +61,108 @@ class Handover:
     """Which of the arrays that the forward makes become ``Stash.donated``."""
     saved: tuple[int, ...] = ()
     """Which of them become ``Stash.saved``."""
-    stash: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
     """For each array of the split's stash its place in ``(*donated, *saved, *kept)``."""
+    specs: Stash = field(default_factory=Stash)
+    """Shapes and dtypes."""
+
+    def arrays(self, donated: Sequence[Any], saved: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """The stash as the split's functions take it."""
+        parts = (*donated, *saved, *kept)
+        return [parts[place] for place in self.order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwedPlan:
+    """How what is owed is put together."""
+
     sums: tuple[int, ...] = ()
     """Leaves of the sum of several successors' gradients that the input gradient's program makes for W."""
-    owed: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
     """Leaves of ``(saved, kept, output_grads, input_grads, made)`` that W gets."""
-    stash_specs: Stash = Stash()
-    owed_specs: Owed = ()
-    owed_bytes: OwedBytes = OwedBytes()
+    made: tuple[jax.ShapeDtypeStruct, ...] = ()
+    """Shapes and dtypes of what the input gradient's program makes, sums last."""
+    specs: Owed = ()
+    """Shapes and dtypes of all that is owed."""
+    num_bytes: OwedBytes = field(default_factory=OwedBytes)
 
 
-def plan_handover(
-    split: SplitBackward, operands: Specs, outputs: Specs, *, num_gradients: int, is_split: bool
-) -> Handover:
-    """Lay out the stash of a chunk and, for a split backward, what is owed.
-
-    ``num_gradients`` is the number of output gradients that its backward gets, each like ``outputs``.
-    """
-    num_operands = len(jax.tree.leaves(operands))
-    positions = {origin: [p for p, place in enumerate(split.stash_places) if place.origin == origin] for origin in _AT}
-    kept_positions = [*positions["input"], *positions["output"]]
-    offsets = {"input": 0, "output": num_operands}
-    kept = [offsets[split.stash_places[p].origin] + split.stash_places[p].index for p in kept_positions]
-
-    owed_places = split.owed_places if is_split else ()
-    needed_later = {place.index for place in owed_places if place.origin == "stash"}
-    made_for_owed = [s for s, place in zip(split.owed_specs, owed_places, strict=True) if place.origin == "made"] if is_split else []
-    results = [*split.input_gradient_specs, *made_for_owed]
-    donated, saved = _donatable(split.stash_specs, positions["made"], needed_later, results)
-    order = [*donated, *saved, *kept_positions]
-    base = Handover(
-        kept=tuple(kept),
-        donated=tuple(split.stash_places[p].index for p in donated),
-        saved=tuple(split.stash_places[p].index for p in saved),
-        stash=tuple(order.index(position) for position in range(len(order))),
+def plan_stash(split: SplitBackward, operands: Specs, *, results: Sequence[Any], owed: Collection[int]) -> StashPlan:
+    """``results`` are specs of what the backward returns, ``owed`` the arrays of the stash that outlive it."""
+    places, specs = split.stash_places, split.stash_specs
+    made = [p for p, place in enumerate(places) if place.origin == "made"]
+    kept = [p for p, place in enumerate(places) if place.origin != "made"]
+    donated = _donatable(specs, [p for p in made if p not in owed], results)
+    saved = [p for p in made if p not in donated]
+    order = [*donated, *saved, *kept]
+    offsets = {"input": 0, "output": len(jax.tree.leaves(operands))}
+    return StashPlan(
+        kept=tuple(offsets[places[p].origin] + places[p].position for p in kept),
+        donated=tuple(places[p].position for p in donated),
+        saved=tuple(places[p].position for p in saved),
+        order=tuple(order.index(position) for position in range(len(order))),
+        specs=Stash(*(tuple(specs[p] for p in part) for part in (donated, saved, kept))),
     )
-    return base
+
+
+def plan_owed(split: SplitBackward, stash: StashPlan, output_grads: Specs, input_grads: Specs) -> OwedPlan:
+    """``output_grads`` has one entry per gradient that the backward gets, ``input_grads`` one per gradient it sends."""
+    num_saved, num_kept = len(stash.specs.saved), len(stash.specs.kept)
+    after_grads = num_saved + num_kept + len(jax.tree.leaves(output_grads))
+    after_all = after_grads + len(jax.tree.leaves(input_grads))
+    sums, made = sums_owed(split, output_grads), made_specs(split, output_grads)
+
+    def leaf(origin: str, index: int) -> tuple[int, str]:
+        """The place of an array, and who holds it."""
+        if origin == "stash":
+            place = stash.order[index] - len(stash.specs.donated)
+            return place, "stash" if place < num_saved else "kept"
+        if origin == "input gradient":
+            return after_grads + index, "gradients"
+        if origin == "made":
+            return after_all + index, "made"
+        if sums:
+            return after_all + len(made) - len(sums) + sums.index(index), "made"
+        return num_saved + num_kept + index, "gradients"
+
+    leaves = [leaf(*place) for place in split.owed_places]
+    bytes_by_holder: Counter[str] = Counter()
+    for (_, holder), spec in zip(leaves, split.owed_specs, strict=True):
+        bytes_by_holder[holder] += num_bytes(spec)
+    return OwedPlan(
+        sums=sums,
+        leaves=tuple(place for place, _ in leaves),
+        made=made,
+        specs=split.owed_specs,
+        num_bytes=OwedBytes(**bytes_by_holder),
+    )
+
+
+def sums_owed(split: SplitBackward, output_grads: Specs) -> tuple[int, ...]:
+    """Which leaves of the output gradient are owed, where that is a sum that nobody holds."""
+    if len(output_grads) < 2:
+        return ()
+    return tuple(place.position for place in split.owed_places if place.origin == "output gradient")
+
+
+def made_specs(split: SplitBackward, output_grads: Specs) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of what an input gradient's program makes for W."""
+    own = [s for s, p in zip(split.owed_specs, split.owed_places, strict=True) if p.origin == "made"]
+    return (*own, *(jax.tree.leaves(output_grads[0])[leaf] for leaf in sums_owed(split, output_grads)))
+
+
+def _donatable(
+    specs: Sequence[jax.ShapeDtypeStruct], candidates: Sequence[int], results: Sequence[jax.ShapeDtypeStruct]
+) -> list[int]:
+    """The candidates whose memory a result of the same shape can take over.
+
+    Only results that match in shape and dtype can take a buffer over; donating more has no effect but a warning.
+    """
+    wanted = Counter((spec.shape, spec.dtype) for spec in results)
+    donated = []
+    for place in candidates:
+        kind = (specs[place].shape, specs[place].dtype)
+        if wanted[kind] > 0:
+            wanted[kind] -= 1
+            donated.append(place)
+    return donated

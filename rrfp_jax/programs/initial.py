@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rrfp_jax.programs.backward import accumulator_spec
 from rrfp_jax.programs.chunk import Chunk, Params
 from rrfp_jax.programs.shapes import holders
+from rrfp_jax.programs.specs import accumulator_spec
 
 
 @dataclass
@@ -23,6 +23,9 @@ class ChunkState:
     """One entry per part of the chunk (see :func:`parts_of`); empty for a chunk that does not train."""
     accumulators: Any
     """Gradients of the summed loss, float32; zeros between steps."""
+    derived: tuple[Any, ...] | None = None
+    """What the compiled programs derive from ``params``; None until they have prepared it. It is not part of a
+    checkpoint, and stale once ``params`` change."""
 
 
 def parts_of(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

@@ -69,7 +69,7 @@ class Place(NamedTuple):
     """Where an array of a stash, or of what is owed, comes from."""
 
     origin: Origin
-    index: int
+    position: int
     """Among the flattened inputs or outputs, the gradients of their differentiable leaves, the stash, or what the
     program made beside its results."""
 
@@ -196,9 +196,7 @@ class SplitBackward:
         count = len(self._joined.inputs_grad)
         return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
 
-    def owed_of(
-        self, stash: Sequence[Any], output_grad: Any, input_grad: Any, made: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def owed_of(self, stash: Sequence[Any], output_grad: Any, input_grad: Any, made: Sequence[Any]) -> tuple[Any, ...]:
         """What is owed, from the stash, the output gradient and what `backward_made` returned; no array is touched."""
         traced = self._traced
         sources = {
@@ -260,7 +258,7 @@ def _made(values: Sequence[Value], places: Sequence[Place]) -> list[Value]:
 
 
 def _gather(places: Sequence[Place], sources: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    return tuple(sources[place.origin][place.index] for place in places)
+    return tuple(sources[place.origin][place.position] for place in places)
 
 
 @dataclass(frozen=True, eq=False)

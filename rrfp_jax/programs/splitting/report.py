@@ -65,7 +65,7 @@ class SplitReport:
     def __str__(self) -> str:
         lines = [
             f"jax.vjp keeps {self.residual_bytes:,} B, {self.fixed_residual_bytes:,} B of it from parameters alone",
-            f"stash {self.stash_bytes:,} B, as they are: {self.input_bytes:,} B inputs, {self.output_bytes:,} B outputs",
+            f"stash {self.stash_bytes:,} B, as they are: {self.input_bytes:,} B in, {self.output_bytes:,} B out",
             *map(str, self.stash),
             f"owed {self.owed_bytes:,} B ({self.owed_from_stash_bytes:,} B kept from the stash)",
             *map(str, self.owed),

@@ -15,6 +15,7 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.network.plain import MalformedMessage, field
+from rrfp_jax.tasks import NO_MICROBATCH
 
 _NATIVE = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 _DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NATIVE.split()}
@@ -23,6 +24,7 @@ for _name in dir(ml_dtypes):
     if isinstance(_type, type) and issubclass(_type, np.generic):
         _DTYPES[_name] = np.dtype(_type)
 
+_KINDS = {str(kind): kind for kind in MessageKind}
 _MAX_DEPTH = 32
 _MAX_NDIM = 32
 _MAX_BYTES = 1 << 48
@@ -78,8 +80,8 @@ def decode(header: Mapping[str, Any], frames: Sequence[Any], *, alignment: int =
 def _message(fields: list[Any]) -> Message:
     match fields:
         case [str() as kind, int() as source, int() as target, int() as microbatch]:
-            if kind in MessageKind and min(source, target) >= 0 and microbatch >= -1:
-                return Message(MessageKind(kind), source, target, microbatch)
+            if kind in _KINDS and min(source, target) >= 0 and microbatch >= NO_MICROBATCH:
+                return Message(_KINDS[kind], source, target, microbatch)
     raise MalformedMessage(f"{fields!r:.80} is not the identity of a message")
 
 

@@ -1,0 +1,153 @@
+"""A chunk's forward and backward as functions over flat operands: traced, cut and laid out, but not yet compiled.
+
+All of them come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.split`), whether the backward
+stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.handover import OwedPlan, StashPlan, made_specs, plan_owed, plan_stash
+from rrfp_jax.programs.remat import Remat, rematerialised
+from rrfp_jax.programs.rng import counters, microbatch_key
+from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs
+from rrfp_jax.programs.specs import Specs, gradient_spec
+from rrfp_jax.programs.split import SplitBackward, SplitReport, split_backward
+from rrfp_jax.tasks import PipelineGraph
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GradientPlan:
+    """The functions of one chunk and the shapes of what they take and return; made by :func:`plan_gradients`."""
+
+    is_split: bool
+    """Whether the backward is cut into input gradient and weight gradient."""
+    operands: Specs
+    """``(inputs, leaves, counters)``."""
+    output_grads: Specs
+    """One entry per gradient that the backward gets, ascending."""
+    input_grads: Specs
+    """One entry per gradient that it returns, ascending."""
+    stash: StashPlan
+    owed: OwedPlan
+    apply: Callable[[Any, Any], Any]
+    split: SplitBackward | None
+    """None for a chunk that no gradient reaches."""
+    senders: tuple[int, ...]
+    """Places, among the inputs, of those that get a gradient."""
+
+    @cached_property
+    def report(self) -> SplitReport | None:
+        """What crosses from program to program array by array, beside what ``jax.vjp`` would keep."""
+        return self.split.report if self.split is not None else None
+
+    def prepare(self, params: Any) -> tuple[Any, ...]:
+        """What is derived from parameters alone and costs work."""
+        return self.split.prepare(params) if self.split is not None else ()
+
+    def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+        """(outputs, donated, saved)."""
+        if self.split is None:
+            return self.apply(params, operands), (), ()
+        outputs, made = self.split.forward_made(params, operands, derived=derived)
+        return outputs, tuple(made[i] for i in self.stash.donated), tuple(made[i] for i in self.stash.saved)
+
+    def backward(
+        self, owned: Any, params: Any, derived: Any, rest: Any, output_grads: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(accumulators, input_grads); ``owned`` is ``(accumulators, donated)``, ``rest`` is ``(saved, kept)``."""
+        accumulators, donated = owned
+        assert self.split is not None
+        stash = self.stash.arrays(donated, *rest)
+        operand_grads, params_grads = self.split.full_backward(
+            params, stash, _ordered_sum(output_grads), derived=derived
+        )
+        return _accumulate(accumulators, params_grads), self._pick_inputs(operand_grads)
+
+    def input_gradient(
+        self, donated: Any, params: Any, derived: Any, rest: Any, output_grads: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """(input_grads, made)."""
+        assert self.split is not None
+        stash, total = self.stash.arrays(donated, *rest), _ordered_sum(output_grads)
+        operand_grads, made = self.split.backward_made(params, stash, total, derived=derived)
+        leaves = jax.tree.leaves(total)
+        return self._pick_inputs(operand_grads), (*made, *(leaves[i] for i in self.owed.sums))
+
+    def weight_gradient(self, accumulators: Any, params: Any, derived: Any, owed: Any) -> Any:
+        """The accumulators with one more microbatch."""
+        assert self.split is not None
+        return _accumulate(accumulators, self.split.weight_gradient(params, owed, derived=derived))
+
+    def _pick_inputs(self, operand_grads: Any) -> tuple[Any, ...]:
+        return tuple(operand_grads[0][place] for place in self.senders)
+
+
+def plan_gradients(
+    chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, *, remat: Remat = "none"
+) -> GradientPlan:
+    """Trace the forward of a chunk and, where a gradient reaches it, its backward; nothing is compiled."""
+    operands = (shapes.inputs, shapes.leaves, counters_spec() if chunk.uses_key else ())
+    apply = rematerialised(_apply(chunk, is_sink=not graph.successors(index)), remat)
+    senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
+    input_grads = tuple(gradient_spec(shapes.inputs[place]) for place in senders)
+    num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
+    output_grads = (gradient_spec(shapes.outputs),) * num_gradients
+    split, is_split, stash, owed = None, False, StashPlan(), OwedPlan()
+    if graph.has_backward(index):
+        is_split = index in graph.split
+        wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
+        split = split_backward(apply, shapes.params, operands, input_gradients=wanted)
+        made = made_specs(split, output_grads) if is_split else ()
+        outliving = {p.position for p in split.owed_places if p.origin == "stash"} if is_split else ()
+        results = [*jax.tree.leaves(input_grads), *made]
+        stash = plan_stash(split, operands, results=results, owed=outliving)
+        owed = plan_owed(split, stash, output_grads, input_grads) if is_split else owed
+    return GradientPlan(
+        is_split=is_split,
+        operands=operands,
+        output_grads=output_grads,
+        input_grads=input_grads,
+        stash=stash,
+        owed=owed,
+        apply=apply,
+        split=split,
+        senders=senders,
+    )
+
+
+def counters_spec() -> jax.ShapeDtypeStruct:
+    """The shape of what :func:`rrfp_jax.programs.rng.counters` returns."""
+    value = counters(0, 0, 0)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _apply(chunk: Chunk, *, is_sink: bool) -> Callable[[Any, Any], Any]:
+    def apply(params: Any, operands: Any) -> Any:
+        inputs, leaves, numbers = operands
+        key = microbatch_key(numbers[0], numbers[1], numbers[2]) if chunk.uses_key else None
+        outputs = chunk.apply(params, arrange_inputs(inputs), leaves, key=key)
+        if not is_sink:
+            return outputs
+        loss_sum, weight = outputs
+        return loss_sum, jax.lax.stop_gradient(weight)
+
+    return apply
+
+
+def _accumulate(accumulators: Any, params_grads: Any) -> Any:
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulators, params_grads)
+
+
+def _ordered_sum(output_grads: Sequence[Any]) -> Any:
+    """The sum of the successors' gradients, from the first to the last."""
+    total = output_grads[0]
+    for grads in output_grads[1:]:
+        total = jax.tree.map(jnp.add, total, grads)
+    return total

@@ -1,0 +1,35 @@
+"""A stage whose tasks are held up: jitter for real programs, to show that results do not depend on timing."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.tasks import Task
+
+Delay = Callable[[int, Task], float]
+"""Seconds by which a task of a step is held up before it runs."""
+
+
+class DelayedStage:
+    """Wraps a stage's executor; give ``lambda stage: DelayedStage(stage, delay)`` to ``Pipeline(wrap_stage=...)``."""
+
+    def __init__(self, inner: StageExecutor, delay: Delay) -> None:
+        self._inner, self._delay = inner, delay
+
+    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
+        self._inner.begin(step, batch, absent)
+
+    def run(self, step: int, task: Task) -> None:
+        time.sleep(self._delay(step, task))
+        self._inner.run(step, task)
+
+    def payload(self, step: int, message: Message) -> Any:
+        return self._inner.payload(step, message)
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        self._inner.accept(step, message, payload)
+
+    def finish(self, step: int) -> Any:
+        return self._inner.finish(step)
