@@ -196,6 +196,7 @@ def test_a_hung_task_ends_the_run_at_the_deadline_and_the_report_names_it() -> N
             metrics.result()
         assert time.perf_counter() - start < 5
         assert "1F0 waits for the activation of microbatch 0 from chunk 0 to chunk 1 (stage 0)" in str(caught.value)
+        assert str(caught.value).endswith("all stages that wait do so, directly or not, for stage 0")
     finally:
         release.set()
         pipeline.close()

@@ -44,7 +44,23 @@ class WaitForReport:
     stages: tuple[StageState, ...]
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, *(f"  {stage}" for stage in self.stages)])
+        lines = [self.summary, *(f"  {stage}" for stage in self.stages)]
+        if culprits := self.culprits():
+            names = " and ".join(f"stage {stage}" for stage in culprits)
+            lines.append(f"all stages that wait do so, directly or not, for {names}")
+        return "\n".join(lines)
+
+    def culprits(self) -> tuple[int, ...]:
+        """The stages for which all waiting ones wait in the end: they run a task or failed in one."""
+        by_stage = {state.stage: state for state in self.stages}
+        reached: set[int] = set()
+        frontier = {stage for state in self.stages for stage in state.waits_for_stages}
+        while frontier:
+            reached |= frontier
+            frontier = {
+                s for stage in frontier if stage in by_stage for s in by_stage[stage].waits_for_stages
+            } - reached
+        return tuple(sorted(stage for stage in reached if stage not in by_stage or by_stage[stage].running))
 
     def as_dict(self) -> dict[str, object]:
         """The report as plain data for JSON."""
@@ -71,7 +87,8 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False) 
     """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
     placement, reason = arbiter.placement, arbiter.idle_reason()
     waiting = sorted(
-        (w for w in arbiter.waiting() if w.missing_messages), key=lambda w: (bool(w.missing_local), w.microbatch)
+        (w for w in arbiter.waiting() if w.missing_messages),
+        key=lambda w: (bool(w.missing_local), w.microbatch < 0, w.microbatch),
     )
     shown = [w for w in waiting if not w.missing_local][:_MAX_TASKS_SHOWN] or waiting[:_MAX_TASKS_SHOWN]
     owing = {message: _sender(message, placement) for w in shown for message in w.missing_messages}

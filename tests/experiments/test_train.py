@@ -105,3 +105,13 @@ def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
     del content["run"]["steps"]
     with pytest.raises(ValueError, match=r"run\.steps is missing"):
         load_train_config(write_config(tmp_path, yaml.safe_dump(content)), {})
+
+
+def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Path) -> None:
+    result = run_command(
+        "train", "--config", DEBUG, *SMALL, "--num-stages", 2, "--progress-deadline-s", 1e-4, "--run-dir", tmp_path
+    )
+    assert result.returncode == 3, result.stderr
+    assert "no task finished" in result.stderr
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert [state["stage"] for state in report["stages"]] == [0, 1]
