@@ -188,12 +188,18 @@ class StageArbiter:
                 raise IllegalTransition(f"stage {self.stage}: step {event.step} was started again after its end")
             return False
         if not isinstance(event, StepStarted) or self.is_active:
-            self._early[event.step] = (*self._early.get(event.step, ()), event)
+            self._keep(event)
             return False
         if self.step is not None and event.step != self.step + 1:
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started after step {self.step}")
         self._start_step(event, out)
         return True
+
+    def _keep(self, event: InputArrived | StepStarted) -> None:
+        kept = self._early.get(event.step, ())
+        if isinstance(event, StepStarted) and any(isinstance(early, StepStarted) for early in kept):
+            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
+        self._early[event.step] = (*kept, event)
 
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
         self.step, self.is_active = event.step, True

@@ -484,3 +484,11 @@ def test_rules_default_to_updates_and_full_agreement():
     arbiter = StageArbiter(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
     assert arbiter.rules == StepRules(ordered=False, updates=True, agreement=Agreement.ALL)
     assert replace(arbiter.rules, ordered=True).ordered
+
+
+def test_a_later_step_cannot_be_started_twice_either():
+    arbiter = StageArbiter(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
+    arbiter.handle(StepStarted(0, 0.0))
+    arbiter.handle(StepStarted(1, 0.0))
+    with pytest.raises(IllegalTransition, match="step 1 was started twice"):
+        arbiter.handle(StepStarted(1, 0.0))
