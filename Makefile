@@ -62,8 +62,8 @@ bench: setup ## measure what the runtime itself costs
 # ----------------------------------------------------------------------------------------------------- checks
 
 .PHONY: test test-slow check lint types imports format
-test: dev ## run the fast tests
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: dev ## run the fast tests, on all cores
+	@$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
 	@$(BIN)/python -m pytest -m slow $(ARGS)

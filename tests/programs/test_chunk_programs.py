@@ -109,7 +109,8 @@ def test_an_input_passed_through_is_not_spoilt_by_the_backward() -> None:
     np.testing.assert_allclose(accumulators["w"], (kept[1] * np.exp(2)).sum((0, 1)), rtol=1e-6)
 
 
-def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs(split: bool) -> None:
     traces = 0
 
     def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
@@ -118,7 +119,7 @@ def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs() -
         return jnp.tanh(inputs * params["w"])
 
     counted = Chunk(name="counted", init=lambda key: {"w": jnp.ones(WIDTH)}, apply=apply)
-    graph = chain(3, 2)
+    graph = chain(3, 2, split=split)
     programs = compile_all([embedding(), counted, head()], graph, make_batch(2), optax.adam(0.1))
     trainer = Trainer(programs, graph)
     for step in range(3):

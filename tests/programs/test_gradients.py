@@ -1,14 +1,19 @@
 """The gradients that the compiled programs accumulate equal those of jax.grad on the composed model."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.handover import Stash
+from rrfp_jax.programs.initial import ChunkState, initial_state
 from rrfp_jax.tasks import Edge, PipelineGraph, chain
 from tests.programs.toys import (
     WIDTH,
@@ -23,6 +28,7 @@ from tests.programs.toys import (
     reference_loss,
     run_gradients,
     run_reduce,
+    weights,
 )
 
 
@@ -33,13 +39,32 @@ class Checked(NamedTuple):
 
 
 def check(chunks: list[Chunk], graph: PipelineGraph, *, views: bool = True, tolerance: float = 1e-5) -> Checked:
-    """Run all microbatches and compare the summed loss, every gradient and the squared norm with plain JAX."""
-    batch = make_batch(graph.num_microbatches)
-    programs = compile_all(chunks, graph, batch)
-    params = [p.initial_state(jax.random.key(0)).params for p in programs]
-    reference = jax.jit(jax.value_and_grad(reference_loss(chunks, graph), has_aux=True))
-    (loss, weight), expected = reference(merged(params), batch)
+    """Run all microbatches and compare the summed loss, every gradient and the squared norm with plain JAX.
 
+    Backwards run in one piece, then split into input and weight gradient; returns the former.
+    """
+    batch = make_batch(graph.num_microbatches)
+    params = [state.params for state in initial_states(chunks, graph)]
+    reference = jax.jit(jax.value_and_grad(reference_loss(chunks, graph), has_aux=True))
+    expected = reference(merged(params), batch)
+    split = replace(graph, split=frozenset(range(graph.num_chunks)))
+    halves = run(chunks, split, params, batch, expected, views=views, tolerance=tolerance)
+    whole = run(chunks, graph, params, batch, expected, views=views, tolerance=tolerance)
+    assert_close(halves.reduced, whole.reduced, max(1e-5, 0.1 * tolerance))
+    return whole
+
+
+def initial_states(chunks: list[Chunk], graph: PipelineGraph) -> list[ChunkState]:
+    sharding = [SingleDeviceSharding(jax.devices()[c]) for c in range(len(chunks))]
+    key, optimizer = jax.random.key(0), optax.sgd(0.1)
+    return [initial_state(tuple(chunks), c, key, optimizer, sharding[c], trains=False) for c in range(len(chunks))]
+
+
+def run(
+    chunks: list[Chunk], graph: PipelineGraph, params: Any, batch: Any, reference: Any, *, views: bool, tolerance: float
+) -> Checked:
+    (loss, weight), expected = reference
+    programs = compile_all(chunks, graph, batch)
     gradients = run_gradients(programs, graph, params, batch, views=views)
     reduced, report = run_reduce(programs, graph, gradients.accumulators, views=views)
     np.testing.assert_allclose(sum(entry[2] for entry in gradients.losses), loss, rtol=max(1e-5, tolerance * 1e-2))
@@ -116,7 +141,7 @@ def test_frozen_encoder_has_no_backward() -> None:
     params, state, accumulators = frozen.update({"kept": 1}, (), {}, 1.0, True)
     assert (params, state, accumulators) == ({"kept": 1}, (), {})
     with pytest.raises(ValueError, match="no gradient reaches chunk 0"):
-        frozen.backward({}, ((), (), ()), (), {})
+        frozen.backward({}, Stash(), (), {})
 
 
 def test_chunks_without_parameters_and_integer_inputs() -> None:
@@ -182,7 +207,7 @@ def test_rematerialised_scan_over_stacked_layers() -> None:
 
     stacked = Chunk(
         name="stacked",
-        init=lambda key: {"stack": 0.3 * jax.random.normal(key, (4, WIDTH, WIDTH))},
+        init=lambda key: {"stack": weights(key, 1, 4, WIDTH, WIDTH)},
         apply=lambda params, inputs, leaves, *, key: jax.lax.scan(layer, inputs, params["stack"])[0],
     )
     check([embedding(), stacked, head()], chain(3, 2))

@@ -1,5 +1,6 @@
 """Small chunks, and a driver that runs the compiled programs of a whole step one after another."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.rng import microbatch_key
 from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
 from rrfp_jax.tasks import PipelineGraph
@@ -19,14 +21,16 @@ from rrfp_jax.tasks import PipelineGraph
 VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
 
 
-def normal(key: jax.Array, fold: int, *shape: int) -> jax.Array:
-    return 0.3 * jax.random.normal(jax.random.fold_in(key, fold), shape)
+def weights(key: jax.Array, number: int, *shape: int) -> jax.Array:
+    """Numbers that depend on the key and on ``number``; without a random generator, which takes long to compile."""
+    seed = jax.random.key_data(key)[-1].astype(jnp.float32)
+    return 0.4 * jnp.sin(12.9898 * jnp.arange(math.prod(shape)) + 78.233 * number + seed).reshape(shape)
 
 
 def embedding(name: str = "embedding", leaf: str = "tokens", *, shared: bool = False) -> Chunk:
     return Chunk(
         name=name,
-        init=lambda key: {name: {"table": normal(key, 1, VOCAB, WIDTH)}},
+        init=lambda key: {name: {"table": weights(key, 1, VOCAB, WIDTH)}},
         apply=lambda params, inputs, leaves, *, key: params[name]["table"][leaves[leaf]],
         leaves=(leaf,),
         shared=frozenset([name] if shared else []),
@@ -37,8 +41,8 @@ def mlp(layer: int, dtype: Any = jnp.float32) -> Chunk:
     name = f"layers.{layer}"
 
     def init(key: jax.Array) -> Any:
-        key = jax.random.fold_in(key, layer)
-        return {name: {"up": normal(key, 1, WIDTH, 16), "bias": normal(key, 2, 16), "down": normal(key, 3, 16, WIDTH)}}
+        shapes = {"up": (WIDTH, 16), "bias": (16,), "down": (16, WIDTH)}
+        return {name: {w: weights(key, 10 * layer + i, *shape) for i, (w, shape) in enumerate(shapes.items())}}
 
     def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
         p = jax.tree.map(lambda w: w.astype(dtype), params[name])
@@ -52,8 +56,8 @@ def attention(layer: int, dropout: float = 0.0) -> Chunk:
     name = f"layers.{layer}"
 
     def init(key: jax.Array) -> Any:
-        key = jax.random.fold_in(key, layer)
-        return {name: {w: normal(key, i, WIDTH, WIDTH) for i, w in enumerate("qkvo")}, f"{name}.norm": jnp.ones(WIDTH)}
+        layers = {w: weights(key, 10 * layer + i, WIDTH, WIDTH) for i, w in enumerate("qkvo")}
+        return {name: layers, f"{name}.norm": jnp.ones(WIDTH)}
 
     def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
         p = params[name]
@@ -70,7 +74,7 @@ def attention(layer: int, dropout: float = 0.0) -> Chunk:
 
 def head(table: str = "head", *, shared: bool = False, num_inputs: int = 1) -> Chunk:
     def init(key: jax.Array) -> Any:
-        return {table: {"table": normal(key, 99, VOCAB, WIDTH)}, "final": {"scale": jnp.ones(WIDTH)}}
+        return {table: {"table": weights(key, 99, VOCAB, WIDTH)}, "final": {"scale": jnp.ones(WIDTH)}}
 
     def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
         x = inputs if num_inputs == 1 else sum(inputs)
@@ -109,6 +113,7 @@ def compile_all(
     batch: dict[str, np.ndarray],
     optimizer: optax.GradientTransformation | None = None,
     seed: int = 7,
+    remat: Remat = "none",
 ) -> list[ChunkPrograms]:
     shapes = derive_shapes(chunks, graph, microbatch_spec(batch))
     devices = jax.devices()
@@ -121,6 +126,7 @@ def compile_all(
             optimizer=optimizer or optax.sgd(0.1),
             sharding=SingleDeviceSharding(devices[c % len(devices)]),
             seed=seed,
+            remat=remat,
         )
         for c in range(len(chunks))
     ]
@@ -148,8 +154,12 @@ def run_gradients(
     step: int = 0,
     order: Callable[[range], Any] = iter,
 ) -> Gradients:
-    """Forward and backward of every microbatch, one microbatch after the other in the given order."""
+    """Forward and backward of every microbatch, one microbatch after the other in the given order.
+
+    What a split backward owes is paid in the end of the microbatch.
+    """
     accumulators = [p.zeros() for p in programs]
+    derived = [p.prepare(held) for p, held in zip(programs, params, strict=True)]
     losses = []
     for m in order(range(graph.num_microbatches)):
         outputs: dict[int, Any] = {}
@@ -161,9 +171,10 @@ def run_gradients(
                 send(outputs[p], program, views=views) if p in outputs else None for p in graph.predecessors(c)
             )
             leaves = {name: batch[name][m] for name in program.chunk.leaves}
-            outputs[c], stashes[c] = program.forward(params[c], inputs, leaves, step, m)
+            outputs[c], stashes[c] = program.forward(params[c], inputs, leaves, step, m, derived=derived[c])
         losses += [(m, c, *map(float, outputs[c])) for c in outputs if not graph.successors(c)]
         grads: dict[tuple[int, int], Any] = {}
+        owed: dict[int, Any] = {}
         for c in reversed(range(len(programs))):
             if not (graph.exists(c, m) and graph.has_backward(c)):
                 continue
@@ -171,8 +182,14 @@ def run_gradients(
                 send(grads[s, c], programs[c], views=views) if (s, c) in grads else None
                 for s in graph.gradient_successors(c)
             )
-            outgoing, accumulators[c] = programs[c].backward(params[c], stashes.pop(c), incoming, accumulators[c])
+            given = (params[c], stashes.pop(c), incoming)
+            if c in graph.split:
+                outgoing, owed[c] = programs[c].input_gradient(*given, derived=derived[c])
+            else:
+                outgoing, accumulators[c] = programs[c].backward(*given, accumulators[c], derived=derived[c])
             grads |= {(c, p): grad for p, grad in zip(graph.gradient_predecessors(c), outgoing, strict=True)}
+        for c, debt in owed.items():
+            accumulators[c] = programs[c].weight_gradient(params[c], debt, accumulators[c], derived=derived[c])
     return Gradients(accumulators, tuple(losses))
 
 

@@ -12,11 +12,13 @@ latter reads. Then
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rrfp_jax.programs.splitting.ir import Node, Operand, Value, is_fixed, values
 from rrfp_jax.programs.splitting.liveness import slice_nodes
 from rrfp_jax.programs.splitting.lowering import lower, new_value
+from rrfp_jax.programs.splitting.merging import Twins, merge_fixed, renamed
 from rrfp_jax.programs.splitting.operations import Apply
 from rrfp_jax.programs.splitting.rules import is_free
 from rrfp_jax.programs.splitting.tracing import Spec, Traced
@@ -55,12 +57,18 @@ def join(traced: Traced) -> Joined:
     inputs = [_value(spec, fixed=False) for spec in traced.inputs.specs]
     forward: list[Node] = []
     results = lower(traced.forward, [*params, *inputs], forward)
+    known: dict[Hashable, Node] = {}
+    twins: Twins = {}
+    forward = merge_fixed(forward, known, twins)
+    results = renamed(results, twins)
     outputs, residuals = results[: len(traced.outputs.specs)], results[len(traced.outputs.specs) :]
 
     pairs = zip(traced.outputs.specs, traced.outputs.differentiable, strict=True)
     cotangents = [_value(spec, fixed=False) for spec, wanted in pairs if wanted]
     backward: list[Node] = []
     gradients = lower(traced.backward, [*residuals, *cotangents], backward)
+    backward = merge_fixed(backward, known, twins)
+    gradients = renamed(gradients, twins)
     num_params = sum(traced.params.differentiable)
 
     whole = [*_repeatable(forward, residuals), *backward]

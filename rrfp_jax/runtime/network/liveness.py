@@ -12,7 +12,7 @@ import threading
 import time
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class Liveness:
 
     Args:
         gate: answered on this thread, for all connections of ``context``.
-        data_sockets: the sockets that carry messages, (listening, connecting); their connections are watched too.
+        data_sockets: the sockets that carry messages; their connections are watched too.
         deadline_s: see :class:`~rrfp_jax.runtime.network.pulse.Pulse`.
     """
 
@@ -68,7 +68,7 @@ class Liveness:
         self,
         context: Context,
         gate: Gate,
-        data_sockets: tuple[Socket, Socket],
+        data_sockets: Sequence[Socket],
         *,
         rank: int,
         key: RunKey,
@@ -100,6 +100,7 @@ class Liveness:
         self._started_s = 0.0
         self._next_beat_s = 0.0
         self._rank_at: dict[str, int] = {}
+        self._heartbeats_of: dict[int, str] = {}
         self._awaited: set[str] = set()
         self._present: set[int] = set()
         self._suspects: dict[int, float] = {}
@@ -109,8 +110,8 @@ class Liveness:
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, str]]) -> None:
-        """Begin to expect the peers at ``addresses``: (of messages, of heartbeats) by rank."""
+    def follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, ...]]) -> None:
+        """Begin to expect the peers at ``addresses``: by rank, that of heartbeats first."""
         self._command(lambda: self._follow(loop, addresses))
 
     def stop(self, timeout_s: float) -> None:
@@ -133,11 +134,14 @@ class Liveness:
         try:
             while self._running:
                 pause_s = self._next_beat_s - time.monotonic()
-                poller.poll(max(0.0, min(pause_s, self._pulse.interval_s)) * 1000 + 1)
+                poller.poll(1 + round(max(0.0, min(pause_s, self._pulse.interval_s)) * 1000))
                 self._pulse.advance(time.monotonic())
                 self._gate.answer()
                 self._obey()
                 self._look()
+        except Exception as error:
+            _LOG.exception("the liveness thread of rank %d failed", self._rank)
+            self._watchers.lost(self._rank, f"its own watch over the others failed: {error!r}")
         finally:
             self._close_all()
 
@@ -161,16 +165,17 @@ class Liveness:
         while self._commands:
             self._commands.popleft()()
 
-    def _follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, str]]) -> None:
+    def _follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, ...]]) -> None:
         self._loop = loop
         self._pulse = Pulse(addresses, self._deadline_s, time.monotonic())
         self._present = set(addresses)
         pair = self._key.pair(rank_role(self._rank))
-        for rank, both in addresses.items():
-            self._rank_at |= dict.fromkeys(both, rank)
-            self._awaited.update(both)
+        for rank, places in addresses.items():
+            self._rank_at |= dict.fromkeys(places, rank)
+            self._awaited.update(places)
+            self._heartbeats_of[rank] = places[0]
             connect_as(self._subscriber, pair, self._key.pair(rank_role(rank)).public)
-            self._subscriber.connect(both[1])
+            self._subscriber.connect(places[0])
         if not addresses:
             self._watchers.connected()
 
@@ -243,6 +248,8 @@ class Liveness:
         self._present.discard(rank)
         self._suspects.pop(rank, None)
         self._pulse.forget(rank)
+        with suppress(zmq.ZMQError):
+            self._subscriber.disconnect(self._heartbeats_of[rank])
 
     def _end(self) -> None:
         self._beat(leaves=True)

@@ -38,7 +38,8 @@ def unpack(data: bytes) -> Any:
     if len(data) > MAX_HEADER_BYTES:
         raise MalformedMessage(f"a header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_refuse_extension)
+        # timestamp=1 turns msgpack's only built-in extension into a plain float.
+        return msgpack.unpackb(data, raw=False, strict_map_key=False, timestamp=1, ext_hook=_refuse_extension)
     except Exception as error:  # the parser raises errors of many types on garbage, RecursionError among them
         raise MalformedMessage(f"a header that is not msgpack: {type(error).__name__}: {error}") from error
 

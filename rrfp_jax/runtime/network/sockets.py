@@ -80,6 +80,13 @@ class ConnectionEvent(NamedTuple):
     failed: str | None = None
 
 
+def descriptor(socket: Socket) -> int:
+    """The file descriptor that wakes when the state of the socket may have changed."""
+    number = socket.fd
+    assert isinstance(number, int)
+    return number
+
+
 def watch(socket: Socket) -> Socket:
     """Begin to report a socket's connections; the returned socket may be read by another thread."""
     monitor = socket.get_monitor_socket(WATCHED_EVENTS)
@@ -90,7 +97,7 @@ def watch(socket: Socket) -> Socket:
 def connection_events(monitor: Socket) -> list[ConnectionEvent]:
     """The events that wait on a monitor."""
     events = []
-    while monitor.get(zmq.EVENTS) & zmq.POLLIN:
+    while monitor.poll(0):
         message = recv_monitor_message(monitor, zmq.NOBLOCK)
         kind = int(message["event"])
         events.append(

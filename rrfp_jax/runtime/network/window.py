@@ -14,7 +14,7 @@ from rrfp_jax.runtime.network.plain import MalformedMessage
 class Outgoing(NamedTuple):
     """A message on its way; ``frames`` keep its buffers alive."""
 
-    topic: str
+    topic: bytes
     header: bytes
     frames: Sequence[Any]
     num_bytes: int
@@ -47,7 +47,7 @@ class SendWindow:
         num_new = count - self._num_confirmed
         if not 0 <= num_new <= len(self._sent):
             raise MalformedMessage(
-                f"a confirmation of {count} messages: {self._num_confirmed} were confirmed, {len(self._sent)} sent since"
+                f"{count} messages are confirmed, where {self._num_confirmed} were and {len(self._sent)} more are out"
             )
         self._num_confirmed = count
         confirmed = [self._sent.popleft() for _ in range(num_new)]

@@ -122,9 +122,8 @@ def _encode_array(array: np.ndarray, frames: list[memoryview]) -> Node:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.nbytes:
-        # Viewed as bytes: the buffer protocol has no formats for ml_dtypes' types. ascontiguousarray would make 0-d 1-d.
-        flat = np.ascontiguousarray(array).reshape(-1)
-        frames.append(memoryview(flat.view(np.uint8)))
+        # Viewed as bytes, since the buffer protocol has no formats for ml_dtypes' types.
+        frames.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return [_ARRAY, name, list(array.shape)]
 
 
@@ -160,12 +159,10 @@ def _decode_array(dtype: np.dtype, shape: list[int], frames: Iterator[Any], alig
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return np.empty(_bounded(shape), dtype)
-    frame = next(frames, None)
-    found = -1 if frame is None else memoryview(frame).nbytes
-    if found != num_bytes:
-        raise MalformedMessage(f"a {dtype.name}{shape} has {num_bytes} bytes, its frame {max(found, 0)}")
-    raw = np.frombuffer(frame, np.uint8)
-    if raw.ctypes.data % max(alignment, dtype.alignment):
+    raw = np.frombuffer(next(frames, b""), np.uint8)
+    if raw.nbytes != num_bytes:
+        raise MalformedMessage(f"a {dtype.name}{shape} has {num_bytes} bytes, its frame {raw.nbytes}")
+    if _address(raw) % max(alignment, dtype.alignment):
         aligned = empty_aligned(num_bytes, max(alignment, dtype.alignment))
         aligned[:] = raw
         raw = aligned
@@ -179,8 +176,13 @@ def _bounded(shape: list[int]) -> list[int]:
     return shape
 
 
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def empty_aligned(num_bytes: int, alignment: int = 64) -> np.ndarray:
     """Uninitialised bytes (uint8 ``[num_bytes]``) that start at a multiple of ``alignment``."""
     memory = np.empty(num_bytes + alignment, np.uint8)
-    start = -memory.ctypes.data % alignment
+    start = -_address(memory) % alignment
     return memory[start : start + num_bytes]

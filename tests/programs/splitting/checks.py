@@ -46,10 +46,10 @@ def reference(example: Example, output_grad: Any) -> tuple[Any, Any, Any]:
 
 
 def run_split(split: SplitBackward, example: Example, output_grad: Any, *, prepared: bool) -> tuple[Any, Any, Any]:
-    derived = quick_jit(split.prepare)(example.params) if prepared else None
-    outputs, stash = quick_jit(split.forward)(example.params, example.inputs, derived=derived)
-    inputs_grad, owed = quick_jit(split.backward)(example.params, stash, output_grad, derived=derived)
-    return outputs, inputs_grad, quick_jit(split.weight_gradient)(example.params, owed, derived=derived)
+    derived = split.prepare(example.params) if prepared else None
+    outputs, stash = split.forward(example.params, example.inputs, derived=derived)
+    inputs_grad, owed = split.backward(example.params, stash, output_grad, derived=derived)
+    return outputs, inputs_grad, split.weight_gradient(example.params, owed, derived=derived)
 
 
 def _norm(array: Any) -> float:
@@ -69,11 +69,17 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 def check_split(example: Example, tolerance: float, *, prepared: bool = False) -> SplitBackward:
-    """Splits the example, compares all results with jax.vjp and returns the split."""
+    """Splits the example, compares all results with jax.vjp and returns the split.
+
+    All functions run in one program: compiling several would take most of the time.
+    """
     split = split_backward(example.fn, example.params, example.inputs)
     output_grad = output_gradient(jax.eval_shape(example.fn, example.params, example.inputs))
-    expected = quick_jit(lambda p, x, g: reference(example._replace(params=p, inputs=x), g))(
-        example.params, example.inputs, output_grad
-    )
-    assert_close(run_split(split, example, output_grad, prepared=prepared), expected, tolerance)
+
+    @quick_jit
+    def both(params: Any, inputs: Any, output_grad: Any) -> tuple[Any, Any]:
+        given = example._replace(params=params, inputs=inputs)
+        return run_split(split, given, output_grad, prepared=prepared), reference(given, output_grad)
+
+    assert_close(*both(example.params, example.inputs, output_grad), tolerance)
     return split

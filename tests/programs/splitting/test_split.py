@@ -28,11 +28,23 @@ def test_gradients_in_float32(name: str) -> None:
     check_split(ZOO[name](KEY), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["derived_weights", "low_precision_scan", "transformer", "shard_map_checked"])
+@pytest.mark.parametrize("name", ["derived_weights", "low_precision_scan", "shard_map_checked", "remat_low_precision"])
 def test_prepared_values_change_nothing(name: str) -> None:
     with jax.enable_x64(True):
         split = check_split(ZOO[name](KEY), 1e-3 if "low_precision" in name else 1e-12, prepared=True)
     assert split.report.derived_bytes > 0 or name == "shard_map_checked"
+
+
+def test_inputs_can_be_denied_a_gradient() -> None:
+    example = ZOO["several_inputs"](KEY)
+    split = split_backward(*example, input_gradients=(False, True))
+    outputs, stash = split.forward(example.params, example.inputs)
+    output_grad = {**jax.tree.map(jnp.ones_like, outputs), "ids": None}
+    inputs_grad, owed = split.backward(example.params, stash, output_grad)
+    _, expected, params_grad = reference(example, output_grad)
+    assert_close((inputs_grad, split.weight_gradient(example.params, owed)), ((None, expected[1]), params_grad), 1e-6)
+    nothing = split_backward(*example, input_gradients=False)
+    assert jax.tree.leaves(nothing.backward(example.params, stash, output_grad)[0]) == []
 
 
 @pytest.mark.parametrize("name", ["mlp", "remat_full_scan", "head", "embedding"])
@@ -151,6 +163,6 @@ def test_explicit_sharding() -> None:
         example = Example(fn, params, put(normal(KEY, 4, 4), "data", None))
         output_grad = put(normal(KEY, 4, 4), "data", None)
         split = split_backward(*example)
-        actual = run_split(split, example, output_grad, prepared=False)
+        actual = jax.jit(lambda g: run_split(split, example, g, prepared=False))(output_grad)
         assert_close(actual, jax.jit(lambda g: reference(example, g))(output_grad), 1e-5)
     assert actual[2]["up"].sharding.spec == params["up"].sharding.spec

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rrfp_jax.programs.split import fused_backward, split_backward
@@ -103,6 +104,66 @@ def test_what_is_derived_from_parameters_is_made_once_per_update() -> None:
     assert names.count("dot_general") < str(jax.make_jaxpr(split.backward)(example.params, stash, outputs)).count(
         "dot_g"
     )
+
+
+def test_weights_that_are_cast_again_by_a_rematerialised_backward_are_derived_once() -> None:
+    @jax.checkpoint
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype)
+
+    report = split_backward(lambda p, x: layer(p[1], layer(p[0], x)), [spec(6, 8), spec(8, 5)], spec(4, 6)).report
+    assert report.derived_bytes == 2 * (6 * 8 + 8 * 5)
+
+
+def test_what_is_made_of_constants_alone_is_left_to_the_compiler() -> None:
+    report = split_backward(lambda w, x: x @ jnp.tril(w) + jnp.cos(jnp.arange(6.0)), spec(6, 6), spec(4, 6)).report
+    assert report.derived_bytes == 6 * 6 * FLOAT_BYTES, "the masked weight and neither mask nor cosines"
+
+
+def test_a_callback_on_parameters_runs_once_per_preparation() -> None:
+    calls = []
+
+    def scale(v: Any) -> Any:
+        calls.append(1)
+        return np.asarray(v) * 2
+
+    @jax.custom_jvp
+    def doubled(v: Any) -> Any:
+        return jax.pure_callback(scale, jax.ShapeDtypeStruct(v.shape, v.dtype), v)
+
+    doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+    params, x = {"w": jnp.full((3, 4), 0.3), "v": jnp.linspace(0.0, 1.0, 4)}, jnp.ones((2, 3))
+    split = split_backward(lambda p, x: x @ (p["w"] * doubled(p["v"])), params, x)
+    derived = jax.block_until_ready(jax.jit(split.prepare)(params))
+    before = len(calls)
+    outputs, stash = jax.jit(split.forward)(params, x, derived=derived)
+    _, owed = jax.jit(split.backward)(params, stash, outputs, derived=derived)
+    jax.block_until_ready(jax.jit(split.weight_gradient)(params, owed, derived=derived))
+    assert len(calls) == before > 0
+
+
+def test_an_output_that_the_backward_reads_is_not_stored_twice() -> None:
+    split = split_backward(lambda w, x: jnp.exp(x @ w), spec(6, 6), spec(4, 6))
+    assert [place.origin for place in split.stash_places] == ["input", "output"]
+    assert split.report.output_bytes == 4 * 6 * FLOAT_BYTES
+    w, x = jnp.ones((6, 6)), jnp.ones((4, 6))
+    outputs, made = jax.jit(split.forward_made)(w, x)
+    assert made == ()
+    assert split.stash_of(x, outputs, made)[1] is outputs
+
+
+def test_an_input_gradient_that_is_owed_is_not_stored_twice() -> None:
+    def fn(table: jax.Array, inputs: Any) -> jax.Array:
+        x, ids = inputs
+        return jnp.sin(x + table[ids])
+
+    split = split_backward(fn, spec(5, 6), (spec(4, 6), spec(4, dtype=jnp.int32)))
+    assert {place.origin for place in split.owed_places} == {"input gradient", "stash"}
+    table, x, ids = jnp.ones((5, 6)), jnp.ones((4, 6)), jnp.arange(4)
+    output, stash = split.forward(table, (x, ids))
+    input_grad, made = jax.jit(split.backward_made)(table, stash, output)
+    assert made == ()
+    assert any(array is input_grad[0] for array in split.owed_of(stash, output, input_grad, made))
 
 
 def test_without_input_gradient_everything_is_deferred() -> None:

@@ -353,6 +353,19 @@ def low_precision_scan(key: jax.Array) -> Example:
 
 
 @example
+def remat_low_precision(key: jax.Array) -> Example:
+    """The recomputation casts the weights once more, in the loop and outside."""
+
+    @jax.checkpoint
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype)
+
+    scan = scan_blocks(layer)
+    params = {"stack": normal(key, 3, 6, 6), "last": normal(key, 6, 4)}
+    return Example(lambda p, x: layer(p["last"], scan(p["stack"], x)), params, normal(key, 4, 6))
+
+
+@example
 def map_over_chunks(key: jax.Array) -> Example:
     """`lax.map`: a loop that carries nothing forward, and sums weight gradients backward."""
     return Example(lambda p, x: jax.lax.map(lambda row: jnp.tanh(row @ p), x), normal(key, 4, 5), normal(key, 3, 2, 4))

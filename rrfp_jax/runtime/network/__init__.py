@@ -1,0 +1,40 @@
+"""How the processes of a run find, recognise, watch and talk to each other; knows nothing of JAX.
+
+The launcher makes a :class:`RunKey` and hosts a :class:`RendezvousServer`. Each rank opens a :class:`PeerNetwork`,
+goes to the rendezvous (:func:`meet`) with its address and configuration, and starts the network with the addresses of
+all others.
+"""
+
+from rrfp_jax.runtime.network.channel import Handler
+from rrfp_jax.runtime.network.configuration import configuration_digest
+from rrfp_jax.runtime.network.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, RunKey
+from rrfp_jax.runtime.network.peers import NetworkSettings, PeerAddress, PeerNetwork, Traffic
+from rrfp_jax.runtime.network.plain import MalformedMessage
+from rrfp_jax.runtime.network.rendezvous import ExitWatch, meet, report_exit
+from rrfp_jax.runtime.network.rendezvous_server import RendezvousFailed, RendezvousServer
+from rrfp_jax.runtime.network.roll_call import Hello, Member
+from rrfp_jax.runtime.network.wire import Envelope, decode, empty_aligned, encode
+
+__all__ = [
+    "KEY_FILE_VARIABLE",
+    "KEY_VARIABLE",
+    "Envelope",
+    "ExitWatch",
+    "Handler",
+    "Hello",
+    "MalformedMessage",
+    "Member",
+    "NetworkSettings",
+    "PeerAddress",
+    "PeerNetwork",
+    "RendezvousFailed",
+    "RendezvousServer",
+    "RunKey",
+    "Traffic",
+    "configuration_digest",
+    "decode",
+    "empty_aligned",
+    "encode",
+    "meet",
+    "report_exit",
+]

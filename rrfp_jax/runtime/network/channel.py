@@ -1,0 +1,209 @@
+"""Messages by topic over a link, with receipts: on the event loop, never blocking, in bounded memory.
+
+Received messages are read on the loop itself, whenever ZeroMQ's descriptor wakes it: measured against a reader thread
+that hands over by ``call_soon_threadsafe``, a bare round trip takes 66 instead of 93 us, and 132 with ``zmq.asyncio``.
+Receipts are running counts. They travel in the head of whatever goes the other way; else at once after much data, and
+after a moment otherwise, so that small messages share one.
+"""
+
+import logging
+import struct
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp_jax.runtime.network.link import Link
+from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, unpack
+from rrfp_jax.runtime.network.sockets import QuietLog, descriptor
+from rrfp_jax.runtime.network.window import Outgoing, SendWindow
+
+_LOG = logging.getLogger(__name__)
+
+Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
+"""Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
+referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
+
+MAX_TOPIC_BYTES = 255
+_HEAD = struct.Struct("<QB")
+"""How many of the receiver's messages have come, and the length of the topic (0: a receipt, nothing follows)."""
+_MESSAGES_PER_TURN = 64
+_RECEIPT_BYTES = 1 << 16
+_RECEIPT_DELAY_S = 0.05
+
+
+@dataclass
+class _Peer:
+    window: SendWindow
+    num_received: int = 0
+    num_receipted: int = 0
+    unreceipted_bytes: int = 0
+    has_left: bool = False
+
+
+class Channel:
+    """Sends to and receives from the peers of a link.
+
+    Args:
+        link: connected by the owner; closed here.
+        handlers: by topic; the owner may add to it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        loop: AbstractEventLoop,
+        peers: Iterable[int],
+        handlers: dict[str, Handler],
+        high_water_bytes: int,
+    ) -> None:
+        self._link, self._loop, self._handlers = link, loop, handlers
+        self._high_water = high_water_bytes
+        self._peers = {rank: _Peer(SendWindow(high_water_bytes)) for rank in peers}
+        self._receipts_due = False
+        self._is_closed = False
+        self._descriptor = descriptor(link.sockets()[0])
+        self._garbage = QuietLog(_LOG)
+        self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
+
+    def open(self) -> None:
+        """Begin to receive."""
+        if not self._is_closed:
+            self._loop.add_reader(self._descriptor, self._read)
+            self._read()
+
+    def close(self, linger_s: float) -> None:
+        """Stop to receive; what is under way is sent for up to ``linger_s``."""
+        self._is_closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._link.close(linger_s)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(sent and unconfirmed, waiting for room)."""
+        windows = [peer.window for peer in self._peers.values()]
+        return sum(w.unconfirmed_bytes for w in windows), sum(w.waiting_bytes for w in windows)
+
+    def drop(self, rank: int, *, has_left: bool) -> None:
+        """The rank is gone. What it sent before a farewell may still be on the way, and is delivered."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            return
+        if has_left:
+            peer.has_left, peer.window = True, SendWindow(self._high_water)
+        else:
+            del self._peers[rank]
+        self._link.disconnect(rank)
+
+    def send(
+        self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any], on_confirmed: Callable[[], None] | None
+    ) -> None:
+        """See :meth:`PeerNetwork.send`."""
+        peer = self._peers.get(rank)
+        if self._is_closed or peer is None or peer.has_left:
+            self.num_dropped += 1
+            return
+        num_bytes = len(header) + sum(memoryview(frame).nbytes for frame in frames)
+        window = peer.window
+        for message in window.offer(Outgoing(topic, header, frames, num_bytes, on_confirmed)):
+            self._put(rank, peer, message)
+        self.peak_bytes = max(self.peak_bytes, window.unconfirmed_bytes + window.waiting_bytes)
+
+    def _put(self, rank: int, peer: _Peer, message: Outgoing) -> None:
+        self.num_sent += 1
+        peer.num_receipted, peer.unreceipted_bytes = peer.num_received, 0
+        head = _HEAD.pack(peer.num_received, len(message.topic)) + message.topic + message.header
+        self._link.send(rank, head, message.frames)
+
+    def _read(self) -> None:
+        """Deliver what has arrived. The descriptor tells of changes only, so this ends either with nothing left or
+        with another turn under way."""
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._is_closed:
+                return
+            try:
+                received = self._link.receive()
+            except MalformedMessage as error:
+                self._drop_message("a message was dropped: %s", error)
+                continue
+            if received is None:
+                self._receipt_soon()
+                return
+            self._receive(*received)
+        self._loop.call_soon(self._read)
+
+    def _receive(self, rank: int, frames: list[memoryview]) -> None:
+        peer = self._peers.get(rank)
+        if peer is None:
+            self.num_dropped += 1
+            return
+        try:
+            topic, count, packed = _parse(frames)
+            if not peer.has_left:
+                self._confirmed(rank, peer, count)
+            if not topic:
+                return
+            self.num_received += 1
+            peer.num_received += 1
+            peer.unreceipted_bytes += sum(frame.nbytes for frame in frames)
+            self._dispatch(rank, topic, packed, frames[1:])
+        except MalformedMessage as error:
+            self._drop_message("a message from rank %d was dropped: %s", rank, error)
+        except Exception as error:
+            what = f"the handler of a message from rank {rank} failed"
+            self._loop.call_exception_handler({"message": what, "exception": error})
+        if peer.unreceipted_bytes >= _RECEIPT_BYTES and not self._is_closed:
+            self._receipt(rank, peer)
+
+    def _dispatch(self, rank: int, topic: str, packed: bytes, frames: list[memoryview]) -> None:
+        handler = self._handlers.get(topic)
+        if handler is None:
+            raise MalformedMessage(f"nobody listens to the topic '{topic:.40}'")
+        header = unpack(packed)
+        if not isinstance(header, dict):
+            raise MalformedMessage("its header is no dict")
+        handler(rank, header, frames)
+
+    def _drop_message(self, text: str, *values: Any) -> None:
+        self.num_dropped += 1
+        self._garbage.warn(text, *values)
+
+    def _confirmed(self, rank: int, peer: _Peer, count: int) -> None:
+        confirmed, released = peer.window.confirm(count)
+        for message in released:
+            self._put(rank, peer, message)
+        for message in confirmed:
+            if message.on_confirmed is not None:
+                message.on_confirmed()
+
+    def _receipt(self, rank: int, peer: _Peer) -> None:
+        peer.num_receipted, peer.unreceipted_bytes = peer.num_received, 0
+        if not peer.has_left:
+            self._link.send(rank, _HEAD.pack(peer.num_received, 0))
+
+    def _receipt_soon(self) -> None:
+        if not self._receipts_due and any(peer.unreceipted_bytes for peer in self._peers.values()):
+            self._receipts_due = True
+            self._loop.call_later(_RECEIPT_DELAY_S, self._receipt_all)
+
+    def _receipt_all(self) -> None:
+        self._receipts_due = False
+        if self._is_closed:
+            return
+        for rank, peer in self._peers.items():
+            if peer.num_receipted < peer.num_received:
+                self._receipt(rank, peer)
+
+
+def _parse(frames: list[memoryview]) -> tuple[str, int, bytes]:
+    """The topic, the sender's receipt and the packed header."""
+    size = frames[0].nbytes if frames else 0
+    if not _HEAD.size <= size <= MAX_HEADER_BYTES + _HEAD.size + MAX_TOPIC_BYTES:
+        raise MalformedMessage(f"its head has {size} bytes, where {_HEAD.size} to {MAX_HEADER_BYTES} are read")
+    data = bytes(frames[0])
+    count, topic_size = _HEAD.unpack_from(data)
+    end = _HEAD.size + topic_size
+    try:
+        return data[_HEAD.size : end].decode(), count, data[end:]
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(f"its topic is no text: {error}") from error
