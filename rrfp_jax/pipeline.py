@@ -9,7 +9,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -109,7 +109,8 @@ class Pipeline:
         self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
         if deterministic:
             require_determinism(self._devices)
-        self._compiled: tuple[PipelineGraph, BatchSpec, dict[int, ChunkPrograms]] | None = None
+        self._compiled: dict[Hashable, dict[int, ChunkPrograms]] = {}
+        """By graph and batch; shared with the pipelines that ``reordered`` makes."""
         self._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
 
     def reordered(
@@ -138,6 +139,7 @@ class Pipeline:
         self._initial: dict[int, ChunkState] | None = None
         self._stages: list[ProgramStage] = []
         self._runtime: PipelineRuntime | None = None
+        self._batch_spec: BatchSpec = {}
         self._enqueued: deque[StepMetrics] = deque()
         self._step = 0
 
@@ -204,15 +206,13 @@ class Pipeline:
         """
         self._check_state(state)
         self.prepare(batch)
-        assert self._runtime is not None
-        assert self._compiled is not None
         leaves = leaves_read(self.chunks, batch)
-        check_same_shapes(leaves, self._compiled[1])
+        check_same_shapes(leaves, self._batch_spec)
         if absent:
             self.order.graph.skipping(self.order.graph.absent | absent)
         while len(self._enqueued) >= _MAX_STEPS_ENQUEUED:
             self._enqueued.popleft().result()
-        future = self._runtime.submit(self._step, leaves, absent)
+        future = self.runtime.submit(self._step, leaves, absent)
         metrics = StepMetrics(future, has_norm=self._update_rules.needs_norm)
         self._enqueued.append(metrics)
         self._step += 1
@@ -236,11 +236,8 @@ class Pipeline:
         self.order = self._ordering.resolve(
             self.placement, self._graph(self._ordering.table, num_microbatches=num_microbatches(spec))
         )
-        graph = self.order.graph
-        if self._compiled is None or self._compiled[:2] != (graph, spec):
-            self._compiled = (graph, spec, self._compile(graph, spec))
-        self._start_runtime(self._initial, self._compiled[2])
-        self._initial = None
+        self._start_runtime(self._initial, self._programs(self.order.graph, spec))
+        self._initial, self._batch_spec = None, spec
 
     def close(self) -> None:
         """Stop the stages; steps under way are abandoned."""
@@ -285,6 +282,12 @@ class Pipeline:
                 "as mirrored(chunks) makes them"
             )
         return graph
+
+    def _programs(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
+        key = (graph, tuple(sorted(batch.items())))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(graph, batch)
+        return self._compiled[key]
 
     def _compile(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
         if graph.split:

@@ -53,10 +53,7 @@ class Case:
         self.chunks, self.placement = chunks, placement
         self.batches = make_batches()
         self.base = Pipeline(chunks, placement=placement, optimizer=OPTIMIZER, progress_deadline_s=60)
-        state = self.base.init(jax.random.key(1))
-        self.base.prepare(self.batches[0])
-        initial = jax.tree.map(np.array, self.base.params(state))
-        self.base.close()
+        initial = jax.tree.map(np.array, self.base.params(self.base.init(jax.random.key(1))))
         self.expected = train_plainly(chunks, initial, OPTIMIZER, self.batches)
 
     def table(self, name: str) -> ScheduleTable:
