@@ -62,7 +62,7 @@ def assemble(config: TrainConfig) -> Run:
         schedule=layout.schedule,
         consume=layout.consume,
         hint=layout.hint,
-        window=layout.window,
+        window=None if isinstance(layout.window, str) else layout.window,
         backward=layout.backward,
     )
     order = ordering.resolve(
@@ -81,7 +81,9 @@ def assemble(config: TrainConfig) -> Run:
         hint=ordering.hint,
         consume=ordering.consume,
         schedule=order.table,
-        window=ordering.window,
+        window=layout.window,
+        remat=layout.remat,
+        memory_limit=layout.memory_limit,
         backward=ordering.backward,
         devices=devices,
         clip_norm=layout.clip_norm,

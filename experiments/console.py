@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.planning.memory import format_bytes
 from rrfp_jax.training.loop import StepRow
 
 _LINE = (
@@ -40,16 +41,18 @@ class TrainingConsole:
     def show_stages(self, pipeline: Pipeline, devices: Sequence[jax.Device]) -> None:
         """The stages, with what they hold and how much they may hold in flight."""
         table = Table(title="stages", title_justify="left")
-        for heading in ("stage", "device", "chunks", "layers", "parameters", "window"):
-            table.add_column(heading, justify="right" if heading in ("stage", "parameters", "window") else "left")
+        for heading in ("stage", "device", "chunks", "layers", "parameters", "window", "predicted peak"):
+            table.add_column(heading, justify="left" if heading in ("device", "chunks", "layers") else "right")
+        num_params = pipeline.num_params()
         for stage, chunks in enumerate(pipeline.placement.chunks_of_stage):
             table.add_row(
                 str(stage),
                 str(devices[stage]),
                 ", ".join(map(str, chunks)),
                 "; ".join(pipeline.chunks[c].name for c in chunks),
-                f"{pipeline.num_params()[stage]:,}",
+                f"{num_params[stage]:,}",
                 str(pipeline.order.windows[stage]),
+                format_bytes(pipeline.forecast[stage].peak),
             )
         self._console.print(table)
 

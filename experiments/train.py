@@ -42,8 +42,8 @@ def train(config: TrainConfig, *, name: str) -> int:
     run = assemble(config)
     console = TrainingConsole(config.run.steps)
     console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
-    console.show_stages(run.pipeline, run.devices)
     run.prepare()
+    console.show_stages(run.pipeline, run.devices)
     directory = RunDirectory(config.run.run_dir or new_run_path(name, datetime.now()))
     if earlier := directory.num_rows():
         console.say(

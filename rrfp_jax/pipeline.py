@@ -19,6 +19,7 @@ import jax
 import optax
 
 from rrfp_jax.arbitration import READY, Agreement, Ordering, StepRules
+from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, parse_bytes, window_of_bytes
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.programs.batches import (
     BatchSpec,
@@ -32,15 +33,18 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
 from rrfp_jax.programs.initial import ChunkState, initial_state
 from rrfp_jax.programs.optimizers import check_leafwise
+from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import derive_shapes, holders
 from rrfp_jax.programs.specs import spec_of
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.memory import MemoryMeter, chunk_bytes, device_limits, forecast_memory
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement
 
+Window = int | tuple[int, ...] | str | None
 _MAX_STEPS_ENQUEUED = 2
 NO_PAIRS: frozenset[tuple[int, int]] = frozenset()
 
@@ -59,10 +63,16 @@ class Pipeline:
         chunks: the model's chunks, numbered as in ``placement``; see :class:`rrfp_jax.programs.chunk.Chunk`.
         placement: which stage owns which chunk; None takes the schedule's.
         optimizer: any optax optimizer that treats each array by itself.
-        hint, consume, schedule, window, backward: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`.
+        hint, consume, schedule, window, backward: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`. The
+            window is a number of microbatches, one per stage, or the memory that a stage's microbatches in flight may
+            take, for example ``"512MiB"``.
         edges: which chunk feeds which; None means the schedule's, or a chain without a schedule.
         devices: one device per stage, in order; None takes the first ones that JAX knows, shared out evenly if there
             are fewer than stages.
+        remat: what forwards keep and backwards recompute, for all chunks or one for each: ``none``, ``dots``, ``full``,
+            or a policy of ``jax.checkpoint``.
+        memory_limit: bytes that each stage may take, as a number or as text; None: what its device has, if that is
+            known. A run that is predicted to need more is refused before its first step.
         clip_norm: largest global norm of the gradient; None: no clipping.
         skip_nonfinite: leave out a step whose loss or gradients are not finite.
         deterministic: the same bits whatever the order of tasks, at the price of accumulating in microbatch order.
@@ -84,10 +94,12 @@ class Pipeline:
         hint: str | None = None,
         consume: str = READY,
         schedule: ScheduleTable | None = None,
-        window: int | tuple[int, ...] | None = None,
+        window: Window = None,
         backward: str | None = None,
         edges: Sequence[Edge] | None = None,
         devices: Sequence[jax.Device] | None = None,
+        remat: Remat | Sequence[Remat] = "none",
+        memory_limit: int | str | None = None,
         clip_norm: float | None = 1.0,
         skip_nonfinite: bool = True,
         deterministic: bool = False,
@@ -109,9 +121,12 @@ class Pipeline:
         self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
         if deterministic:
             require_determinism(self._devices)
+        self._remat = _one_per_chunk(remat, len(self.chunks))
+        limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+        self._limits = device_limits(self._devices) if limit is None else [limit] * len(self._devices)
         self._compiled: dict[Hashable, dict[int, ChunkPrograms]] = {}
         """By graph and batch; shared with the pipelines that ``reordered`` makes."""
-        self._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
+        self._start_over(window, hint=hint, consume=consume, table=schedule, backward=backward)
 
     def reordered(
         self,
@@ -119,7 +134,7 @@ class Pipeline:
         hint: str | None = None,
         consume: str = READY,
         schedule: ScheduleTable | None = None,
-        window: int | tuple[int, ...] | None = None,
+        window: Window = None,
         backward: str | None = None,
         wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None,
     ) -> "Pipeline":
@@ -129,13 +144,16 @@ class Pipeline:
         """
         twin = copy(self)
         twin._wrap_stage = wrap_stage
-        twin._start_over(Ordering(hint=hint, consume=consume, table=schedule, window=window, backward=backward))
+        twin._start_over(window, hint=hint, consume=consume, table=schedule, backward=backward)
         return twin
 
-    def _start_over(self, ordering: Ordering) -> None:
-        self._ordering = ordering
-        self.order = ordering.resolve(self.placement, self._graph(ordering.table))
+    def _start_over(self, window: Window, **order: Any) -> None:
+        self._window_bytes = parse_bytes(window) if isinstance(window, str) else None
+        self._ordering = Ordering(window=None if isinstance(window, str) else window, **order)
+        self.order = self._ordering.resolve(self.placement, self._graph(self._ordering.table))
         """The order in force; without a table its graph has one microbatch until a batch says how many there are."""
+        self.forecast: list[StageForecast] = []
+        """The predicted memory of every stage, once the programs are compiled."""
         self._initial: dict[int, ChunkState] | None = None
         self._stages: list[ProgramStage] = []
         self._runtime: PipelineRuntime | None = None
@@ -236,7 +254,9 @@ class Pipeline:
         self.order = self._ordering.resolve(
             self.placement, self._graph(self._ordering.table, num_microbatches=num_microbatches(spec))
         )
-        self._start_runtime(self._initial, self._programs(self.order.graph, spec))
+        programs = self._programs(self.order.graph, spec)
+        self._fit_into_memory({chunk: chunk_bytes(each) for chunk, each in programs.items()})
+        self._start_runtime(self._initial, programs)
         self._initial, self._batch_spec = None, spec
 
     def close(self) -> None:
@@ -290,8 +310,6 @@ class Pipeline:
         return self._compiled[key]
 
     def _compile(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
-        if graph.split:
-            raise ValueError("programs run full backwards, and this order splits them into I and W: take another order")
         shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
 
         def compile_one(chunk: int) -> ChunkPrograms:
@@ -303,11 +321,23 @@ class Pipeline:
                 optimizer=self._optimizer,
                 sharding=self._sharding(chunk),
                 seed=self._seed,
+                remat=self._remat[chunk],
             )
 
         # XLA releases the GIL while it compiles
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
             return dict(enumerate(executor.map(compile_one, range(len(self.chunks)))))
+
+    def _fit_into_memory(self, sizes: Mapping[int, ChunkBytes]) -> None:
+        """Turn a window in bytes into microbatches, and refuse what cannot fit."""
+        if self._window_bytes is not None:
+            chunks = self.placement.chunks_of_stage
+            windows = tuple(
+                window_of_bytes(self._window_bytes, [sizes[c] for c in own], stage) for stage, own in enumerate(chunks)
+            )
+            self.order = replace(self._ordering, window=windows).resolve(self.placement, self.order.graph)
+        self.forecast = forecast_memory(self.order, sizes)
+        check_fits(self.forecast, self._limits)
 
     def _start_runtime(self, states: dict[int, ChunkState], programs: dict[int, ChunkPrograms]) -> None:
         self._stages = []
@@ -322,6 +352,7 @@ class Pipeline:
                 states={c: states[c] for c in chunks},
                 update_rules=self._update_rules,
                 step_rules=self._step_rules,
+                meter=MemoryMeter({c: programs[c] for c in chunks}, self._devices[stage]),
                 ship=ship,
             )
             self._stages.append(made)
@@ -382,6 +413,14 @@ def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.
 def _shared_groups(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], ...]:
     names = sorted({name for chunk in chunks for name in chunk.shared})
     return tuple(sorted({tuple(holders(chunks, name)) for name in names}))
+
+
+def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
+    if isinstance(remat, str) or callable(remat):
+        return (remat,) * num_chunks
+    if len(remat) != num_chunks:
+        raise ValueError(f"remat has {len(remat)} entries for {num_chunks} chunks: give one for all, or one per chunk")
+    return tuple(remat)
 
 
 def _edge_text(edges: Sequence[Edge]) -> str:

@@ -46,7 +46,7 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
     return train(base.reordered(hint="bf", window=1), NUM_STEPS)
 
 
-@pytest.mark.parametrize("order", [{"hint": "bf"}, {"hint": "fb", "window": 2}, {"hint": "f-priority"}, STRICT_1F1B])
+@pytest.mark.parametrize("order", [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, STRICT_1F1B])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_orders_and_timing_leave_every_bit_alone(
     base: Pipeline, expected: tuple[list[float], dict[str, Any]], order: dict[str, Any], delayed: bool

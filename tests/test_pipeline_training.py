@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import HINTS as ALL_HINTS
+from rrfp_jax.arbitration import HINTS
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline, mirrored
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
@@ -16,7 +16,6 @@ from tests.plain_loop import assert_same_training, train_plainly
 
 NUM_STEPS = 20
 NUM_MICROBATCHES = 4
-HINTS = [name for name in ALL_HINTS if name != "bfw"]
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
 
 

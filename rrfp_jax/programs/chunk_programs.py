@@ -68,7 +68,9 @@ class ChunkPrograms:
         self._gradients = GradientPrograms(self.plan, self.shapes.params, sharding=sharding)
         self._uses_key, self._is_sink = self.chunk.uses_key, not graph.successors(index)
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
-        self._loss_grads = jax.device_put(jax.tree.map(_ones, self.plan.output_grads), sharding)
+        self._loss_grads = (
+            jax.device_put(jax.tree.map(_ones, self.plan.output_grads), sharding) if self._is_sink else ()
+        )
         self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self.shapes.params))
         """Whether the chunk has parameters that change: if not, ``reduce`` and ``update`` hand back what they get."""
         self.parts = parts_of(self.chunk, self.shapes.params)
@@ -269,7 +271,7 @@ class ChunkPrograms:
         inputs = grads = None
         if len(self.shapes.inputs) > 1:
             inputs = tuple(zeros(spec, self.sharding) for spec in self.shapes.inputs)
-        if len(graph.successors(self.index)) > 1:
+        if len(graph.successors(self.index)) > 1 and self.plan.output_grads:
             grads = (zeros(self.plan.output_grads[0], self.sharding),) * len(self.plan.output_grads)
         return inputs, grads
 

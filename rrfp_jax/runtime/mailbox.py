@@ -7,11 +7,16 @@ stage uses the same key and never leaves the stage.
 from collections.abc import Callable
 from typing import Any
 
-from rrfp_jax.arbitration import Message
+import jax
+import numpy as np
+
+from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.tasks import Placement
 
 Ship = Callable[[Any, int], Any]
 """Brings a value into the form in which it reaches a stage; see ``Transport.ship``."""
+
+_COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
 class Mailbox:
@@ -21,6 +26,13 @@ class Mailbox:
         self._placement, self._stage, self._ship = placement, stage, ship
         self._inbox: dict[int, dict[Message, Any]] = {}
         self._outbox: dict[tuple[int, Message], Any] = {}
+        # bytes that came and went; each counter has one thread that writes it, so none is ever lost
+        self._accepted_bytes = self._posted_bytes = self._taken_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the values that have arrived and have not been taken."""
+        return self._accepted_bytes + self._posted_bytes - self._taken_bytes
 
     def begin(self, step: int) -> None:
         self._inbox.setdefault(step, {})
@@ -28,6 +40,7 @@ class Mailbox:
     def accept(self, step: int, message: Message, payload: Any) -> None:
         """A value from another stage; the step need not have begun here."""
         self._inbox.setdefault(step, {})[message] = payload
+        self._accepted_bytes += _num_bytes(message, payload)
 
     def post(self, step: int, message: Message, value: Any) -> None:
         """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
@@ -35,6 +48,7 @@ class Mailbox:
         shipped = self._ship(value, receiver)
         if receiver == self._stage:
             self._inbox[step][message] = shipped
+            self._posted_bytes += _num_bytes(message, shipped)
         else:
             self._outbox[step, message] = shipped
 
@@ -43,7 +57,9 @@ class Mailbox:
         return self._inbox[step][message]
 
     def take(self, step: int, message: Message) -> Any:
-        return self._inbox[step].pop(message)
+        value = self._inbox[step].pop(message)
+        self._taken_bytes += _num_bytes(message, value)
+        return value
 
     def payload(self, step: int, message: Message) -> Any:
         """Hand over a value that waits to be sent."""
@@ -52,3 +68,12 @@ class Mailbox:
     def finish(self, step: int) -> None:
         """Forget what is left of a step."""
         self._inbox.pop(step, None)
+
+
+def _num_bytes(message: Message, value: Any) -> int:
+    """Bytes of an activation or a gradient; what ends a step is read where it lies and not counted."""
+    if message.kind not in _COUNTED:
+        return 0
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(value))

@@ -3,8 +3,8 @@
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.runtime.driver import StepOutcome
+from rrfp_jax.runtime.program_stage import StageOutcome
 from rrfp_jax.timeline import Timeline
 
 
@@ -21,6 +21,8 @@ class StepResult:
     """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
     skipped: bool
     """Whether the update was left out because loss or gradients were not finite."""
+    peak_memory_bytes: tuple[int, ...]
+    """The most that each stage held during the step; since the start of the process where the backend counts."""
     timeline: Timeline
     """When every task ran, and why stages were idle."""
     ended_s: float
@@ -39,13 +41,15 @@ class StepMetrics:
     def result(self) -> StepResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
         outcome = self._future.result()
-        verdict: Verdict = next(iter(outcome.outcomes.values()))
+        stages: dict[int, StageOutcome] = outcome.outcomes
+        verdict = next(iter(stages.values())).verdict
         return StepResult(
             step=outcome.step,
             loss=verdict.loss,
             weight=verdict.weight,
             grad_norm=verdict.grad_norm if self._has_norm else None,
             skipped=not verdict.apply,
+            peak_memory_bytes=tuple(stages[stage].peak_memory_bytes for stage in sorted(stages)),
             timeline=outcome.timeline,
             ended_s=outcome.ended_s,
         )

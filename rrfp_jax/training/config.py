@@ -27,8 +27,12 @@ class PipelineConfig:
     """``ready`` runs the best of the ready tasks, ``strict`` follows the schedule's table."""
     hint: str | None = None
     """Ranks the ready tasks; None: the schedule where there is one, else ``bf`` (``bf-deep`` with several chunks)."""
-    window: int | tuple[int, ...] | None = None
-    """Microbatches that a stage may hold, one number or one per stage; None: 32."""
+    window: int | tuple[int, ...] | str | None = None
+    """Microbatches that a stage may hold, one number or one per stage, or their memory as ``512MiB``; None: 32."""
+    remat: str = "none"
+    """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
+    memory_limit: str | None = None
+    """Memory of each stage, as ``16GiB``; None: what its device has, if that is known."""
     backward: str | None = None
     """``split`` or ``fused``; None: what the schedule or the hint calls for, otherwise fused."""
     clip_norm: float | None = 1.0

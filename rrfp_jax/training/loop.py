@@ -31,6 +31,8 @@ class StepRow:
     """Whether the update was left out because loss or gradients were not finite."""
     num_skipped: int
     """How many updates this run has left out so far."""
+    peak_memory_bytes: tuple[int, ...]
+    """The most that each stage held during the step, in bytes."""
 
 
 class TrainingLoop:
@@ -97,6 +99,7 @@ class TrainingLoop:
             bubble_fraction=result.timeline.bubble_fraction(),
             skipped=result.skipped,
             num_skipped=self._num_skipped,
+            peak_memory_bytes=result.peak_memory_bytes,
         )
         self._metrics.write(asdict(row))
         self._on_step(row)

@@ -21,6 +21,7 @@ ROW = {
     "bubble_fraction",
     "skipped",
     "num_skipped",
+    "peak_memory_bytes",
 }
 
 

@@ -50,25 +50,26 @@ class Link(Protocol):
 
 
 class SecureLink:
-    """CURVE on every connection; the routing identity names the sender, and the gate has compared it with its key."""
+    """CURVE on every connection; the gate has told ZeroMQ whose key it is, and ZeroMQ tells us with each message."""
 
     def __init__(self, context: Context, rank: int, key: RunKey, interface: str, max_frame_bytes: int) -> None:
         self._key, self._role = key, rank_role(rank)
-        self._inbound = new_socket(context, zmq.ROUTER)
+        self._inbound = new_socket(context, zmq.DEALER)
         self._inbound.maxmsgsize = max_frame_bytes
         serve_as(self._inbound, key.pair(self._role))
         self.address = bind(self._inbound, interface)
-        self._outbound = _connecting(context, self._role)
-        self._ranks: dict[bytes, int] = {}
+        self._outbound = _connecting(context)
+        self._ranks: dict[str, int] = {}
         self._peers: dict[int, tuple[bytes, str]] = {}
 
     def sockets(self) -> tuple[Socket, Socket]:
         return self._inbound, self._outbound
 
     def connect(self, rank: int, address: str) -> None:
-        identity = rank_role(rank).encode()
-        self._ranks[identity], self._peers[rank] = rank, (identity, address)
-        connect_as(self._outbound, self._key.pair(self._role), self._key.pair(rank_role(rank)).public)
+        role = rank_role(rank)
+        identity = role.encode()
+        self._ranks[role], self._peers[rank] = rank, (identity, address)
+        connect_as(self._outbound, self._key.pair(self._role), self._key.pair(role).public)
         self._outbound.setsockopt(zmq.CONNECT_ROUTING_ID, identity)
         self._outbound.connect(address)
 
@@ -84,12 +85,12 @@ class SecureLink:
             frame = self._inbound.recv(_NO_WAIT, copy=False)
         except zmq.Again:
             return None
-        rank, frames = self._ranks.get(frame.bytes), []
+        rank, frames = self._ranks.get(_user(frame)), [frame.buffer]
         while frame.more:
             frame = self._inbound.recv(_NO_WAIT, copy=False)
             frames.append(frame.buffer)
         if rank is None:
-            raise MalformedMessage("its sender gave no rank")
+            raise MalformedMessage("its sender is no other rank of this run")
         return rank, frames
 
     def close(self, linger_s: float) -> None:
@@ -111,7 +112,7 @@ class ClearLink:
         self._inbound = new_socket(context, zmq.DEALER)
         self._inbound.maxmsgsize = max_frame_bytes
         self.address = bind(self._inbound, interface)
-        self._outbound = _connecting(context, rank_role(rank))
+        self._outbound = _connecting(context)
         self._peers: dict[int, tuple[bytes, str]] = {}
         self._num_sent: dict[int, int] = {}
         self._last_seen: dict[int, int] = {}
@@ -164,9 +165,15 @@ class ClearLink:
         self._inbound.close(linger=0)
 
 
-def _connecting(context: Context, role: str) -> Socket:
+def _user(frame: zmq.Frame) -> str:
+    """Whose key the connection of a frame has proven."""
+    user = frame.get("User-Id")
+    return user if isinstance(user, str) else ""
+
+
+def _connecting(context: Context) -> Socket:
+    """A socket that chooses the connection of each message by the identity that we gave its peer."""
     socket = new_socket(context, zmq.ROUTER)
-    socket.routing_id = role.encode()
     socket.router_mandatory = 1
     return socket
 

@@ -20,7 +20,7 @@ import zmq
 
 from rrfp_jax.runtime.network.gate import Gate
 from rrfp_jax.runtime.network.keys import RunKey
-from rrfp_jax.runtime.network.plain import MalformedMessage, field, pack, unpack
+from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, field, pack, unpack
 from rrfp_jax.runtime.network.pulse import Pulse
 from rrfp_jax.runtime.network.sockets import (
     ConnectionEvent,
@@ -39,9 +39,10 @@ from rrfp_jax.runtime.network.sockets import (
 _LOG = logging.getLogger(__name__)
 _FAREWELL_LINGER_MS = 1000
 _PUBLISH_HIGH_WATER = 64
+_WELCOME_S = 0.005
 _SUSPICION_S = 0.5
 """How long a farewell may still be on its way after another connection of the same peer has closed."""
-_REFUSAL_S = 1.5
+_REFUSAL_S = 1.0
 """How long a peer may refuse connections at the start; it has been listening since before the rendezvous."""
 
 
@@ -50,7 +51,7 @@ class Watchers:
     """Where the thread reports to; called on it."""
 
     connected: Callable[[], None]
-    """Every connection to every peer stands; called once."""
+    """Every connection to every peer stands, and each has been heard; called once."""
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
 
@@ -79,13 +80,15 @@ class Liveness:
         self._rank, self._key, self._gate, self._watchers = rank, key, gate, watchers
         self._deadline_s = deadline_s
         pair = key.pair(rank_role(rank))
-        self._publisher = new_socket(context, zmq.PUB)
+        self._publisher = new_socket(context, zmq.XPUB)
         self._subscriber = new_socket(context, zmq.SUB)
         self._data_monitors = [watch(socket) for socket in data_sockets]
         self._monitors = [watch(self._publisher), watch(self._subscriber)]
         self._wake_read, self._wake_write = sockets.socketpair()
         try:
             self._publisher.sndhwm = _PUBLISH_HIGH_WATER
+            self._publisher.maxmsgsize = MAX_HEADER_BYTES
+            self._publisher.xpub_verbose = 1
             serve_as(self._publisher, pair)
             self.address = bind(self._publisher, interface)
         except ValueError:
@@ -102,6 +105,10 @@ class Liveness:
         self._rank_at: dict[str, int] = {}
         self._heartbeats_of: dict[int, str] = {}
         self._awaited: set[str] = set()
+        self._unheard: set[int] = set()
+        self._is_connected = False
+        self._early: set[str] = set()
+        """Connections that stood before this thread was told of them."""
         self._present: set[int] = set()
         self._suspects: dict[int, float] = {}
         self._running = True
@@ -128,7 +135,7 @@ class Liveness:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._gate.socket, self._subscriber, *self._monitors, *self._data_monitors):
+        for readable in (self._gate.socket, self._publisher, self._subscriber, *self._monitors, *self._data_monitors):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         try:
@@ -146,6 +153,7 @@ class Liveness:
             self._close_all()
 
     def _look(self) -> None:
+        self._welcome()
         self._hear()
         for monitor in (*self._monitors, *self._data_monitors):
             for event in connection_events(monitor):
@@ -168,7 +176,7 @@ class Liveness:
     def _follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, ...]]) -> None:
         self._loop = loop
         self._pulse = Pulse(addresses, self._deadline_s, time.monotonic())
-        self._present = set(addresses)
+        self._present, self._unheard = set(addresses), set(addresses)
         pair = self._key.pair(rank_role(self._rank))
         for rank, places in addresses.items():
             self._rank_at |= dict.fromkeys(places, rank)
@@ -176,8 +184,19 @@ class Liveness:
             self._heartbeats_of[rank] = places[0]
             connect_as(self._subscriber, pair, self._key.pair(rank_role(rank)).public)
             self._subscriber.connect(places[0])
-        if not addresses:
+        self._awaited -= self._early
+        self._check_connected()
+
+    def _check_connected(self) -> None:
+        if not self._awaited and not self._unheard and not self._is_connected:
+            self._is_connected = True
             self._watchers.connected()
+
+    def _welcome(self) -> None:
+        """A new listener soon hears a heartbeat, from which it knows that it will hear a farewell too."""
+        with suppress(zmq.Again):
+            while self._publisher.recv(zmq.NOBLOCK) is not None:
+                self._next_beat_s = min(self._next_beat_s, time.monotonic() + _WELCOME_S)
 
     def _hear(self) -> None:
         while True:
@@ -192,6 +211,9 @@ class Liveness:
                 self._garbage.warn("a heartbeat was dropped: %s", error)
                 continue
             self._pulse.hear(rank, blocked_s)
+            if rank in self._unheard:
+                self._unheard.discard(rank)
+                self._check_connected()
             if beat.get("leaves") and rank in self._present:
                 self._forget(rank)
                 self._watchers.left(rank)
@@ -199,17 +221,17 @@ class Liveness:
     def _judge(self, event: ConnectionEvent, *, is_data: bool) -> None:
         rank = self._rank_at.get(event.address)
         if rank is None:
-            if event.failed:
+            if event.succeeded:
+                self._early.add(event.address)
+            elif event.failed:
                 self._strangers.warn("a connection to %s was dropped: %s", event.address, event.failed)
             return
         if event.succeeded:
             self._awaited.discard(event.address)
-            if self._loop is not None and not self._awaited:
-                self._awaited = {""}  # never empties again: reported once
-                self._watchers.connected()
+            self._check_connected()
         elif rank not in self._present:
             return
-        elif event.failed:
+        elif event.failed and not event.interrupted:
             self._lose(rank, f"it cannot be connected to: {event.failed}")
         elif event.unreachable and event.address in self._awaited:
             if self._pulse.awake_s > _REFUSAL_S:

@@ -20,6 +20,7 @@ from rrfp_jax.runtime.network.sockets import LOOPBACK, rank_role
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +160,14 @@ class PeerNetwork:
             raise ValueError("the network was started or closed before: make a new one")
         listening = {r: self._listening(r, addresses) for r in range(self.num_ranks) if r != self.rank}
         self._on_lost, self._on_left = lost, left
+        self._loop = loop
+        self._liveness.follow(loop, listening)
         for rank, (_, *places) in listening.items():
             for link, place in zip(self._links, places, strict=True):
                 link.connect(rank, place)
         self._channels = [
             Channel(link, loop, listening, self._handlers, self._settings.high_water_bytes) for link in self._links
         ]
-        self._loop = loop
-        self._liveness.follow(loop, listening)
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
 
@@ -204,7 +205,7 @@ class PeerNetwork:
     def close(self, linger_s: float = 1.0) -> None:
         """Send what is under way for up to ``linger_s``, say farewell, and free sockets, threads and ports.
 
-        May be called from any thread, also on the loop; more than once too.
+        May be called from any thread, and more than once; on the loop itself, what waits for room at a peer is dropped.
         """
         if self._is_closed:
             return
@@ -212,8 +213,8 @@ class PeerNetwork:
         if loop is None or not loop.is_running() or _runs_here(loop):
             self._shut(linger_s, done)
         else:
-            loop.call_soon_threadsafe(self._shut, linger_s, done)
-        if not done.wait(_CLOSE_TIMEOUT_S):
+            loop.call_soon_threadsafe(self._shut_soon, linger_s, done)
+        if not done.wait(_CLOSE_TIMEOUT_S + linger_s):
             _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
             return
         self._liveness.stop(_CLOSE_TIMEOUT_S)
@@ -246,10 +247,8 @@ class PeerNetwork:
         if not 0 < len(name) <= MAX_TOPIC_BYTES:
             raise ValueError(f"the topic '{topic:.40}' has {len(name)} bytes: give 1 to {MAX_TOPIC_BYTES}")
         largest = max((memoryview(frame).nbytes for frame in frames), default=0)
-        if largest > self._settings.max_frame_bytes:
-            raise ValueError(
-                f"a frame has {largest} bytes, max_frame_bytes is {self._settings.max_frame_bytes}: raise it on all ranks"
-            )
+        if largest > (limit := self._settings.max_frame_bytes):
+            raise ValueError(f"a frame has {largest} bytes, max_frame_bytes is {limit}: raise it on all ranks")
         channel = self._channels[-1 if largest >= COPY_BELOW_BYTES else 0]
         channel.send(rank, name, packed, frames, on_confirmed)
 
@@ -282,6 +281,13 @@ class PeerNetwork:
         if self._on_left is not None:
             self._on_left(rank)
 
+    def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
+        """Close once nothing waits for room at a peer."""
+        if linger_s > 0 and self.traffic().waiting_bytes:
+            self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
+        else:
+            self._shut(max(linger_s, 0.0), done)
+
     def _shut(self, linger_s: float, done: threading.Event) -> None:
         self._is_closed = True
         for channel in self._channels:
@@ -302,13 +308,17 @@ class PeerNetwork:
         self._decided.set()
 
     def _tell_lost(self, rank: int, reason: str) -> None:
-        if not self._decided.is_set():
-            self._first_loss = f"rank {self.rank} could not connect to rank {rank}: {reason}"
-            self._decided.set()
+        self._decide(f"rank {self.rank} could not connect to rank {rank}: {reason}")
         self._on_loop(lambda: self._lose(rank, reason))
 
     def _tell_left(self, rank: int) -> None:
+        self._decide(f"rank {self.rank} waited for all connections, and rank {rank} left")
         self._on_loop(lambda: self._leave(rank))
+
+    def _decide(self, failure: str) -> None:
+        if not self._decided.is_set():
+            self._first_loss = failure
+            self._decided.set()
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None:

@@ -12,11 +12,11 @@ class MalformedMessage(ValueError):
     """What arrived is not what a peer of this run sends; the message is dropped, and the run goes on."""
 
 
-def pack(value: Any) -> bytes:
+def pack(value: Any, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
     """Encode None, booleans, integers, floats, strings, bytes, lists and dicts of these.
 
     Raises:
-        ValueError: for another type, an integer beyond 64 bits, or more than :data:`MAX_HEADER_BYTES`.
+        ValueError: for another type, an integer beyond 64 bits, or more than ``max_bytes``.
     """
     try:
         packed: bytes = msgpack.packb(value, use_bin_type=True)
@@ -24,19 +24,19 @@ def pack(value: Any) -> bytes:
         raise ValueError(
             f"a header holds plain data only (numbers, strings, lists and dicts), this one does not: {error}"
         ) from error
-    if len(packed) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header has {len(packed)} bytes, at most {MAX_HEADER_BYTES} travel: put data into frames")
+    if len(packed) > max_bytes:
+        raise ValueError(f"a header has {len(packed)} bytes, at most {max_bytes} travel: put data into frames")
     return packed
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes, max_bytes: int = MAX_HEADER_BYTES) -> Any:
     """Decode what :func:`pack` wrote; tuples come back as lists.
 
     Raises:
         MalformedMessage: for anything else.
     """
-    if len(data) > MAX_HEADER_BYTES:
-        raise MalformedMessage(f"a header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
+    if len(data) > max_bytes:
+        raise MalformedMessage(f"a header of {len(data)} bytes, at most {max_bytes} are read")
     try:
         # timestamp=1 turns msgpack's only built-in extension into a plain float.
         return msgpack.unpackb(data, raw=False, strict_map_key=False, timestamp=1, ext_hook=_refuse_extension)

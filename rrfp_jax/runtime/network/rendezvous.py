@@ -3,14 +3,20 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import zmq
 
 from rrfp_jax.runtime.network.keys import RunKey
-from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, field, pack, unpack
-from rrfp_jax.runtime.network.rendezvous_server import MEMBER_ROLE, SERVER_ROLE, RendezvousFailed
+from rrfp_jax.runtime.network.plain import MalformedMessage, field, pack, unpack
+from rrfp_jax.runtime.network.rendezvous_server import (
+    MAX_ANSWER_BYTES,
+    MEMBER_ROLE,
+    SERVER_ROLE,
+    RendezvousFailed,
+)
 from rrfp_jax.runtime.network.roll_call import Hello, Member
 from rrfp_jax.runtime.network.sockets import connect_as, connection_events, new_socket, watch
 
@@ -41,10 +47,10 @@ def report_exit(address: str, rank: int, code: int, key: RunKey, *, deadline_s: 
         RendezvousFailed: where it does not answer within ``deadline_s``.
     """
     with _Guest(address, key) as guest:
-        guest.say(pack({"kind": "exited", "rank": rank, "code": code}))
         until_s = time.monotonic() + deadline_s
-        while time.monotonic() < until_s:
-            if (answer := guest.hear(until_s)) and answer.get("kind") == "noted":
+        while (now_s := time.monotonic()) < until_s:
+            guest.say(pack({"kind": "exited", "rank": rank, "code": code}))
+            if (answer := guest.hear(min(now_s + _REPEAT_S, until_s))) and answer.get("kind") == "noted":
                 return
     raise RendezvousFailed(f"the rendezvous at {address} did not take the exit of rank {rank} in {deadline_s:g} s")
 
@@ -88,7 +94,7 @@ class _Guest:
         self._address = address
         self._context = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER)
-        self._socket.maxmsgsize = MAX_HEADER_BYTES
+        self._socket.maxmsgsize = MAX_ANSWER_BYTES
         self._monitor = watch(self._socket)
         self._num_refused = 0
         connect_as(self._socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
@@ -117,7 +123,8 @@ class _Guest:
         raise RendezvousFailed(f"the rendezvous at {self._address} {state}")
 
     def say(self, data: bytes) -> None:
-        self._socket.send(data, zmq.NOBLOCK)
+        with suppress(zmq.Again):  # refused, and not yet connected again: said again later
+            self._socket.send(data, zmq.NOBLOCK)
 
     def hear(self, until_s: float) -> dict[str, Any] | None:
         """The next answer before ``until_s``, if any."""
@@ -130,7 +137,7 @@ class _Guest:
         if self._socket not in ready:
             return None
         try:
-            answer = unpack(self._socket.recv(zmq.NOBLOCK))
+            answer = unpack(self._socket.recv(zmq.NOBLOCK), MAX_ANSWER_BYTES)
         except MalformedMessage:
             return None
         return answer if isinstance(answer, dict) else None

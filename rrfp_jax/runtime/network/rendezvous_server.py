@@ -25,6 +25,8 @@ from rrfp_jax.runtime.network.sockets import LOOPBACK, QuietLog, bind, connectio
 
 _LOG = logging.getLogger(__name__)
 SERVER_ROLE, MEMBER_ROLE = "rendezvous", "member"
+MAX_ANSWER_BYTES = 64 << 20
+"""An answer names all members of the run."""
 _LINGER_MS = 1000
 _STOP_TIMEOUT_S = 5.0
 _POLL_MS = 250
@@ -216,7 +218,7 @@ class RendezvousServer:
 
     def _reply(self, route: bytes, said: dict[str, Any]) -> None:
         with suppress(zmq.ZMQError):  # it has gone meanwhile
-            self._socket.send_multipart([route, pack(said)], zmq.NOBLOCK)
+            self._socket.send_multipart([route, pack(said, MAX_ANSWER_BYTES)], zmq.NOBLOCK)
 
     def _stop(self) -> None:
         self._running = False

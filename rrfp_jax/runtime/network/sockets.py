@@ -13,7 +13,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 LOOPBACK = "127.0.0.1"
-_HANDSHAKE_MS = 10_000
+_HANDSHAKE_MS = 30_000
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 _OUTCOMES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -22,7 +22,7 @@ WATCHED_EVENTS = _OUTCOMES | _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def rank_role(rank: int) -> str:
-    """The role under which a rank proves its key, and the routing identity of its socket."""
+    """The role under which a rank proves its key."""
     return f"rank {rank}"
 
 
@@ -71,13 +71,17 @@ def bind(socket: Socket, interface: str, port: int | None = None) -> str:
 
 
 class ConnectionEvent(NamedTuple):
-    """What happened to a connection of a socket; ``address`` is the peer's where this side connected."""
+    """What happened to a connection of a socket; ``address`` is the peer's where this side connected.
+
+    ``failed`` says why a handshake failed; where it was ``interrupted``, ZeroMQ tries again.
+    """
 
     address: str
     succeeded: bool = False
     disconnected: bool = False
     unreachable: bool = False
     failed: str | None = None
+    interrupted: bool = False
 
 
 def descriptor(socket: Socket) -> int:
@@ -107,6 +111,7 @@ def connection_events(monitor: Socket) -> list[ConnectionEvent]:
                 disconnected=kind == zmq.EVENT_DISCONNECTED,
                 unreachable=kind == zmq.EVENT_CLOSED,
                 failed=_why(kind, int(message["value"])) if kind & _FAILURES else None,
+                interrupted=kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
             )
         )
     return events
@@ -126,11 +131,9 @@ class QuietLog:
     def __init__(self, logger: logging.Logger, interval_s: float = 5.0) -> None:
         self._logger, self._interval_s = logger, interval_s
         self._next_s = 0.0
-        self.num_total = 0
         self._num_silent = 0
 
     def warn(self, text: str, *values: Any) -> None:
-        self.num_total += 1
         now = time.monotonic()
         if now < self._next_s:
             self._num_silent += 1

@@ -54,11 +54,6 @@ class SendWindow:
         self.unconfirmed_bytes -= sum(message.num_bytes for message in confirmed)
         return confirmed, self._release()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything was sent and confirmed."""
-        return not self._waiting and not self._sent
-
     def _release(self) -> list[Outgoing]:
         released = []
         while self._waiting and self._has_room(self._waiting[0]):

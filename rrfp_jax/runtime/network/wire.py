@@ -24,10 +24,12 @@ for _name in dir(ml_dtypes):
     if isinstance(_type, type) and issubclass(_type, np.generic):
         _DTYPES[_name] = np.dtype(_type)
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KINDS = {str(kind): kind for kind in MessageKind}
 _MAX_DEPTH = 32
 _MAX_NDIM = 32
 _MAX_BYTES = 1 << 48
+_SCALARS = (type(None), bool, int, float, str)
 _ARRAY, _DICT, _LIST, _TUPLE, _VALUE = "array", "dict", "list", "tuple", "value"
 
 Node = list[Any]
@@ -89,38 +91,39 @@ def _message(fields: list[Any]) -> Message:
 
 
 def _encode(value: Any, frames: list[memoryview], depth: int) -> Node:
+    kind = type(value)
+    if kind is np.ndarray:
+        return _encode_array(value, frames)
+    if kind in _SCALARS:
+        return [_VALUE, value]
     if depth > _MAX_DEPTH:
         raise ValueError(f"a payload is nested more than {_MAX_DEPTH} deep: flatten it before it is sent")
-    match value:
-        case None | bool() | int() | float() | str() if not isinstance(value, np.generic):
-            return [_VALUE, value]
-        case dict():
-            _check_keys(value)
-            return [_DICT, list(value), [_encode(v, frames, depth + 1) for v in value.values()]]
-        case tuple() if type(value) is tuple:
-            return [_TUPLE, [_encode(v, frames, depth + 1) for v in value]]
-        case list():
-            return [_LIST, [_encode(v, frames, depth + 1) for v in value]]
+    if kind is dict:
+        _check_keys(value)
+        return [_DICT, list(value), [_encode(v, frames, depth + 1) for v in value.values()]]
+    if kind is tuple or kind is list:
+        return [_TUPLE if kind is tuple else _LIST, [_encode(v, frames, depth + 1) for v in value]]
     if not hasattr(value, "__array__"):
         raise ValueError(
-            f"a payload holds a {type(value).__name__}, but only dicts, lists, plain tuples, None, arrays and scalars "
+            f"a payload holds a {kind.__name__}, but only dicts, lists, plain tuples, None, arrays and scalars "
             "travel: send the leaves and rebuild the container from the receiver's own structure"
         )
     return _encode_array(np.asarray(value), frames)
 
 
 def _check_keys(value: Mapping[Any, Any]) -> None:
-    bad = [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]
+    bad = [key for key in value if type(key) not in (str, int)]
     if bad:
         raise ValueError(f"a payload's dict has the key {bad[0]!r}: only strings and integers travel as keys")
 
 
 def _encode_array(array: np.ndarray, frames: list[memoryview]) -> Node:
-    name = array.dtype.name
-    if _DTYPES.get(name) != array.dtype.newbyteorder("="):
-        raise ValueError(f"an array has dtype {array.dtype}: only numbers, booleans and ml_dtypes' types travel")
-    if not array.dtype.isnative:
+    name = _NAMES.get(array.dtype)
+    if name is None:
         array = array.astype(array.dtype.newbyteorder("="))
+        name = _NAMES.get(array.dtype)
+        if name is None:
+            raise ValueError(f"an array has dtype {array.dtype}: only numbers, booleans and ml_dtypes' types travel")
     if array.nbytes:
         # Viewed as bytes, since the buffer protocol has no formats for ml_dtypes' types.
         frames.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -133,47 +136,53 @@ def _encode_array(array: np.ndarray, frames: list[memoryview]) -> Node:
 def _decode(node: Any, frames: Iterator[Any], alignment: int, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise MalformedMessage(f"a payload nested more than {_MAX_DEPTH} deep")
-    match node:
-        case ["value", None | bool() | int() | float() | str() as value]:
-            return value
-        case ["dict", list() as keys, list() as children] if len(keys) == len(children) and all(map(_is_key, keys)):
-            return {k: _decode(c, frames, alignment, depth + 1) for k, c in zip(keys, children, strict=True)}
-        case ["list", list() as children]:
-            return [_decode(child, frames, alignment, depth + 1) for child in children]
-        case ["tuple", list() as children]:
-            return tuple(_decode(child, frames, alignment, depth + 1) for child in children)
-        case ["array", str() as name, list() as shape] if name in _DTYPES and _is_shape(shape):
-            return _decode_array(_DTYPES[name], shape, frames, alignment)
+    kind = node[0] if isinstance(node, list) and node else None
+    if kind == _ARRAY and len(node) == 3:
+        return _decode_array(node[1], node[2], frames, alignment)
+    if kind == _VALUE and len(node) == 2 and type(node[1]) in _SCALARS:
+        return node[1]
+    children = node[-1] if kind in (_DICT, _LIST, _TUPLE) else None
+    if isinstance(children, list):
+        values = [_decode(child, frames, alignment, depth + 1) for child in children]
+        if kind == _DICT and len(node) == 3 and _are_keys(node[1], len(values)):
+            return dict(zip(node[1], values, strict=True))
+        if kind != _DICT and len(node) == 2:
+            return values if kind == _LIST else tuple(values)
     raise MalformedMessage(f"{node!r:.80} is no part of a payload")
 
 
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str | int) and not isinstance(key, bool)
+def _are_keys(keys: Any, count: int) -> bool:
+    return isinstance(keys, list) and len(keys) == count and all(type(key) in (str, int) for key in keys)
 
 
-def _is_shape(shape: list[Any]) -> bool:
-    return len(shape) <= _MAX_NDIM and all(type(size) is int and 0 <= size < _MAX_BYTES for size in shape)
-
-
-def _decode_array(dtype: np.dtype, shape: list[int], frames: Iterator[Any], alignment: int) -> np.ndarray:
+def _decode_array(name: Any, shape: Any, frames: Iterator[Any], alignment: int) -> np.ndarray:
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None or not _is_shape(shape):
+        raise MalformedMessage(f"{name!r:.40} {shape!r:.40} is no array")
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
-        return np.empty(_bounded(shape), dtype)
-    raw = np.frombuffer(next(frames, b""), np.uint8)
-    if raw.nbytes != num_bytes:
-        raise MalformedMessage(f"a {dtype.name}{shape} has {num_bytes} bytes, its frame {raw.nbytes}")
-    if _address(raw) % max(alignment, dtype.alignment):
-        aligned = empty_aligned(num_bytes, max(alignment, dtype.alignment))
-        aligned[:] = raw
-        raw = aligned
-    return raw.view(dtype).reshape(shape)
+        return np.empty(shape, dtype)
+    frame = memoryview(next(frames, b""))
+    if frame.nbytes != num_bytes:
+        raise MalformedMessage(f"a {dtype.name}{shape} has {num_bytes} bytes, its frame {frame.nbytes}")
+    array = np.frombuffer(frame, dtype)
+    if not array.flags.aligned or (alignment > 1 and _address(array) % alignment):
+        moved = empty_aligned(num_bytes, max(alignment, dtype.alignment))
+        moved[:] = np.frombuffer(frame, np.uint8)
+        array = moved.view(dtype)
+    return array.reshape(shape)
 
 
-def _bounded(shape: list[int]) -> list[int]:
-    """An empty array's other sizes are free, yet NumPy multiplies them: keep the product within its range."""
-    if math.prod(size for size in shape if size) >= _MAX_BYTES:
-        raise MalformedMessage(f"an empty array of shape {shape}")
-    return shape
+def _is_shape(shape: Any) -> bool:
+    """Sizes that NumPy can multiply, also where another is zero."""
+    if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
+        return False
+    product = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return False
+        product *= size or 1
+    return product < _MAX_BYTES
 
 
 def _address(array: np.ndarray) -> int:

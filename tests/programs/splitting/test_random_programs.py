@@ -19,7 +19,7 @@ def check_gradients(program: Program, seed: int, first_chunk: bool, prepared: bo
         check_split(make_example(program, seed, first_chunk=first_chunk), tolerance, prepared=prepared)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(programs(), st.integers(0, 99), st.booleans(), st.booleans())
 def test_gradients(program: Program, seed: int, first_chunk: bool, prepared: bool) -> None:
     check_gradients(program, seed, first_chunk, prepared)
@@ -32,7 +32,7 @@ def test_gradients_of_many_programs(program: Program, seed: int, first_chunk: bo
     check_gradients(program, seed, first_chunk, prepared)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(programs(), st.booleans())
 def test_work_and_bytes(program: Program, first_chunk: bool) -> None:
     """No matrix product twice; a stash of at most what jax.vjp keeps, without what parameters alone determine."""

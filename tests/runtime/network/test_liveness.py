@@ -76,7 +76,7 @@ def test_a_busy_loop_is_healthy_until_the_deadline_and_a_hanging_one_is_named() 
 
 
 def test_much_traffic_is_no_silence() -> None:
-    with processes(2, silence_deadline_s=0.6) as members:
+    with processes(2, silence_deadline_s=DEADLINE_S) as members:
         for number in range(40):
             members[0].tell("send", 1, {"number": number}, 1, 4 << 20)
         for _ in range(40):

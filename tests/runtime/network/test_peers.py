@@ -157,7 +157,10 @@ def test_misuse_is_named() -> None:
             (lambda: first.network.send(1, "", {}), "the topic '' has 0 bytes"),
             (lambda: first.network.send(1, "note", {"x": object()}), "plain data only"),
             (lambda: first.network.send(1, "note", {"x": "y" * (1 << 20)}), "at most 1048576 travel"),
-            (lambda: first.network.send(1, "note", {}, [bytes(3 << 20)]), "a frame has 3145728 bytes, max_frame_bytes is"),
+            (
+                lambda: first.network.send(1, "note", {}, [bytes(3 << 20)]),
+                "a frame has 3145728 bytes",
+            ),
             (lambda: first.network.subscribe("note", print), "the topic 'note' has a handler"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -186,6 +189,30 @@ def test_closing_frees_threads_files_and_ports(encrypt_arrays: bool) -> None:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
+
+
+def test_closing_sends_what_waits_first() -> None:
+    with nodes(2, high_water_bytes=1 << 20) as (first, second):
+        for number in range(20):
+            array = np.full(1 << 20, number, np.uint8)
+            array.flags.writeable = False
+            first.network.send_threadsafe(1, "note", {"number": number}, [array])
+        first.network.close()
+        assert eventually(lambda: [header["number"] for _, header, _ in second.got] == list(range(20)))
+
+
+def test_a_rank_that_leaves_too_early_fails_the_connecting() -> None:
+    key = RunKey.generate()
+    first, second, absent = (PeerNetwork(rank=rank, num_ranks=3, key=key) for rank in range(3))
+    book = {n.rank: n.address for n in (first, second, absent)}
+    with running_loop() as loop:
+        for network in (first, second):
+            network.start(loop, book, lost=lambda rank, why: None)
+        absent.close()
+        with pytest.raises(ConnectionError, match=r"rank 0 .* rank 2"):
+            first.wait_connected(PATIENCE_S)
+        first.close()
+        second.close()
 
 
 def test_closing_on_the_loop_or_after_it_has_ended_works() -> None:

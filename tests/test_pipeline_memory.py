@@ -1,0 +1,84 @@
+"""Memory: predicted before the first step, bounded by a window in bytes, refused where it cannot fit, and measured."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.tasks import linear
+from tests.test_pipeline_training import OPTIMIZER, make_batches, make_model
+
+CHUNKS = make_model(tied=False, layers_per_chunk=(1, 1))
+BATCH = make_batches(1)[0]
+
+
+@pytest.fixture(scope="module")
+def base() -> Pipeline:
+    return Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4)
+
+
+def run(pipeline: Pipeline) -> tuple[int, ...]:
+    """The measured peaks of one step."""
+    with pipeline:
+        state = pipeline.init(jax.random.key(0))
+        _, metrics = pipeline.step(state, BATCH)
+        return metrics.result().peak_memory_bytes
+
+
+@pytest.mark.parametrize("order", [{"hint": "f-priority"}, {"hint": "bfw"}], ids=["fused", "split"])
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_what_is_measured_never_exceeds_what_was_predicted(base: Pipeline, order: dict[str, Any], window: int) -> None:
+    pipeline = base.reordered(window=window, **order)
+    measured = run(pipeline)
+    for stage, peak in enumerate(measured):
+        forecast = pipeline.forecast[stage]
+        assert forecast.fixed < peak <= forecast.peak
+        assert forecast.window == window
+
+
+def test_a_window_in_bytes_becomes_microbatches_of_every_stage(base: Pipeline) -> None:
+    numbers = base.reordered(window=2)
+    run(numbers)
+    room = 2 * max(forecast.per_microbatch for forecast in numbers.forecast)
+    pipeline = base.reordered(window=f"{room}B")
+    run(pipeline)
+    assert pipeline.order.windows == tuple(room // f.per_microbatch for f in numbers.forecast)
+    assert min(pipeline.order.windows) == 2
+
+
+def test_a_window_too_small_for_one_microbatch_is_refused(base: Pipeline) -> None:
+    with pytest.raises(ValueError, match="holds no microbatch on stage 0"):
+        run(base.reordered(window="1KiB"))
+
+
+@pytest.fixture(scope="module")
+def peaks(base: Pipeline) -> Iterator[list[int]]:
+    pipeline = base.reordered(window=4)
+    run(pipeline)
+    return [forecast.peak for forecast in pipeline.forecast]
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_largest_windows_that_do(peaks: list[int]) -> None:
+    tight = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, memory_limit=max(peaks) - 1)
+    with pytest.raises(ValueError, match="largest windows that fit are"):
+        run(tight)
+    hopeless = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, memory_limit="4KiB")
+    with pytest.raises(ValueError, match="not even one microbatch fits"):
+        run(hopeless)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", ("none", "full"), jax.checkpoint_policies.nothing_saveable])
+def test_rematerialisation_holds_less_in_flight(peaks: list[int], remat: Any) -> None:
+    pipeline = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, remat=remat)
+    run(pipeline)
+    assert pipeline.forecast[1].peak < peaks[1]
+    assert (pipeline.forecast[0].peak < peaks[0]) == (remat != ("none", "full"))
+
+
+def test_unknown_rematerialisation_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 entries for 2 chunks"):
+        Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, remat=("none", "dots", "full"))
+    with pytest.raises(ValueError, match="remat is 'some'"):
+        run(Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, remat="some"))
