@@ -70,9 +70,9 @@ def assemble(config: TrainConfig) -> Run:
         num_microbatches=config.data.num_microbatches,
         chunks_per_stage=layout.chunks_per_stage,
     )
+    use_cpu(layout.num_stages, pinned=layout.deterministic)
     chunks = _chunks(config, order)
     dataset = TextBytes(config.data)
-    use_cpu(layout.num_stages, pinned=layout.deterministic)
     devices = tuple(jax.devices()[: layout.num_stages])
     pipeline = Pipeline(
         chunks,

@@ -23,7 +23,9 @@ class TrainingConsole:
     """Prints to stdout; the progress bar is drawn on a terminal only."""
 
     def __init__(self, num_steps: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False)
+        # where the output is no terminal, tables need not fit 80 characters
+        self._console = console if console.is_terminal else Console(highlight=False, width=120)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -36,7 +38,7 @@ class TrainingConsole:
         self._task = self._progress.add_task("training", total=num_steps)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def show_stages(self, pipeline: Pipeline, devices: Sequence[jax.Device]) -> None:
         """The stages, with what they hold and how much they may hold in flight."""
@@ -69,6 +71,7 @@ class TrainingConsole:
                 note="  skipped: not finite" if row.skipped else "",
             ),
             markup=False,
+            soft_wrap=True,
         )
         self._progress.advance(self._task)
 
