@@ -80,13 +80,12 @@ class RecordedDurations:
         return forward, input_gradient or fused, weight_gradient
 
 
-def parse_durations_ms(text: str) -> Profile:
-    """``10,10,10``: F, input gradient and weight gradient in milliseconds."""
-    numbers = parse_numbers(text, "durations-ms", example="10,10,10")
+def parse_durations_ms(text: str, flag: str = "durations-ms") -> Profile:
+    """``10,10,10``: F, input gradient and weight gradient in milliseconds (or another unit, for another flag)."""
+    numbers = parse_numbers(text, flag, example="10,10,10")
     if len(numbers) != 3 or min(numbers) < 0:
         raise ValueError(
-            f"durations-ms {text} must be three numbers, 0 or more, for F, input gradient and weight gradient: "
-            "write 10,10,10"
+            f"{flag} {text} must be three numbers, 0 or more, for F, input gradient and weight gradient: write 10,10,10"
         )
     forward, input_gradient, weight_gradient = numbers
     return forward, input_gradient, weight_gradient

@@ -12,7 +12,6 @@ With ``--json`` the last line on stdout is one JSON object; with ``--compare`` i
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,26 +31,20 @@ from experiments.durations import (
     parse_durations_ms,
 )
 from experiments.errors import run_command
+from experiments.machine import make_machine
+from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, parse_ordering
-from experiments.simulate_flags import (
-    parse_entries,
-    parse_jitter,
-    parse_link_delays_ms,
-    parse_memory_weights,
-    parse_message_bytes,
-)
+from experiments.simulate_flags import parse_entries, parse_memory_weights
 from experiments.simulate_parser import make_parser
-from experiments.simulate_report import make_console, show_comparison, show_names, show_run
+from experiments.simulate_report import show_comparison, show_names, show_run
+from experiments.tables import make_console
 from rrfp_jax.arbitration import Agreement, Order, StepRules
 from rrfp_jax.simulation import (
-    Communication,
     Costs,
-    Links,
     Machine,
     Simulation,
     at_least_ms,
     bf_upper_bound_ms,
-    both_directions,
     find_optimum,
     for_steps,
     lower_bound,
@@ -111,16 +104,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_setting(arguments: argparse.Namespace) -> Setting:
     """Check and read everything that does not depend on the order. Raises ValueError with the remedy."""
-    if arguments.seed < 0:
-        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
-    if arguments.dispatch_ahead < 0:
-        raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
+    check_noise(arguments)
     if arguments.optimum is not None and not arguments.optimum > 0:
         raise ValueError(f"optimum has {arguments.optimum} s: give the solver more than 0")
     _check_outputs(arguments)
-    parse_jitter(arguments.jitter)
     parse_memory_weights(arguments.memory_weights)
-    setting = Setting(arguments=arguments, durations=_durations(arguments), machine=_machine(arguments))
+    setting = Setting(arguments=arguments, durations=_durations(arguments), machine=make_machine(arguments))
     if setting.num_steps < 1:
         raise ValueError(f"steps is {setting.num_steps}: simulate at least 1")
     return setting
@@ -148,29 +137,6 @@ def _durations(arguments: argparse.Namespace) -> DurationSource:
     return GivenDurations(load_durations(path))
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
-    if arguments.comm not in tuple(Communication):
-        raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
-    if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
-        raise ValueError("--message-bytes and --bandwidth-gb-per-s belong together: give both or neither")
-    activation_bytes, gradient_bytes = parse_message_bytes(arguments.message_bytes)
-    links = Links(
-        latency_ms=arguments.comm_ms,
-        activation_bytes=activation_bytes,
-        gradient_bytes=gradient_bytes,
-        bandwidth_gb_per_s=math.inf if arguments.bandwidth_gb_per_s is None else arguments.bandwidth_gb_per_s,
-        extra_ms=both_directions(parse_link_delays_ms(arguments.link_delay_ms), arguments.num_stages),
-        control_ms=arguments.control_ms,
-        contention=arguments.contention,
-    )
-    return Machine(
-        links=links,
-        communication=Communication(arguments.comm),
-        dispatch_overhead_ms=arguments.dispatch_overhead_ms,
-        agreement_ms=arguments.agreement_ms,
-    )
-
-
 def _orderings(arguments: argparse.Namespace) -> list[tuple[str | None, Ordering]]:
     """The orders to simulate with their labels; None leaves the label to the order itself."""
     given = {name: getattr(arguments, name) for name in ("schedule", "consume", "hint", "window", "backward")}
@@ -193,10 +159,7 @@ def run(setting: Setting, ordering: Ordering) -> Outcome:
         comm_ms=machine.links.latency_ms,
     )
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
-    durations_ms, sleeps = parse_jitter(arguments.jitter).apply(
-        durations_ms, resolved.placement, np.random.default_rng(arguments.seed)
-    )
-    costs = Costs(durations_ms=durations_ms, sleeps=sleeps)
+    costs = make_costs(arguments, durations_ms, resolved.placement)
     arbiters = resolved.arbiters(RULES, dispatch_ahead=arguments.dispatch_ahead)
     simulation = run_simulation(arbiters, costs, machine=machine, num_steps=setting.num_steps)
     return Outcome(

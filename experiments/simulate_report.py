@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from experiments.tables import make_table
 from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.timeline import IdleReason
@@ -22,15 +21,9 @@ HINT_MEANINGS = {
 }
 
 
-def make_console() -> Console:
-    """Numbers are never cut: where the output is no terminal, lines may be longer than 80 characters."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
-
-
 def show_names(console: Console) -> None:
     """Every schedule and every hint."""
-    schedules = _table("schedules", "name", "backward", "chunks per stage", "placement", "needs", "source")
+    schedules = make_table("schedules", "name", "backward", "chunks per stage", "placement", "needs", "source")
     for name in schedule_names():
         entry = schedule_entry(name)
         schedules.add_row(
@@ -41,7 +34,7 @@ def show_names(console: Console) -> None:
             entry.constraints,
             entry.source,
         )
-    hints = _table("hints", "name", "meaning")
+    hints = make_table("hints", "name", "meaning")
     for name in hint_names():
         hints.add_row(name, HINT_MEANINGS[name])
     console.print(schedules, hints)
@@ -52,7 +45,7 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], windows: S
     makespans = result["makespan_ms"]
     bubbles, idle = result["stage_bubbles"], result["idle_ms"]
     spread = f" ({min(makespans):,.3f} to {max(makespans):,.3f})" if len(makespans) > 1 else ""
-    numbers = _table(f"{label}, {len(makespans)} {'steps' if len(makespans) > 1 else 'step'}", "", "", header=False)
+    numbers = make_table(f"{label}, {len(makespans)} {'steps' if len(makespans) > 1 else 'step'}", "", "", header=False)
     numbers.add_row("makespan", f"{result['makespan_ms_mean']:,.3f} ms{spread}")
     numbers.add_row("step time", f"{result['step_ms_mean']:,.3f} ms")
     numbers.add_row("bubble", f"{result['bubble_fraction']:.2%}")
@@ -63,7 +56,8 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], windows: S
         proof = "proven" if result["optimum_is_proven"] else "best found in time, not proven"
         numbers.add_row("optimum", f"{result['optimum_ms']:,.3f} ms ({proof})")
     reasons = [reason for reason in IdleReason if any(stage.get(reason) for stage in idle)]
-    stages = _table("stages", "stage", "bubble", "window", "in flight", "memory", *(f"{r} ms" for r in reasons))
+    headings = ("stage", "bubble", "window", "in flight", "memory", *(f"{r} ms" for r in reasons))
+    stages = make_table("stages", *headings, numeric=True)
     for stage, bubble in enumerate(bubbles):
         stages.add_row(
             str(stage),
@@ -80,7 +74,7 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], windows: S
 def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Several runs, one per row."""
     headings = ("order", "makespan ms", "of the first", "bubble", "in flight", "memory", "work ms", "lower bound ms")
-    table = _table("comparison", *headings)
+    table = make_table("comparison", *headings, numeric=True)
     first = next(iter(results.values()))
     for label, result in results.items():
         table.add_row(
@@ -97,12 +91,3 @@ def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) 
     console.print("in flight, memory: of the stage that holds most, in microbatches; work: of all stages, per step")
     if any(abs(r["work_ms"] - first["work_ms"]) > 1e-6 * first["work_ms"] for r in results.values()):
         console.print("the work differs: durations are those of a chunk, and not all entries have equally many")
-
-
-def _table(title: str, *headings: str, header: bool = True) -> Table:
-    table = Table(title=title, title_justify="left", show_header=header, box=box.SIMPLE, pad_edge=False)
-    numeric = title in ("stages", "comparison")
-    for number, heading in enumerate(headings):
-        is_number = numeric and number > 0
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number or number == 0)
-    return table

@@ -1,13 +1,15 @@
 """Emulated stages: the real runtime on programs that sleep, for schedules and jitter without a model or an accelerator.
 
-Each task is a jitted program with a small array in and out, which sleeps in a host callback for the task's duration;
-the core is free meanwhile, so many stages run on few cores. With all durations zero the callback is left out, and what
-remains is the overhead of the runtime.
+Each task is a jitted program with a small array in and out, which sleeps in a host callback until the task's duration
+has passed since its launch, as the recorded span of a real task would have it; the core is free meanwhile, so many
+stages run on few cores. With all durations zero the callback is left out, and what remains is the overhead of the
+runtime.
 """
 
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +49,8 @@ class EmulatedStage:
         self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
         self._source = np.zeros(_WIDTH, np.float32)
-        self._program = _compile(bool(durations_ms.any()), device)
+        self._wake = _WakeTime()
+        self._program = _compile(self._wake.sleep if durations_ms.any() else None, device)
         _warm_up(self._program, self._source)
 
     def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:  # noqa: ARG002
@@ -57,7 +60,8 @@ class EmulatedStage:
 
     def run(self, step: int, task: Task) -> None:
         duration_ms = self._durations_ms[task.kind][step % self._num_rows][task.chunk][task.microbatch]
-        result = self._program(self._input(step, task), np.float32(duration_ms))
+        self._wake.after(duration_ms)
+        result = self._program(self._input(step, task))
         if not result.is_ready():
             result.block_until_ready()
         for message in self._outputs(task):
@@ -101,33 +105,44 @@ class EmulatedStage:
         ]
 
 
-def _compile(sleeps: bool, device: jax.Device) -> Any:
-    precise = threading.local()
+class _WakeTime:
+    """Until when the running task sleeps; a stage runs one task at a time."""
 
-    def sleep(_: Any, out: Any, value: Any, milliseconds: Any) -> None:
-        if not hasattr(precise, "timer"):  # whichever thread XLA runs the callback on
-            precise.timer = _reduce_timer_slack()
-        time.sleep(float(np.asarray(milliseconds)) * 1e-3)
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._precise = threading.local()
+
+    def after(self, milliseconds: float) -> None:
+        self._at_s = time.perf_counter() + milliseconds * 1e-3
+
+    def sleep(self) -> None:
+        """Called within the program, on whichever thread XLA runs callbacks on."""
+        if not hasattr(self._precise, "timer"):
+            self._precise.timer = _reduce_timer_slack()
+        remaining_s = self._at_s - time.perf_counter()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+
+
+def _compile(sleep: Callable[[], None] | None, device: jax.Device) -> Any:
+    def callback(_: Any, out: Any, value: Any) -> None:
+        assert sleep is not None
+        sleep()
         np.asarray(out)[...] = np.asarray(value)
 
-    def program(value: jax.Array, milliseconds: jax.Array) -> jax.Array:
-        if not sleeps:
-            return value + milliseconds
-        shape = jax.ShapeDtypeStruct((_WIDTH,), jnp.float32)
-        return buffer_callback.buffer_callback(sleep, shape)(value, milliseconds)
+    def program(value: jax.Array) -> jax.Array:
+        if sleep is None:
+            return value + 1
+        return buffer_callback.buffer_callback(callback, jax.ShapeDtypeStruct((_WIDTH,), jnp.float32))(value)
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    specs = (
-        jax.ShapeDtypeStruct((_WIDTH,), jnp.float32, sharding=sharding),
-        jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding),
-    )
-    return jax.jit(program).lower(*specs).compile()
+    return jax.jit(program).lower(jax.ShapeDtypeStruct((_WIDTH,), jnp.float32, sharding=sharding)).compile()
 
 
 def _warm_up(program: Any, value: np.ndarray) -> None:
     """The first calls of a compiled program are slower than all others."""
     for _ in range(2):
-        program(value, np.float32(0)).block_until_ready()
+        program(value).block_until_ready()
 
 
 def _reduce_timer_slack() -> bool:

@@ -1,0 +1,202 @@
+"""Every schedule at three levels: closed formula, ideal slot table, and execution by the runtime's own arbiters.
+
+::
+
+    python -m experiments.levels --num-stages 8 --num-microbatches 16 --durations-ms 10,5,5
+    python -m experiments.levels --num-stages 8 --num-microbatches 16 --comm-ms 1 --jitter lognormal:0.5 --steps 10 --json
+
+Durations are those of a *whole stage*, divided among its chunks, so that all schedules do the same work (simulate's are
+those of one chunk). Each schedule has one table at all levels: executed strictly, and as a hint under readiness.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from experiments.durations import Durations, Profile, parse_durations_ms
+from experiments.errors import run_command
+from experiments.levels_report import as_json, show_levels
+from experiments.levels_rows import Execution, Row, formula_row
+from experiments.machine import add_machine_arguments, make_machine
+from experiments.noise import add_noise_arguments, check_noise, make_costs
+from experiments.ordering import parse_window
+from experiments.simulate import RULES
+from experiments.tables import make_console
+from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
+from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
+from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
+from rrfp_jax.tasks import Task, TaskKind
+
+OWN_PEAK = "table"
+"""For ``--window``: each stage may hold what the table itself holds there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all schedules have in common, from the flags."""
+
+    arguments: argparse.Namespace
+    durations_ms: Profile
+    """F, I and W of a whole stage in execution."""
+    slot_lengths: SlotLengths
+    """The same for formulas and ideal tables, in any unit."""
+    request: ScheduleRequest
+    machine: Machine
+    window: int | tuple[int, ...] | None
+    """Of the run as a hint; None: the default, or each table's own peak."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    setting = make_setting(arguments)
+    names = _names(arguments.schedules)
+    rows, refused = compare_levels(setting, names)
+    if not rows:
+        raise ValueError(f"no schedule fits; for example {next(iter(refused.values()))}")
+    given = {
+        "num_stages": arguments.num_stages,
+        "num_microbatches": arguments.num_microbatches,
+        "slot_lengths": [*_triple(setting.slot_lengths)],
+        "durations_ms": [*setting.durations_ms],
+    }
+    if arguments.json:
+        print(json.dumps(given | as_json(rows, refused), allow_nan=False))
+    else:
+        show_levels(
+            make_console(), rows, refused, slots=_triple(setting.slot_lengths), durations_ms=setting.durations_ms
+        )
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; what the small languages of its values mean is read later."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.levels",
+        description="Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
+    )
+    add = parser.add_argument
+    add("--num-stages", type=int, metavar="P", required=True)
+    add("--num-microbatches", type=int, metavar="M", required=True)
+    add("--schedules", metavar="A,B,...", help="default: all")
+    add("--durations-ms", metavar="F,I,W", default="10,10,10", help="of a whole stage in execution (default 10,10,10)")
+    add(
+        "--slot-lengths", metavar="F,I,W", help="of a whole stage in formulas and ideal tables (default: the durations)"
+    )
+    add("--steps", type=int, default=1, metavar="N", help="of each execution; several make sense with jitter")
+    add("--window", metavar=f"N|N,...|{OWN_PEAK}", help="as a hint: microbatches that a stage may hold (default 32)")
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    add_noise_arguments(parser.add_argument_group("noise"))
+    add_machine_arguments(parser.add_argument_group("machine of the execution"))
+    return parser
+
+
+def make_setting(arguments: argparse.Namespace) -> Setting:
+    """Check everything that does not depend on the schedule. Raises ValueError with the remedy."""
+    check_noise(arguments)
+    if arguments.steps < 1:
+        raise ValueError(f"steps is {arguments.steps}: simulate at least 1")
+    durations_ms = _lengths(arguments.durations_ms, "durations-ms")
+    slots = _lengths(arguments.slot_lengths or arguments.durations_ms, "slot-lengths")
+    machine = make_machine(arguments)
+    window = None if arguments.window in (None, OWN_PEAK) else parse_window(arguments.window)
+    request = ScheduleRequest(
+        num_stages=arguments.num_stages,
+        num_microbatches=arguments.num_microbatches,
+        durations_ms=slots,
+        # schedules made from profiled times get all of them in the unit of the slots
+        comm_ms=machine.links.latency_ms * sum(slots) / sum(durations_ms),
+    )
+    if window is not None:
+        check_windows(window, arguments.num_stages)
+    return Setting(
+        arguments=arguments,
+        durations_ms=durations_ms,
+        slot_lengths=SlotLengths(*slots),
+        request=request,
+        machine=machine,
+        window=window,
+    )
+
+
+def compare_levels(setting: Setting, names: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
+    """The rows of the schedules that accept these sizes, and why the others do not."""
+    rows, refused = [], {}
+    for name in names:
+        try:
+            table = build_schedule(name, setting.request)
+        except ValueError as error:
+            refused[name] = str(error)
+        else:
+            rows.append(_row(setting, table))
+    return rows, refused
+
+
+def _row(setting: Setting, table: ScheduleTable) -> Row:
+    cut = schedule_entry(table.name).chunk_parts
+    parts = cut(table.num_stages) if cut else ()
+    slots = execute(table, per_stage(table, setting.slot_lengths, parts))
+    durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), setting.arguments.steps)
+    window = table.peak_in_flight() if setting.arguments.window == OWN_PEAK else setting.window
+    orderings = (Ordering(table=table, consume=STRICT), Ordering(table=table, consume=READY, window=window))
+    strictly, as_hint = (_execute(setting, table, parts, ordering, durations_ms) for ordering in orderings)
+    return Row(
+        schedule=table.name,
+        formula=formula_row(table.name, setting.request, setting.slot_lengths),
+        table=Execution(bubble=slots.bubble_rate, peak=max(table.peak_activations(parts)), makespan=slots.makespan),
+        strict=strictly,
+        hint=as_hint,
+    )
+
+
+def _execute(
+    setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering, durations_ms: Durations
+) -> Execution:
+    order = ordering.resolve(table.placement, table.graph)
+    simulation = simulate(
+        order.arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead),
+        make_costs(setting.arguments, durations_ms, table.placement),
+        machine=setting.machine,
+        num_steps=setting.arguments.steps,
+    )
+    metrics = run_metrics(simulation.timeline, simulation.step_ms)
+    ran = [simulation.timeline.of_step(step).order() for step in range(setting.arguments.steps)]
+    # one task at a time: the order that was run decides the peak, counted as for the table
+    peaks = [ScheduleTable.from_orders(table.name, table.placement, table.graph, one) for one in ran]
+    return Execution(
+        bubble=metrics.bubble_fraction,
+        peak=max(max(one.peak_activations(parts)) for one in peaks),
+        makespan=metrics.makespan_ms_mean,
+    )
+
+
+def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
+    """Those of a whole stage cut for its chunks, [1, chunks, microbatches, 3]."""
+    length = per_stage(table, SlotLengths(*durations_ms), parts)
+    kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
+    by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
+    return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    names = schedule_names() if text is None else tuple(dict.fromkeys(text.split(",")))
+    return tuple(schedule_entry(name).name for name in names)
+
+
+def _lengths(text: str, flag: str) -> Profile:
+    lengths = parse_durations_ms(text, flag)
+    if not sum(lengths):
+        raise ValueError(f"{flag} {text} leave nothing to do: give at least one number above 0")
+    return lengths
+
+
+def _triple(lengths: SlotLengths) -> Profile:
+    return lengths.forward, lengths.input_gradient, lengths.weight_gradient
+
+
+if __name__ == "__main__":
+    run_command(main)
