@@ -3,7 +3,9 @@
 ::
 
     python -m experiments.levels --num-stages 8 --num-microbatches 16 --durations-ms 10,5,5
-    python -m experiments.levels --num-stages 8 --num-microbatches 16 --comm-ms 1 --jitter lognormal:0.5 --steps 10 --json
+    python -m experiments.levels --num-stages 8 --num-microbatches 16 --comm-ms 1 --jitter lognormal:0.5 --steps 10
+
+With ``--json`` the last line on stdout is one JSON object.
 
 Durations are those of a *whole stage*, divided among its chunks, so that all schedules do the same work (simulate's are
 those of one chunk). Each schedule has one table at all levels: executed strictly, and as a hint under readiness.
@@ -12,14 +14,14 @@ those of one chunk). Each schedule has one table at all levels: executed strictl
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.durations import Durations, Profile, parse_durations_ms
 from experiments.errors import run_command
 from experiments.levels_report import as_json, show_levels
-from experiments.levels_rows import Execution, Row, formula_row
+from experiments.levels_rows import Execution, Row, formulas_of
 from experiments.machine import add_machine_arguments, make_machine
 from experiments.noise import add_noise_arguments, check_noise, make_costs
 from experiments.ordering import parse_window
@@ -27,9 +29,11 @@ from experiments.simulate import RULES
 from experiments.tables import make_console
 from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
-from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
-from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
+from rrfp_jax.schedules.levels import Levels, compare
+from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.simulation import Machine, by_step, for_steps, run_metrics, simulate
 from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.timeline import Timeline
 
 OWN_PEAK = "table"
 """For ``--window``: each stage may hold what the table itself holds there."""
@@ -128,50 +132,49 @@ def compare_levels(setting: Setting, names: Iterable[str]) -> tuple[list[Row], d
     rows, refused = [], {}
     for name in names:
         try:
-            table = build_schedule(name, setting.request)
+            ideal = compare(name, setting.request, setting.slot_lengths)
         except ValueError as error:
             refused[name] = str(error)
         else:
-            rows.append(_row(setting, table))
+            rows.append(_row(setting, ideal))
     return rows, refused
 
 
-def _row(setting: Setting, table: ScheduleTable) -> Row:
-    cut = schedule_entry(table.name).chunk_parts
+def _row(setting: Setting, ideal: Levels) -> Row:
+    name = ideal.schedule
+    table = build_schedule(name, setting.request)
+    cut = schedule_entry(name).chunk_parts
     parts = cut(table.num_stages) if cut else ()
-    slots = execute(table, per_stage(table, setting.slot_lengths, parts))
-    durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), setting.arguments.steps)
     window = table.peak_in_flight() if setting.arguments.window == OWN_PEAK else setting.window
-    orderings = (Ordering(table=table, consume=STRICT), Ordering(table=table, consume=READY, window=window))
-    strictly, as_hint = (_execute(setting, table, parts, ordering, durations_ms) for ordering in orderings)
     return Row(
-        schedule=table.name,
-        formula=formula_row(table.name, setting.request, setting.slot_lengths),
-        table=Execution(bubble=slots.bubble_rate, peak=max(table.peak_activations(parts)), makespan=slots.makespan),
-        strict=strictly,
-        hint=as_hint,
+        ideal=ideal,
+        formulas=formulas_of(name, setting.request, setting.slot_lengths),
+        strict=_execute(setting, table, parts, Ordering(table=table, consume=STRICT)),
+        hint=_execute(setting, table, parts, Ordering(table=table, consume=READY, window=window)),
     )
 
 
-def _execute(
-    setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering, durations_ms: Durations
-) -> Execution:
-    order = ordering.resolve(table.placement, table.graph)
+def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering) -> Execution:
+    num_steps: int = setting.arguments.steps
+    durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), num_steps)
     simulation = simulate(
-        order.arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead),
+        ordering.resolve(table.placement, table.graph).arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead),
         make_costs(setting.arguments, durations_ms, table.placement),
         machine=setting.machine,
-        num_steps=setting.arguments.steps,
+        num_steps=num_steps,
     )
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
-    ran = [simulation.timeline.of_step(step).order() for step in range(setting.arguments.steps)]
-    # one task at a time: the order that was run decides the peak, counted as for the table
-    peaks = [ScheduleTable.from_orders(table.name, table.placement, table.graph, one) for one in ran]
     return Execution(
-        bubble=metrics.bubble_fraction,
-        peak=max(max(one.peak_activations(parts)) for one in peaks),
-        makespan=metrics.makespan_ms_mean,
+        bubble=max(0.0, metrics.bubble_fraction),
+        peak=max(_peak(table, step, parts) for step in by_step(simulation.timeline)),
+        makespan_ms_mean=metrics.makespan_ms_mean,
     )
+
+
+def _peak(table: ScheduleTable, step: Timeline, parts: tuple[int, ...]) -> float:
+    """Counted as for a table: a stage runs one task at a time, so that the order it ran decides what it held."""
+    ran = ScheduleTable.from_orders(table.name, table.placement, table.graph, step.order())
+    return max(ran.peak_activations(parts))
 
 
 def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:

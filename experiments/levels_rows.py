@@ -1,10 +1,11 @@
 """One schedule at three levels, and where they disagree."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp_jax.schedules import ScheduleRequest
 from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
+from rrfp_jax.schedules.levels import Levels
 from rrfp_jax.schedules.slots import SlotLengths
 
 BUBBLE_TOLERANCE = 0.02
@@ -12,64 +13,51 @@ BUBBLE_TOLERANCE = 0.02
 PEAK_TOLERANCE = 0.02
 """Peaks whose ratio differs from 1 by more disagree."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class FormulaRow:
-    """What the closed formulas of a schedule say; None outside their validity, or without any."""
-
-    bubbles: Sequence[tuple[BubbleFormula, float | None]]
-    """All of them with their rates, the paper's first."""
-    peak_formula: PeakFormula | None
-    peak: float | None
-    peak_bound: float | None
-    """Outside its validity the peak formula is still an upper bound."""
-
-    def rate(self, *, published: bool) -> float | None:
-        """The rate by the paper, or by our own closed form of the ideal table."""
-        return next((rate for form, rate in self.bubbles if form.published is published and rate is not None), None)
+Formula = BubbleFormula | PeakFormula
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What one way to run the table costs."""
+    """What it costs to run the table by the arbiters."""
 
     bubble: float
     """The bubble rate, mean over the steps."""
     peak: float
-    """Activations of the fullest stage, in those of one microbatch on a whole stage."""
-    makespan: float
-    """First start to last end, mean over the steps: milliseconds, of the ideal table in the unit of its slots."""
+    """Activations of the fullest stage in any step, in those of one microbatch on a whole stage."""
+    makespan_ms_mean: float
+    """First start to last end, mean over the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One schedule."""
 
-    schedule: str
-    formula: FormulaRow
-    table: Execution
-    """The ideal slot table."""
+    ideal: Levels
+    """Formula and ideal table."""
+    formulas: Sequence[tuple[Formula, bool]]
+    """All closed formulas, each with whether it holds here."""
     strict: Execution
     hint: Execution
     """The table ranks what is ready."""
 
     @property
     def bubbles(self) -> dict[str, float | None]:
-        """By level."""
+        """By level; None where no formula holds."""
         return {
-            "paper": self.formula.rate(published=True),
-            "closed form": self.formula.rate(published=False),
-            "table": self.table.bubble,
+            "paper": self.ideal.published_rate,
+            "closed form": self.ideal.fitted_rate,
+            "table": max(0.0, self.ideal.table_rate),
             "strict": self.strict.bubble,
             "hint": self.hint.bubble,
         }
 
     @property
     def peaks(self) -> dict[str, float | None]:
-        """By level."""
+        """By level; None where no formula holds."""
+        by_formula = any(holds for formula, holds in self.formulas if isinstance(formula, PeakFormula))
         return {
-            "formula": self.formula.peak,
-            "table": self.table.peak,
+            "formula": self.ideal.formula_peak if by_formula else None,
+            "table": self.ideal.table_peak,
             "strict": self.strict.peak,
             "hint": self.hint.peak,
         }
@@ -77,30 +65,26 @@ class Row:
     @property
     def bubble_disagrees(self) -> list[str]:
         """The levels whose bubble differs from the ideal table's."""
-        expected = self.table.bubble
-        return [k for k, rate in self.bubbles.items() if rate is not None and abs(rate - expected) > BUBBLE_TOLERANCE]
+        return _far(self.bubbles, self.ideal.table_rate, BUBBLE_TOLERANCE)
 
     @property
     def peak_disagrees(self) -> list[str]:
         """The levels whose peak differs from the table's."""
-        expected = self.table.peak
-        return [k for k, x in self.peaks.items() if x is not None and abs(x - expected) > PEAK_TOLERANCE * expected]
+        return _far(self.peaks, self.ideal.table_peak, PEAK_TOLERANCE * self.ideal.table_peak)
 
 
-def formula_row(name: str, request: ScheduleRequest, lengths: SlotLengths) -> FormulaRow:
-    """The formulas of a schedule at these sizes; ``lengths`` are those of a whole stage."""
-    sizes = Sizes.of(name, request, lengths)
-    peak = peak_formula(name)
-    bound = None if peak is None else float(max(peak.peak(sizes, stage) for stage in range(sizes.p)))
-    return FormulaRow(
-        bubbles=[(formula, formula.rate(sizes)) for formula in bubble_formulas(name)],
-        peak_formula=peak,
-        peak=bound if peak is not None and peak.holds(sizes) else None,
-        peak_bound=bound,
-    )
+def formulas_of(name: str, request: ScheduleRequest, lengths: SlotLengths) -> list[tuple[Formula, bool]]:
+    """The closed formulas of a schedule, each with whether it holds for these sizes and lengths of a whole stage."""
+    sizes, peak = Sizes.of(name, request, lengths), peak_formula(name)
+    formulas: list[Formula] = [*bubble_formulas(name), *([peak] if peak else [])]
+    return [(formula, formula.holds(sizes)) for formula in formulas]
 
 
-def places(rates: Sequence[float]) -> list[int]:
+def places(rates: Sequence[float | None]) -> list[int]:
     """The place of each bubble rate, 1 for the smallest; equal rates share one."""
-    rounded = [round(rate, 6) for rate in rates]
+    rounded = [round(rate or 0.0, 6) for rate in rates]
     return [1 + sum(other < rate for other in rounded) for rate in rounded]
+
+
+def _far(levels: Mapping[str, float | None], expected: float, tolerance: float) -> list[str]:
+    return [level for level, x in levels.items() if x is not None and abs(x - expected) > tolerance]

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -10,14 +9,14 @@ from rrfp_jax.arbitration import RunTask
 from rrfp_jax.tasks import Task
 
 Done = Callable[[RunTask, float, float, BaseException | None], None]
-"""Called on the event loop with the instruction, its start and end (``time.perf_counter``) and an error, if any."""
+"""Called on the compute thread with the instruction, its start and end (``time.perf_counter``) and an error, if any."""
 
 
 class ComputeThread:
-    """Runs instructions one after another; completions are handed to the event loop."""
+    """Runs instructions one after another and reports each completion."""
 
-    def __init__(self, name: str, run: Callable[[int, Task], None], done: Done, loop: AbstractEventLoop) -> None:
-        self._run, self._done, self._loop = run, done, loop
+    def __init__(self, name: str, run: Callable[[int, Task], None], done: Done) -> None:
+        self._run, self._done = run, done
         self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.started: tuple[RunTask, float] | None = None
@@ -36,7 +35,7 @@ class ComputeThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        clock, wake = time.perf_counter, self._loop.call_soon_threadsafe
+        clock = time.perf_counter
         while (instruction := self._queue.get()) is not None:
             error: BaseException | None = None
             start = clock()
@@ -47,7 +46,4 @@ class ComputeThread:
                 error = caught
             end = clock()
             self.started = None
-            try:
-                wake(self._done, instruction, start, end, error)
-            except RuntimeError:  # the loop was closed while the task ran
-                return
+            self._done(instruction, start, end, error)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,10 @@ class StepOutcome:
     timeline: Timeline
     ended_s: float
     """When the last stage ended the step (``time.perf_counter``)."""
+
+
+_Completion = tuple[int, RunTask, float, float, BaseException | None]
+"""Stage, instruction, start, end and error of a task that has run."""
 
 
 @dataclass
@@ -72,6 +77,8 @@ class PipelineRuntime:
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, ComputeThread] = {}
         self._pending: dict[int, _Pending] = {}
+        self._completions: deque[_Completion] = deque()
+        self._is_waking = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._pumping = False
         self._failure: RunFailed | None = None
@@ -84,13 +91,25 @@ class PipelineRuntime:
         stage = arbiter.stage
 
         def done(instruction: RunTask, start_s: float, end_s: float, error: BaseException | None) -> None:
-            self._completed(stage, instruction, start_s, end_s, error)
+            self._completions.append((stage, instruction, start_s, end_s, error))
+            self._wake()
 
-        thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, done, self._loop)
+        thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, done)
         self._threads[stage] = thread
         self._actors[stage] = StageActor(
             arbiter, executor, self.transport, submit=thread.submit, ended=self._stage_ended, log_steps=log_steps
         )
+
+    def _wake(self) -> None:
+        """Have the loop take what has completed; called on compute threads.
+
+        A wake-up costs two system calls, so one that is on its way serves all completions until it arrives: the loop
+        clears the flag before it looks.
+        """
+        if not self._is_waking:
+            self._is_waking = True
+            with suppress(RuntimeError):  # the loop was closed while the task ran
+                self._loop.call_soon_threadsafe(self._take_completions)
 
     def _start(self) -> None:
         for thread in self._threads.values():
@@ -151,6 +170,11 @@ class PipelineRuntime:
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._post(lambda: self._actors[stage].receive(step, message, payload))
         self._pump()
+
+    def _take_completions(self) -> None:
+        self._is_waking = False
+        while self._completions:
+            self._completed(*self._completions.popleft())
 
     def _completed(
         self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
