@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,35 +47,37 @@ class Setting:
     arguments: argparse.Namespace
     durations_ms: Profile
     """F, I and W of a whole stage in execution."""
-    slot_lengths: SlotLengths
-    """The same for formulas and ideal tables, in any unit."""
     request: ScheduleRequest
+    """Its durations are the lengths of the slots: F, I and W of a whole stage in formulas and ideal tables."""
     machine: Machine
     window: int | tuple[int, ...] | None
     """Of the run as a hint; None: the default, or each table's own peak."""
+
+    @property
+    def slot_lengths(self) -> SlotLengths:
+        return SlotLengths(*self.request.durations_ms)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     setting = make_setting(arguments)
-    names = _names(arguments.schedules)
-    rows, refused = compare_levels(setting, names)
+    rows, refused = compare_levels(setting, _names(arguments.schedules))
     if not rows:
         raise ValueError(f"no schedule fits; for example {next(iter(refused.values()))}")
-    given = {
-        "num_stages": arguments.num_stages,
-        "num_microbatches": arguments.num_microbatches,
-        "slot_lengths": [*_triple(setting.slot_lengths)],
-        "durations_ms": [*setting.durations_ms],
-    }
     if arguments.json:
-        print(json.dumps(given | as_json(rows, refused), allow_nan=False))
+        print(json.dumps(_given(setting) | as_json(rows, refused), allow_nan=False))
     else:
-        show_levels(
-            make_console(), rows, refused, slots=_triple(setting.slot_lengths), durations_ms=setting.durations_ms
-        )
+        show_levels(make_console(), rows, refused, given=_given(setting))
     return 0
+
+
+def _given(setting: Setting) -> dict[str, Any]:
+    """What the numbers hold for."""
+    said = vars(setting.arguments)
+    names = ("num_stages", "num_microbatches", "steps", "window", "comm", "comm_ms", "jitter", "seed")
+    lengths = {"slot_lengths": [*setting.request.durations_ms], "durations_ms": [*setting.durations_ms]}
+    return {name: said[name] for name in names} | lengths
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -120,7 +123,6 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
     return Setting(
         arguments=arguments,
         durations_ms=durations_ms,
-        slot_lengths=SlotLengths(*slots),
         request=request,
         machine=machine,
         window=window,
@@ -174,7 +176,7 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
 def _peak(table: ScheduleTable, step: Timeline, parts: tuple[int, ...]) -> float:
     """Counted as for a table: a stage runs one task at a time, so that the order it ran decides what it held."""
     ran = ScheduleTable.from_orders(table.name, table.placement, table.graph, step.order())
-    return max(ran.peak_activations(parts))
+    return round(max(ran.peak_activations(parts)), 9)
 
 
 def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
@@ -195,10 +197,6 @@ def _lengths(text: str, flag: str) -> Profile:
     if not sum(lengths):
         raise ValueError(f"{flag} {text} leave nothing to do: give at least one number above 0")
     return lengths
-
-
-def _triple(lengths: SlotLengths) -> Profile:
-    return lengths.forward, lengths.input_gradient, lengths.weight_gradient
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.durations import Profile
 from experiments.levels_rows import BUBBLE_TOLERANCE, PEAK_TOLERANCE, Formula, Row, places
 from experiments.tables import make_table
 from rrfp_jax.schedules.formulas import PeakFormula
@@ -15,35 +14,48 @@ from rrfp_jax.schedules.formulas import PeakFormula
 _RANKED = ("table", "strict", "hint")
 
 
-def show_levels(
-    console: Console, rows: Sequence[Row], refused: Mapping[str, str], *, slots: Profile, durations_ms: Profile
-) -> None:
+def show_levels(console: Console, rows: Sequence[Row], refused: Mapping[str, str], *, given: Mapping[str, Any]) -> None:
     """All levels of all schedules, the best strict execution first."""
     rows = sorted(rows, key=lambda row: (round(row.strict.bubble, 6), row.ideal.schedule))
-    ranks = {level: places([row.bubbles[level] for row in rows]) for level in _RANKED}
-    headings = ("schedule", "paper", "closed form", "table", "strict", "hint")
-    bubbles = make_table("bubble", *headings, numeric=True)
-    peaks = make_table("peak memory", "schedule", "formula", "table", "strict", "hint", numeric=True)
-    for number, row in enumerate(rows):
-        marked = row.bubble_disagrees
-        bubbles.add_row(
-            row.ideal.schedule,
-            *(
-                _cell(rate, "{:.1%}", level in marked) + (f" ({ranks[level][number]:2})" if level in _RANKED else "")
-                for level, rate in row.bubbles.items()
-            ),
-        )
-        marked = row.peak_disagrees
-        peaks.add_row(row.ideal.schedule, *(_cell(x, "{:.4g}", level in marked) for level, x in row.peaks.items()))
-    console.print(bubbles, peaks, _formulas(rows))
-    console.print(f"formula and table: F, I, W of a whole stage are {_three(slots)}")
-    console.print(f"strict and hint: the table executed, with {_three(durations_ms)} ms; hint: it ranks what is ready")
-    console.print("paper, closed form: '-' where none holds; (n): place by bubble, equal ones share it")
-    console.print(
-        f"*: more than {BUBBLE_TOLERANCE * 100:g} points of bubble, or {PEAK_TOLERANCE:.0%} of memory, from the table"
-    )
+    console.print(_bubbles(rows), _peaks(rows), _formulas(rows))
+    _explain(console, given)
     for name, reason in refused.items():
         console.print(f"{name} is left out: {reason}", soft_wrap=True)
+
+
+def _bubbles(rows: Sequence[Row]) -> Table:
+    table = make_table("bubble", "schedule", "paper", "closed form", "table", "strict", "hint", numeric=True)
+    ranks = {level: places([row.bubbles[level] for row in rows]) for level in _RANKED}
+    for number, row in enumerate(rows):
+        cells = {level: _cell(rate, "{:.1%}", level in row.bubble_disagrees) for level, rate in row.bubbles.items()}
+        for level in _RANKED:
+            cells[level] += f" ({ranks[level][number]:2})"
+        table.add_row(row.ideal.schedule, *cells.values())
+    return table
+
+
+def _peaks(rows: Sequence[Row]) -> Table:
+    levels = ("formula", "table", "strict", "hint")
+    table = make_table("peak memory, and makespan", "schedule", *levels, "strict ms", "hint ms", numeric=True)
+    for row in rows:
+        cells = [_cell(peak, "{:.4g}", level in row.peak_disagrees) for level, peak in row.peaks.items()]
+        makespans_ms = (row.strict.makespan_ms_mean, row.hint.makespan_ms_mean)
+        table.add_row(row.ideal.schedule, *cells, *(f"{ms:,.3f}" for ms in makespans_ms))
+    return table
+
+
+def _explain(console: Console, given: Mapping[str, Any]) -> None:
+    slots, durations_ms = (", ".join(f"{x:g}" for x in given[name]) for name in ("slot_lengths", "durations_ms"))
+    noise = f", jitter {given['jitter']}, {given['steps']} steps" if given["jitter"] else ""
+    window = {"table": "the table's own peak", None: "the default"}.get(given["window"], given["window"])
+    points, percent = f"{BUBBLE_TOLERANCE * 100:g} points of bubble", f"{PEAK_TOLERANCE:.0%} of memory"
+    for line in (
+        f"paper, closed form, table: in slots of {slots} for F, I, W of a whole stage; '-': no formula holds",
+        f"strict, hint: the table executed, F, I, W {durations_ms} ms, {given['comm']} {given['comm_ms']:g} ms{noise}",
+        f"hint: the table ranks what is ready; window: {window}",
+        f"(n): place by bubble, equal ones share it; *: more than {points} or {percent} from the table",
+    ):
+        console.print(line, soft_wrap=True)
 
 
 def as_json(rows: Sequence[Row], refused: Mapping[str, str]) -> dict[str, Any]:
@@ -88,7 +100,3 @@ def _subject(formula: Formula) -> str:
 
 def _cell(value: float | None, form: str, is_marked: bool) -> str:
     return ("-" if value is None else form.format(value)) + ("*" if is_marked else " ")
-
-
-def _three(lengths: Profile) -> str:
-    return ", ".join(f"{length:g}" for length in lengths)

@@ -1,5 +1,8 @@
-"""Deterministic mode: identical bits whatever the order of tasks and their timing."""
+"""Deterministic mode: identical bits whatever the order of tasks, their timing, and the devices of the process."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -8,15 +11,16 @@ import pytest
 
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task, linear
+from rrfp_jax.tasks import Task
 from rrfp_jax.testing import DelayedStage
-from tests.test_pipeline_training import NUM_MICROBATCHES, OPTIMIZER, make_batches, make_model
+from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline, train
 
 NUM_STEPS = 100
-STRICT_1F1B = {
-    "consume": "strict",
-    "schedule": build_schedule("1f1b", ScheduleRequest(num_stages=3, num_microbatches=NUM_MICROBATCHES)),
-}
+
+
+def strict(name: str) -> dict[str, Any]:
+    request = ScheduleRequest(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    return {"consume": "strict", "schedule": build_schedule(name, request)}
 
 
 def random_delay(step: int, task: Task) -> float:
@@ -24,21 +28,9 @@ def random_delay(step: int, task: Task) -> float:
     return float(np.random.default_rng((step, ord(task.kind), task.chunk, task.microbatch + 1)).uniform(0, 1e-3))
 
 
-def train(pipeline: Pipeline, num_steps: int) -> tuple[list[float], dict[str, Any]]:
-    with pipeline:
-        state = pipeline.init(jax.random.key(1))
-        metrics = []
-        for batch in make_batches(num_steps):
-            state, result = pipeline.step(state, batch)
-            metrics.append(result)
-        return [m.result().loss for m in metrics], jax.tree.map(np.array, pipeline.params(state))
-
-
 @pytest.fixture(scope="module")
 def base() -> Pipeline:
-    return Pipeline(
-        make_model(tied=True, layers_per_chunk=(1, 1, 1)), placement=linear(3), optimizer=OPTIMIZER, deterministic=True
-    )
+    return make_pipeline(deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +38,12 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
     return train(base.reordered(hint="bf", window=1), NUM_STEPS)
 
 
-@pytest.mark.parametrize("order", [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, STRICT_1F1B])
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    "order",
+    [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, strict("1f1b"), strict("zb-h1")],
+    ids=["bf", "bfw", "fb", "strict 1f1b", "strict zb-h1"],
+)
+@pytest.mark.parametrize("delayed", [False, True], ids=["prompt", "delayed"])
 def test_orders_and_timing_leave_every_bit_alone(
     base: Pipeline, expected: tuple[list[float], dict[str, Any]], order: dict[str, Any], delayed: bool
 ) -> None:
@@ -57,9 +53,20 @@ def test_orders_and_timing_leave_every_bit_alone(
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 
 
-def test_without_deterministic_mode_losses_agree_to_rounding(
-    base: Pipeline, expected: tuple[list[float], dict[str, Any]]
-) -> None:
-    free = Pipeline(base.chunks, placement=base.placement, optimizer=OPTIMIZER, hint="f-priority")
-    losses, _ = train(free, NUM_STEPS)
+def test_without_deterministic_mode_losses_agree_to_rounding(expected: tuple[list[float], dict[str, Any]]) -> None:
+    losses, _ = train(make_pipeline(hint="f-priority"), NUM_STEPS)
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_devices", "hint"), [(1, "bf"), (3, "f-priority"), (8, "bfw")])
+def test_processes_with_other_devices_compute_the_same_bits(base: Pipeline, num_devices: int, hint: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.long_sums", str(num_devices), hint],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert result.stdout.split()[-1] == digest(*train(base.reordered(hint="fb"), 10))
