@@ -9,7 +9,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import optax
 
-from rrfp_jax.arbitration import READY, Agreement, Ordering, StepRules
+from rrfp_jax.arbitration import READY, STRICT, Agreement, Ordering, StepRules
 from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, parse_bytes, window_of_bytes
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.programs.batches import (
@@ -31,13 +31,14 @@ from rrfp_jax.programs.batches import (
 )
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
-from rrfp_jax.programs.initial import ChunkState, initial_state
+from rrfp_jax.programs.initial import ChunkState, initial_state, param_specs
 from rrfp_jax.programs.optimizers import check_leafwise
-from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.remat import Remat, check_remat
+from rrfp_jax.programs.rng import check_seed
 from rrfp_jax.programs.shapes import derive_shapes, holders
-from rrfp_jax.programs.specs import spec_of
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
 from rrfp_jax.runtime.determinism import require_determinism
+from rrfp_jax.runtime.driver import check_runtime_options
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory import MemoryMeter, chunk_bytes, device_limits, forecast_memory
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
@@ -46,7 +47,6 @@ from rrfp_jax.tasks import Edge, PipelineGraph, Placement
 
 Window = int | tuple[int, ...] | str | None
 _MAX_STEPS_ENQUEUED = 2
-NO_PAIRS: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class Pipeline:
         self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
         if deterministic:
             require_determinism(self._devices)
+        check_runtime_options(progress_deadline_s, log_steps)
+        check_seed(seed)
         self._remat = _one_per_chunk(remat, len(self.chunks))
         limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
         self._limits = device_limits(self._devices) if limit is None else [limit] * len(self._devices)
@@ -140,7 +142,8 @@ class Pipeline:
     ) -> "Pipeline":
         """A pipeline of its own that differs in the order of tasks only; compiled programs are shared.
 
-        For comparing schedules: the new one starts with ``init`` and need not compile what this one has compiled.
+        For comparing schedules: the new one starts with ``init`` and need not compile what this one has compiled. What
+        is not given here takes its default, not this pipeline's value.
         """
         twin = copy(self)
         twin._wrap_stage = wrap_stage
@@ -171,13 +174,13 @@ class Pipeline:
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to start over")
         has_backward = self.order.graph.has_backward
+        check_leafwise(self._optimizer, _merged(dict(enumerate(map(param_specs, self.chunks)))))
         self._initial = {
             chunk: initial_state(
                 self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=has_backward(chunk)
             )
             for chunk in range(len(self.chunks))
         }
-        check_leafwise(self._optimizer, _merged({c: spec_of(s.params) for c, s in self._initial.items()}))
         return PipelineState(self._step)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
@@ -191,8 +194,7 @@ class Pipeline:
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
-        shapes = [jax.eval_shape(chunk.init, jax.random.key(0)) for chunk in self.chunks]
-        sizes = [sum(leaf.size for leaf in jax.tree.leaves(shape)) for shape in shapes]
+        sizes = [sum(leaf.size for leaf in jax.tree.leaves(param_specs(chunk))) for chunk in self.chunks]
         return [sum(sizes[c] for c in chunks) for chunks in self.placement.chunks_of_stage]
 
     def _held(self) -> dict[int, ChunkState]:
@@ -211,25 +213,27 @@ class Pipeline:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(
-        self, state: PipelineState, batch: Mapping[str, Any], *, absent: frozenset[tuple[int, int]] = NO_PAIRS
+        self, state: PipelineState, batch: Mapping[str, Any], *, absent: Iterable[tuple[int, int]] = ()
     ) -> tuple[PipelineState, StepMetrics]:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
         Args:
             state: what ``init`` or the last ``step`` returned; it is consumed.
-            batch: arrays [num_microbatches, ...], at least the leaves that the chunks read.
+            batch: arrays [num_microbatches, ...], at least the leaves that the chunks read; they are copied.
             absent: (chunk, microbatch) pairs that this batch does not have, for example images that are missing.
 
-        Raises ValueError on a batch that does not fit, before anything has changed, and RunFailed if the run has ended.
+        Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
+        If the run fails, the step's result raises RunFailed, and so does this method two steps later at the latest.
         """
         self._check_state(state)
+        absent = frozenset(absent)
         self.prepare(batch)
         leaves = leaves_read(self.chunks, batch)
         check_same_shapes(leaves, self._batch_spec)
         if absent:
             self.order.graph.skipping(self.order.graph.absent | absent)
         while len(self._enqueued) >= _MAX_STEPS_ENQUEUED:
-            self._enqueued.popleft().result()
+            self._wait_for_oldest()
         future = self.runtime.submit(self._step, leaves, absent)
         metrics = StepMetrics(future, has_norm=self._update_rules.needs_norm)
         self._enqueued.append(metrics)
@@ -239,7 +243,12 @@ class Pipeline:
     def wait(self) -> None:
         """Wait for all steps enqueued."""
         while self._enqueued:
-            self._enqueued.popleft().result()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """A step that failed stays in the queue, so that nobody goes on from half of an update."""
+        self._enqueued[0].result()
+        self._enqueued.popleft()
 
     def prepare(self, batch: Mapping[str, Any]) -> None:
         """Compile every program for batches of these shapes (arrays or specs) and start the stages, if not done yet.
@@ -333,11 +342,12 @@ class Pipeline:
         if self._window_bytes is not None:
             chunks = self.placement.chunks_of_stage
             windows = tuple(
-                window_of_bytes(self._window_bytes, [sizes[c] for c in own], stage) for stage, own in enumerate(chunks)
+                window_of_bytes(self._window_bytes, [sizes[c] for c in own], stage, self.order.graph.num_microbatches)
+                for stage, own in enumerate(chunks)
             )
             self.order = replace(self._ordering, window=windows).resolve(self.placement, self.order.graph)
         self.forecast = forecast_memory(self.order, sizes)
-        check_fits(self.forecast, self._limits)
+        check_fits(self.forecast, self._limits, is_strict=self._ordering.consume == STRICT)
 
     def _start_runtime(self, states: dict[int, ChunkState], programs: dict[int, ChunkPrograms]) -> None:
         self._stages = []
@@ -374,8 +384,7 @@ def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
     """The chunks twice, for bidirectional schedules: the copies share all their layers with the originals."""
 
     def tied(chunk: Chunk, suffix: str) -> Chunk:
-        layers = jax.eval_shape(chunk.init, jax.random.key(0))
-        return replace(chunk, name=chunk.name + suffix, shared=frozenset(layers))
+        return replace(chunk, name=chunk.name + suffix, shared=frozenset(param_specs(chunk)))
 
     return [*(tied(chunk, "") for chunk in chunks), *(tied(chunk, " (copy)") for chunk in chunks)]
 
@@ -416,11 +425,14 @@ def _shared_groups(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
-    if isinstance(remat, str) or callable(remat):
-        return (remat,) * num_chunks
-    if len(remat) != num_chunks:
-        raise ValueError(f"remat has {len(remat)} entries for {num_chunks} chunks: give one for all, or one per chunk")
-    return tuple(remat)
+    policies = (remat,) * num_chunks if isinstance(remat, str) or callable(remat) else tuple(remat)
+    if len(policies) != num_chunks:
+        raise ValueError(
+            f"remat has {len(policies)} entries for {num_chunks} chunks: give one for all, or one per chunk"
+        )
+    for policy in policies:
+        check_remat(policy)
+    return policies
 
 
 def _edge_text(edges: Sequence[Edge]) -> str:

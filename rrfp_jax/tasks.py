@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 NO_MICROBATCH = -1
@@ -290,8 +290,13 @@ class PipelineGraph:
         return sorted({chunk, *(c for group in self.shared if chunk in group for c in group)})
 
     def skipping(self, absent: Iterable[tuple[int, int]]) -> "PipelineGraph":
-        """The same graph with these pairs absent."""
-        return replace(self, absent=frozenset(absent))
+        """The same graph with these pairs absent; the graphs of recent patterns are kept."""
+        return _skipping(self, frozenset(absent))
+
+
+@lru_cache(maxsize=256)
+def _skipping(graph: PipelineGraph, absent: frozenset[tuple[int, int]]) -> PipelineGraph:
+    return replace(graph, absent=absent)
 
 
 def chain(

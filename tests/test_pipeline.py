@@ -13,7 +13,7 @@ import pytest
 
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.runtime import NoProgress, TaskFailed
+from rrfp_jax.runtime import NoProgress, PipelineClosed, TaskFailed
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import linear
 
@@ -133,6 +133,10 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
         ({"placement": linear(3)}, "cut the model into 3 chunks"),
         ({"clip_norm": -1.0}, "positive number"),
         ({"devices": jax.devices()[:1]}, "1 devices are given for 2 stages"),
+        ({"log_steps": 0}, "at least 1 step"),
+        ({"seed": -1}, "32 bits"),
+        ({"remat": "half"}, "remat is 'half'"),
+        ({"progress_deadline_s": float("nan")}, "positive number of seconds"),
     ],
 )
 def test_bad_options_are_refused_with_a_remedy(options: dict[str, Any], message: str) -> None:
@@ -204,3 +208,66 @@ def test_a_hung_task_ends_the_run_at_the_deadline_and_the_report_names_it() -> N
 
 def test_num_params_counts_what_each_stage_holds(pipeline: Pipeline) -> None:
     assert pipeline.num_params() == [16, 16]
+
+
+def test_a_failed_step_is_never_gone_on_from() -> None:
+    calls = []
+
+    def fail_in_the_second_step(value: Any) -> Any:
+        calls.append(0)
+        if len(calls) > NUM_MICROBATCHES:
+            raise RuntimeError("broken")
+        return np.asarray(value)
+
+    with make_pipeline(chunks=[callback_chunk(fail_in_the_second_step), loss_chunk(1)]) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        state, _ = pipeline.step(state, make_batch())
+        state, _ = pipeline.step(state, make_batch())
+        for _ in range(2):
+            with pytest.raises(TaskFailed, match="broken"):
+                pipeline.params(state)
+        with pytest.raises(TaskFailed, match="broken"):
+            for _ in range(3):
+                state, _ = pipeline.step(state, make_batch())
+
+
+def test_closing_in_mid_step_abandons_it_and_says_so() -> None:
+    release = threading.Event()
+
+    def hang(value: Any) -> Any:
+        release.wait(20)
+        return np.asarray(value)
+
+    pipeline = make_pipeline(chunks=[callback_chunk(hang), loss_chunk(1)])
+    state = pipeline.init(jax.random.key(0))
+    state, metrics = pipeline.step(state, make_batch())
+    threading.Timer(0.5, release.set).start()
+    pipeline.close()
+    with pytest.raises(PipelineClosed, match="make a new one"):
+        metrics.result()
+    with pytest.raises(PipelineClosed):
+        pipeline.params(state)
+    with pytest.raises(PipelineClosed):
+        pipeline.step(state, make_batch())
+
+
+def test_a_batch_may_be_overwritten_as_soon_as_its_step_is_enqueued(pipeline: Pipeline) -> None:
+    batch = make_batch()
+    state = pipeline.init(jax.random.key(0))
+    state, metrics = pipeline.step(state, batch)
+    batch["x"][:] = np.nan
+    assert np.isfinite(metrics.result().loss)
+
+
+def test_a_refused_optimizer_leaves_nothing_to_step() -> None:
+    pipeline = make_pipeline(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    with pytest.raises(ValueError, match="clip_norm"):
+        pipeline.init(jax.random.key(0))
+    with pytest.raises(RuntimeError, match="call init first"):
+        pipeline.prepare(make_batch())
+
+
+def test_batches_that_say_no_number_of_microbatches_are_refused(pipeline: Pipeline) -> None:
+    state = pipeline.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="0 microbatches"):
+        pipeline.step(state, {"x": make_batch()["x"][:0]})

@@ -54,44 +54,50 @@ def _deep_rank(task: Task) -> Rank:
     return (-task.chunk, task.microbatch) if task.kind is TaskKind.F else _backward_rank(task)
 
 
+def _otherwise(heads: Heads) -> Choice:
+    """Where neither a forward nor a backward can run: a weight gradient, or the tasks of the step's end."""
+    _, _, weight, last = heads
+    return (weight if weight is not None else last), ROUND_START
+
+
 def _choose_bf(turn: int, heads: Heads) -> Choice:
-    forward, backward, weight, last = heads
+    forward, backward, _, _ = heads
     if turn == SECOND_TURN and forward is not None:
         return forward, ROUND_START
     if backward is not None:
         return backward, SECOND_TURN
     if forward is not None:
         return forward, ROUND_START
-    return (weight if weight is not None else last), ROUND_START
+    return _otherwise(heads)
 
 
 def _choose_fb(turn: int, heads: Heads) -> Choice:
-    forward, backward, weight, last = heads
+    forward, backward, _, _ = heads
     if turn == SECOND_TURN and backward is not None:
         return backward, ROUND_START
     if forward is not None:
         return forward, SECOND_TURN
     if backward is not None:
         return backward, ROUND_START
-    return (weight if weight is not None else last), ROUND_START
+    return _otherwise(heads)
 
 
 def _choose_backward_first(_: int, heads: Heads) -> Choice:
-    forward, backward, weight, last = heads
+    forward, backward = heads[:2]
     if backward is not None:
         return backward, ROUND_START
     if forward is not None:
         return forward, ROUND_START
-    return (weight if weight is not None else last), ROUND_START
+    return _otherwise(heads)
 
 
 def _choose_forward_first(_: int, heads: Heads) -> Choice:
-    forward, backward, weight, last = heads
+    forward, backward = heads[:2]
     if forward is not None:
         return forward, ROUND_START
     if backward is not None:
         return backward, ROUND_START
-    return (weight if weight is not None else last), ROUND_START
+    return _otherwise(heads)
 
 
 def _choose_smallest(_: int, heads: Heads) -> Choice:

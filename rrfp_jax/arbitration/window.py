@@ -28,6 +28,8 @@ Counting forwards minus backwards instead (as appendix C of the RRFP paper does 
 hints, unequal windows or a graph, younger microbatches can take every slot that the oldest needs.
 """
 
+from collections.abc import Sequence
+
 
 class Window:
     """One stage's held microbatches under the rule above; ``limit`` None switches the restraint off."""
@@ -75,9 +77,9 @@ class Window:
         self.oldest = oldest
 
 
-def check_windows(window: int | tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+def check_windows(window: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
     """One window per stage from one number or one per stage; raises ValueError with the remedy."""
-    windows = (window,) * num_stages if isinstance(window, int) else tuple(window)
+    windows = tuple(map(int, window)) if isinstance(window, Sequence) else (int(window),) * num_stages
     if len(windows) != num_stages:
         raise ValueError(
             f"window has {len(windows)} numbers for {num_stages} stages: give one number, or one for each stage"

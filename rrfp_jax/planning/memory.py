@@ -49,19 +49,25 @@ class StageForecast:
 
     window: int
     """Microbatches in flight at most: the stage's window, or all microbatches if they are fewer."""
+    num_microbatches: int
     fixed: int
     per_microbatch: int
-    inbox: int
+    """Of each microbatch in flight."""
+    per_waiting: int
+    """Of each microbatch that is not in flight here yet: its activations may wait in the inbox."""
     temporaries: int
 
     @property
     def peak(self) -> int:
-        return self.fixed + self.window * self.per_microbatch + self.inbox + self.temporaries
+        return self._peak(self.window)
+
+    def _peak(self, window: int) -> int:
+        waiting = self.num_microbatches - window
+        return self.fixed + window * self.per_microbatch + waiting * self.per_waiting + self.temporaries
 
     def largest_window(self, limit: int) -> int:
-        """The most microbatches in flight that fit into ``limit`` bytes; 0 if not even one does."""
-        room = limit - self.fixed - self.inbox - self.temporaries
-        return max(0, room // self.per_microbatch) if self.per_microbatch else self.window
+        """The most microbatches in flight, up to the present window, that fit into ``limit`` bytes; 0 if none does."""
+        return next((window for window in range(self.window, 0, -1) if self._peak(window) <= limit), 0)
 
 
 def forecast_stage(chunks: Sequence[ChunkBytes], window: int, num_microbatches: int) -> StageForecast:
@@ -73,26 +79,30 @@ def forecast_stage(chunks: Sequence[ChunkBytes], window: int, num_microbatches: 
     in_flight = min(window, num_microbatches)
     return StageForecast(
         window=in_flight,
+        num_microbatches=num_microbatches,
         fixed=sum(chunk.fixed for chunk in chunks),
         per_microbatch=sum(chunk.per_microbatch for chunk in chunks),
-        inbox=(num_microbatches - in_flight) * sum(chunk.inputs for chunk in chunks),
+        per_waiting=sum(chunk.inputs for chunk in chunks),
         temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
     )
 
 
-def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int) -> int:
-    """How many whole microbatches ``num_bytes`` reserves; raises ValueError if not even one fits."""
+def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, num_microbatches: int) -> int:
+    """How many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits."""
     per_microbatch = sum(chunk.per_microbatch for chunk in chunks)
     if num_bytes < per_microbatch:
         raise ValueError(
             f"window of {format_bytes(num_bytes)} holds no microbatch on stage {stage}, where one takes "
             f"{format_bytes(per_microbatch)}: give at least that, or make microbatches smaller"
         )
-    return num_bytes // max(1, per_microbatch)
+    return min(num_microbatches, num_bytes // max(1, per_microbatch))
 
 
-def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None]) -> None:
-    """Raise ValueError if some stage is predicted to need more than its limit, with the largest windows that fit."""
+def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None], *, is_strict: bool = False) -> None:
+    """Raise ValueError if some stage is predicted to need more than its limit, with the largest windows that fit.
+
+    Under strict consumption the table decides what is in flight, and the remedy is another table.
+    """
     over = [
         (stage, forecast, limit)
         for stage, (forecast, limit) in enumerate(zip(forecasts, limits, strict=True))
@@ -102,14 +112,15 @@ def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None])
         return
     stage, forecast, limit = over[0]
     windows = [
-        forecast.window if limit is None else min(forecast.window, forecast.largest_window(limit))
+        forecast.window if limit is None else forecast.largest_window(limit)
         for forecast, limit in zip(forecasts, limits, strict=True)
     ]
-    remedy = (
-        f"the largest windows that fit are {','.join(map(str, windows))}"
-        if min(windows) > 0
-        else "not even one microbatch fits: use more stages, smaller microbatches or more rematerialisation"
-    )
+    if min(windows) < 1:
+        remedy = "not even one microbatch fits: use more stages, smaller microbatches or more rematerialisation"
+    elif is_strict:
+        remedy = "take a schedule that holds fewer microbatches, or consume it ready with a window"
+    else:
+        remedy = f"the largest windows that fit are {','.join(map(str, windows))}"
     raise ValueError(
         f"stage {stage} is predicted to need {format_bytes(forecast.peak)} with {forecast.window} microbatches in "
         f"flight, and has {format_bytes(limit)}: {remedy}"

@@ -13,11 +13,15 @@ BatchSpec = dict[str, jax.ShapeDtypeStruct]
 
 
 def leaves_read(chunks: Sequence[Chunk], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of ``batch`` that the chunks read, as NumPy arrays (specs stay specs).
+    """The leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
+
+    A step reads its batch while the caller may already refill the buffers for the next.
 
     Raises ValueError for a missing leaf, one without a microbatch axis, or different numbers of microbatches.
     """
     wanted = sorted({name for chunk in chunks for name in chunk.leaves})
+    if not wanted:
+        raise ValueError("no chunk reads a batch leaf, so no batch says how many microbatches there are: let one read")
     missing = [name for name in wanted if name not in batch]
     if missing:
         raise ValueError(f"the batch lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}")
@@ -27,9 +31,10 @@ def leaves_read(chunks: Sequence[Chunk], batch: Mapping[str, Any]) -> dict[str, 
     sizes = {name: batch[name].shape[0] for name in wanted}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"batch leaves have different numbers of microbatches: {sizes}; make all of them equal")
+    if 0 in sizes.values():
+        raise ValueError(f"the batch has 0 microbatches: {', '.join(wanted)} must hold at least 1")
     return {
-        name: batch[name] if isinstance(batch[name], jax.ShapeDtypeStruct) else np.asarray(batch[name])
-        for name in wanted
+        name: batch[name] if isinstance(batch[name], jax.ShapeDtypeStruct) else np.array(batch[name]) for name in wanted
     }
 
 

@@ -34,7 +34,7 @@ from rrfp_jax.programs.gradients import plan_gradients
 from rrfp_jax.programs.handover import Owed, Stash
 from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, zeros
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.rng import counters
+from rrfp_jax.programs.rng import check_seed, counters
 from rrfp_jax.programs.shapes import ChunkShapes, describe_chunk, holders
 from rrfp_jax.programs.sizes import ChunkSizes, temporaries
 from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, spec_of
@@ -294,8 +294,7 @@ def compile_chunk(
     gradient and weight gradient instead of one for the whole backward. The optimizer must treat every array by itself:
     see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the whole model.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed {seed} does not fit 32 bits: give a number from 0 to {2**32 - 1}")
+    check_seed(seed)
     try:
         return ChunkPrograms(
             index, chunks, graph, shapes, optimizer=optimizer, sharding=sharding, seed=seed, remat=remat

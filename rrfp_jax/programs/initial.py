@@ -39,6 +39,12 @@ def pick(layers: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Any]:
     return {name: layers[name] for name in part}
 
 
+def param_specs(chunk: Chunk) -> dict[str, Any]:
+    """Shapes and dtypes of a chunk's parameters; touches no device."""
+    specs: dict[str, Any] = jax.eval_shape(chunk.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return specs
+
+
 def initial_state(
     chunks: tuple[Chunk, ...],
     index: int,
@@ -70,7 +76,7 @@ def state_of(
     return ChunkState(
         params=params,
         optimizer_state=tuple(init(pick(params, part)) for part in trained),
-        accumulators=zeros(accumulator_spec(params), sharding),
+        accumulators=zeros(accumulator_spec(params), sharding) if trains else {},
     )
 
 
@@ -85,7 +91,7 @@ def _initializer(
     """
     chunk = chunks[index]
     programs = []
-    for part in parts_of(chunk, jax.eval_shape(chunk.init, jax.random.key(0))):
+    for part in parts_of(chunk, param_specs(chunk)):
         owner = chunks[holders(chunks, part[0])[0]] if part[0] in chunk.shared else chunk
 
         def init(key: jax.Array, owner: Chunk = owner, part: tuple[str, ...] = part) -> Params:

@@ -19,12 +19,17 @@ Remat = str | Policy
 _NAMED: dict[str, Policy | None] = {"dots": jax.checkpoint_policies.dots_saveable, "full": None}
 
 
+def check_remat(remat: Remat) -> None:
+    """Raise ValueError for a name that stands for no rematerialisation."""
+    if not callable(remat) and remat != "none" and remat not in _NAMED:
+        raise ValueError(f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint")
+
+
 def rematerialised(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """``fn`` under this rematerialisation; raises ValueError for a name that stands for none."""
+    check_remat(remat)
     if remat == "none":
         return fn
-    if not callable(remat) and remat not in _NAMED:
-        raise ValueError(f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint")
     policy = remat if callable(remat) else _NAMED[remat]
     # forward and backward are programs of their own, so the compiler cannot merge what both compute
     return jax.checkpoint(fn, policy=policy, prevent_cse=False)

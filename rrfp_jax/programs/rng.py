@@ -17,6 +17,12 @@ def microbatch_key(
     return jax.random.fold_in(jax.random.fold_in(key, counters[1]), counters[2])
 
 
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a seed that does not fit 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed {seed} does not fit 32 bits: give a number from 0 to {2**32 - 1}")
+
+
 def counters(seed: int, step: int, microbatch: int) -> np.ndarray:
     """The three numbers behind a key, as the ``uint32[3]`` array that programs take."""
     return np.array((seed, step, microbatch), np.uint32)

@@ -1,6 +1,6 @@
 """The asyncio runtime: stage actors that drive compiled programs as their inputs arrive (RRFP paper, section 4)."""
 
-from rrfp_jax.runtime.driver import PipelineRuntime, StepOutcome
+from rrfp_jax.runtime.driver import PipelineClosed, PipelineRuntime, StepOutcome
 from rrfp_jax.runtime.executor import Batch, StageExecutor
 from rrfp_jax.runtime.local import start_in_process
 from rrfp_jax.runtime.report import NoProgress, RunFailed, StageState, TaskFailed, WaitForReport
@@ -12,6 +12,7 @@ __all__ = [
     "Deliver",
     "InProcessTransport",
     "NoProgress",
+    "PipelineClosed",
     "PipelineRuntime",
     "RunFailed",
     "StageExecutor",

@@ -11,6 +11,7 @@ from rrfp_jax.arbitration import (
     Event,
     FinishStep,
     InputArrived,
+    Instruction,
     Message,
     RunTask,
     StageArbiter,
@@ -62,8 +63,11 @@ class StageActor:
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
 
     def _handle(self, event: Event) -> None:
-        instructions = self.arbiter.handle(event)
-        self.log.append(event, instructions)
+        instructions: list[Instruction] = []
+        try:
+            instructions = self.arbiter.handle(event)
+        finally:  # the event that breaks the core is the one that a replay wants most
+            self.log.append(event, instructions)
         self.last_event_s = event.time_s
         for instruction in instructions:
             if isinstance(instruction, RunTask):

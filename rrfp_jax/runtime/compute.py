@@ -28,9 +28,15 @@ class ComputeThread:
     def submit(self, instruction: RunTask) -> None:
         self._queue.put(instruction)
 
-    def stop(self, timeout_s: float) -> bool:
-        """End after the queued work; False if the thread is still busy after ``timeout_s``."""
+    def ask_to_stop(self) -> None:
+        """End after the queued work."""
         self._queue.put(None)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; False if the thread is still busy after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

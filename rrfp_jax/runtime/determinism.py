@@ -18,8 +18,9 @@ def require_determinism(devices: Sequence[Any]) -> None:
     platforms = {device.platform for device in devices}
     if "cpu" in platforms:
         _require_pinned_threads(len(devices[0].client.local_devices()))
+    given = os.environ.get("XLA_FLAGS", "").lower().split()
     if platforms & {"gpu", "cuda", "rocm"} and not any(
-        f"{flag}=true" in os.environ.get("XLA_FLAGS", "").lower() for flag in _GPU_FLAGS
+        flag + value in given for flag in _GPU_FLAGS for value in ("", "=true", "=1")
     ):
         raise ValueError(
             f"deterministic training on GPU needs kernels with a fixed order of sums: add {_GPU_FLAGS[0]}=true to "

@@ -27,6 +27,21 @@ _CHECKS_PER_DEADLINE = 8
 _STOP_TIMEOUT_S = 5.0
 
 
+class PipelineClosed(RuntimeError):
+    """The pipeline was closed before this step had ended, or before it was enqueued."""
+
+    def __init__(self) -> None:
+        super().__init__("the pipeline was closed: make a new one to go on")
+
+
+def check_runtime_options(progress_deadline_s: float, log_steps: int) -> None:
+    """Raise ValueError for a deadline or a log length that cannot be meant."""
+    if not 0 < progress_deadline_s < float("inf"):
+        raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
+    if log_steps < 1:
+        raise ValueError(f"log_steps is {log_steps}: keep the event log of at least 1 step")
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What a finished step leaves: each stage's outcome, by stage, and the record of all stages."""
@@ -68,8 +83,7 @@ class PipelineRuntime:
         progress_deadline_s: float,
         log_steps: int = 2,
     ) -> None:
-        if progress_deadline_s <= 0:
-            raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
+        check_runtime_options(progress_deadline_s, log_steps)
         self._deadline_s = progress_deadline_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rrfp-loop", daemon=True)
@@ -82,6 +96,7 @@ class PipelineRuntime:
         self._inbox: deque[Callable[[], None]] = deque()
         self._pumping = False
         self._failure: RunFailed | None = None
+        self._is_closed = False
         self._progress_s = time.perf_counter()
         for arbiter, executor in zip(arbiters, executors, strict=True):
             self._add_stage(arbiter, executor, log_steps)
@@ -122,25 +137,36 @@ class PipelineRuntime:
     def submit(
         self, step: int, batch: Batch, absent: frozenset[tuple[int, int]] = frozenset()
     ) -> "Future[StepOutcome]":
-        """Enqueue a step; its future resolves when every hosted stage has ended it. Steps count up without gaps."""
+        """Enqueue a step; its future resolves when every hosted stage has ended it. Steps count up without gaps.
+
+        Raises PipelineClosed after ``close``.
+        """
+        if self._is_closed:
+            raise PipelineClosed() from self._failure
         future: Future[StepOutcome] = Future()
-        try:
-            self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
-        except RuntimeError:
-            raise RuntimeError("the pipeline was closed: make a new one to go on") from self._failure
+        self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
         return future
 
-    def close(self) -> None:
-        """Stop the loop and the threads; a step under way is abandoned, its future cancelled."""
-        if self._loop.is_closed():
-            return
-        busy = [not thread.stop(_STOP_TIMEOUT_S) for thread in self._threads.values()]
+    def close(self) -> bool:
+        """Stop the loop and the threads; the future of a step under way fails with PipelineClosed.
+
+        Returns whether all threads have ended; one that hangs in a program cannot be stopped and is left behind.
+        """
+        if self._is_closed:
+            return not any(thread.is_alive() for thread in self._threads.values())
+        self._is_closed = True
+        for thread in self._threads.values():
+            thread.ask_to_stop()
+        until_s = time.perf_counter() + _STOP_TIMEOUT_S
+        ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_TIMEOUT_S)
         for pending in self._pending.values():
-            pending.future.cancel()
-        if not any(busy) and not self._thread.is_alive():
+            pending.future.set_exception(PipelineClosed())
+        self._pending.clear()
+        if not self._thread.is_alive():
             self._loop.close()
+        return all(ended)
 
     @staticmethod
     def clock() -> float:

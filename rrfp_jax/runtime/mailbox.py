@@ -26,6 +26,7 @@ class Mailbox:
         self._placement, self._stage, self._ship = placement, stage, ship
         self._inbox: dict[int, dict[Message, Any]] = {}
         self._outbox: dict[tuple[int, Message], Any] = {}
+        self._last_finished = -1
         # bytes that came and went; each counter has one thread that writes it, so none is ever lost
         self._accepted_bytes = self._posted_bytes = self._taken_bytes = 0
 
@@ -38,9 +39,13 @@ class Mailbox:
         self._inbox.setdefault(step, {})
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
-        """A value from another stage; the step need not have begun here."""
-        self._inbox.setdefault(step, {})[message] = payload
-        self._accepted_bytes += _num_bytes(message, payload)
+        """A value from another stage; the step need not have begun here. What comes again or too late is dropped."""
+        if step <= self._last_finished:
+            return
+        inbox = self._inbox.setdefault(step, {})
+        if message not in inbox:
+            inbox[message] = payload
+            self._accepted_bytes += _num_bytes(message, payload)
 
     def post(self, step: int, message: Message, value: Any) -> None:
         """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
@@ -67,7 +72,9 @@ class Mailbox:
 
     def finish(self, step: int) -> None:
         """Forget what is left of a step."""
-        self._inbox.pop(step, None)
+        self._last_finished = step
+        left = self._inbox.pop(step, {})
+        self._accepted_bytes -= sum(_num_bytes(message, value) for message, value in left.items())
 
 
 def _num_bytes(message: Message, value: Any) -> int:

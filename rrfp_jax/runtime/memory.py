@@ -21,7 +21,9 @@ _PROGRAM_OF_KIND = {
     TaskKind.I: "input_gradient",
     TaskKind.W: "weight_gradient",
     TaskKind.R: "reduce",
+    TaskKind.U: "update ",
 }
+"""How the names of the programs of each kind of task begin."""
 
 
 def chunk_bytes(programs: ChunkPrograms) -> ChunkBytes:
@@ -69,7 +71,8 @@ class MemoryMeter:
         """A task has run: count what it took and freed, with what lay in the inbox meanwhile."""
         kind, chunk, _ = task
         sizes = self._sizes[chunk]
-        running = self._temporaries[chunk].get(_PROGRAM_OF_KIND.get(kind, ""), 0)
+        names = _PROGRAM_OF_KIND[kind]
+        running = max((size for name, size in self._temporaries[chunk].items() if name.startswith(names)), default=0)
         before = self._held
         if kind is TaskKind.F:
             self._held += sizes.stash

@@ -22,7 +22,7 @@ class Emulation:
     step_ms: list[float]
     """Intervals between the ends of steps; the first counts from its submission."""
     logs: Mapping[int, EventLog]
-    """Each stage's whole event log."""
+    """Each stage's event log of its last steps."""
 
 
 def emulate(
@@ -31,12 +31,15 @@ def emulate(
     num_steps: int,
     *,
     progress_deadline_s: float = 60.0,
+    log_steps: int = 2,
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep.
 
     Args:
         arbiters: one per stage, in order, fresh; without R and U tasks.
         durations_ms: [steps, chunks, microbatches, 3]; see :class:`EmulatedStage`.
+
+        log_steps: how many steps of the event logs are kept.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline.
     """
@@ -53,7 +56,7 @@ def emulate(
         make_stage,
         [jax.sharding.SingleDeviceSharding(device) for device in devices],
         progress_deadline_s=progress_deadline_s,
-        log_steps=num_steps + 1,
+        log_steps=log_steps,
     )
     try:
         return _run(runtime, num_stages, num_steps)

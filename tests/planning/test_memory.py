@@ -1,5 +1,7 @@
 """Forecasts of memory: the arithmetic, windows in bytes, and what is said when a run cannot fit."""
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp_jax.planning.memory import (
@@ -18,7 +20,7 @@ def test_a_stage_adds_up_what_it_holds_always_per_microbatch_and_at_once() -> No
     forecast = forecast_stage([CHUNK, CHUNK], window=3, num_microbatches=8)
     assert forecast.fixed == 2000
     assert forecast.per_microbatch == 2 * (140 + 20)
-    assert forecast.inbox == 5 * 20
+    assert forecast.per_waiting == 20
     assert forecast.temporaries == 60
     assert forecast.peak == 2000 + 3 * 320 + 100 + 60
 
@@ -28,9 +30,10 @@ def test_a_window_beyond_the_microbatches_costs_nothing_more() -> None:
 
 
 def test_a_window_in_bytes_reserves_whole_microbatches() -> None:
-    assert window_of_bytes(160 * 5 + 159, [CHUNK], 0) == 5
+    assert window_of_bytes(160 * 5 + 159, [CHUNK], 0, 8) == 5
+    assert window_of_bytes(2**40, [CHUNK], 0, 8) == 8
     with pytest.raises(ValueError, match="on stage 2, where one takes 160 B"):
-        window_of_bytes(159, [CHUNK], 2)
+        window_of_bytes(159, [CHUNK], 2, 8)
 
 
 def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:
@@ -38,8 +41,19 @@ def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:
     check_fits(forecasts, [forecasts[0].peak, None])
     with pytest.raises(ValueError, match="largest windows that fit are 7,4"):
         check_fits(forecasts, [forecasts[0].peak - 1, None])
+    with pytest.raises(ValueError, match="take a schedule that holds fewer"):
+        check_fits(forecasts, [forecasts[0].peak - 1, None], is_strict=True)
     with pytest.raises(ValueError, match="not even one microbatch fits"):
         check_fits(forecasts, [1100, None])
+
+
+@pytest.mark.parametrize("inputs", [0, 10, 150, 300])
+def test_the_largest_window_fits_and_the_next_larger_one_does_not(inputs: int) -> None:
+    chunk = replace(CHUNK, inputs=inputs)
+    for limit in range(1000, 4000, 37):
+        best = forecast_stage([chunk], 8, 8).largest_window(limit)
+        fits = [window for window in range(1, 9) if forecast_stage([chunk], window, 8).peak <= limit]
+        assert best == max(fits, default=0)
 
 
 @pytest.mark.parametrize(("text", "value"), [("512MiB", 512 * 2**20), ("1.5 KiB", 1536), ("7B", 7), ("2GiB", 2**31)])

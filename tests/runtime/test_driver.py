@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
-from rrfp_jax.runtime import PipelineRuntime, TaskFailed
+from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -75,7 +75,7 @@ def test_after_close_steps_are_refused_and_closing_again_does_nothing() -> None:
     runtime.submit(0, {}).result()
     runtime.close()
     runtime.close()
-    with pytest.raises(RuntimeError, match="was closed"):
+    with pytest.raises(PipelineClosed, match="was closed"):
         runtime.submit(1, {})
 
 

@@ -55,4 +55,7 @@ def test_messages_of_a_later_step_wait_and_an_ended_step_is_forgotten() -> None:
     mailbox.accept(0, arriving, np.zeros(2))
     mailbox.finish(0)
     mailbox.begin(1)
+    mailbox.accept(1, arriving, np.zeros(2))
+    mailbox.accept(0, arriving, np.zeros(2))
+    assert mailbox.held_bytes == early.nbytes
     assert mailbox.take(1, arriving) is early

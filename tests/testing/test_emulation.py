@@ -21,7 +21,8 @@ def run(durations_ms: Any, num_steps: int = 3, chunks_per_stage: int = 1, **orde
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
-    return emulate(resolved.arbiters(RULES), np.broadcast_to(np.array(durations_ms, np.float64), shape), num_steps)
+    durations = np.broadcast_to(np.array(durations_ms, np.float64), shape)
+    return emulate(resolved.arbiters(RULES), durations, num_steps, log_steps=num_steps + 1)
 
 
 @pytest.mark.parametrize(
