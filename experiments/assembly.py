@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from experiments.config import TrainConfig
-from experiments.devices import use_cpu
+from experiments.devices import stage_devices
 from experiments.ordering import parse_ordering
 from rrfp_jax.arbitration import Order
 from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
@@ -51,8 +51,9 @@ class Run:
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps, the next batch being made while a step runs."""
-        with self.pipeline, prefetched(self.dataset) as batches:
+        with prefetched(self.dataset) as batches:
             loop.run(self.state, batches, self.config.run.steps)
+        self.pipeline.close()  # not after an error: closing waits for programs, one of which may hang
 
 
 def assemble(config: TrainConfig) -> Run:
@@ -70,10 +71,9 @@ def assemble(config: TrainConfig) -> Run:
         num_microbatches=config.data.num_microbatches,
         chunks_per_stage=layout.chunks_per_stage,
     )
-    use_cpu(layout.num_stages, pinned=layout.deterministic)
+    devices = stage_devices(layout.num_stages, platform=config.run.platform, pinned=layout.deterministic)
     chunks = _chunks(config, order)
     dataset = TextBytes(config.data)
-    devices = tuple(jax.devices()[: layout.num_stages])
     pipeline = Pipeline(
         chunks,
         placement=order.placement,

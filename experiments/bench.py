@@ -8,7 +8,8 @@
 ``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
-times. Orders that are compared run in turn, several times; medians are printed.
+times. ``deterministic``: what accumulating in microbatch order costs. ``split``: what splitting a backward costs.
+What is compared runs in turn, several times; medians are printed.
 """
 
 import argparse
@@ -20,12 +21,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_simulation import bench_simulation
+from experiments.bench_split import bench_split
 from experiments.devices import use_cpu
 from experiments.emulate import EMULATED_STEP
 from experiments.errors import run_command
 from experiments.ordering import parse_ordering
+from experiments.tables import make_console
 from rrfp_jax.simulation.costs import constant
 from rrfp_jax.testing import emulate
 
@@ -34,16 +38,18 @@ NUM_STAGES, NUM_MICROBATCHES, REPEATS = 4, 16, 5
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parts: dict[str, Callable[[Console], Any]] = {
+    parts: dict[str, Callable[[Console], object]] = {
         "runtime": bench_runtime,
         "simulation": bench_simulation,
         "fidelity": bench_fidelity,
+        "deterministic": bench_deterministic,
+        "split": bench_split,
     }
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(parts), help="default: all")
     arguments = parser.parse_args(argv)
     use_cpu(NUM_STAGES)
-    console = Console(highlight=False)
+    console = make_console()
     for name, part in parts.items():
         if arguments.only in (None, name):
             part(console)
@@ -82,9 +88,7 @@ _CASES: list[Case] = [
 ]
 
 
-def _in_turn(
-    cases: list[tuple[str, float, tuple[float, float, float], dict[str, Any]]],
-) -> list[tuple[str, float, float]]:
+def _in_turn(cases: list[Case]) -> list[tuple[str, float, float]]:
     measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
     for _ in range(REPEATS):
         for name, _, durations_ms, order in cases:

@@ -34,7 +34,7 @@ ORDERS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Fidelity:
     """One setting's two answers, mean milliseconds per makespan."""
 
     label: str
@@ -49,8 +49,8 @@ class Agreement:
         return self.emulated_ms / self.simulated_ms
 
 
-def bench_fidelity(console: Console | None = None) -> list[Agreement]:
-    """Print and return the agreement of every setting."""
+def bench_fidelity(console: Console | None = None) -> list[Fidelity]:
+    """Print and return the fidelity of every setting."""
     console = console or Console(highlight=False)
     table = Table(title="emulated against simulated, mean makespan of 10 steps", title_justify="left")
     for heading in ("order", "sigma", "window", "overhead ms", "emulated ms", "simulated ms", "ratio"):
@@ -65,7 +65,7 @@ def bench_fidelity(console: Console | None = None) -> list[Agreement]:
     return results
 
 
-def compare(seed: int) -> Agreement:
+def compare(seed: int) -> Fidelity:
     """Run one setting on both sides."""
     rng = np.random.default_rng(seed)
     words = dict(ORDERS[seed % len(ORDERS)])
@@ -90,4 +90,4 @@ def compare(seed: int) -> Agreement:
         fmean(run.timeline.of_step(step).makespan_s() * 1e3 for step in range(NUM_STEPS))
         for run in (emulation, simulation)
     )
-    return Agreement(order.label, sigma, max(order.windows), overhead_ms, emulated_ms, simulated_ms)
+    return Fidelity(order.label, sigma, max(order.windows), overhead_ms, emulated_ms, simulated_ms)

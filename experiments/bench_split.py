@@ -1,12 +1,12 @@
-"""Measures what splitting a backward costs: (I + W) / B, times of all programs, bytes handed on.
+"""Measure what splitting a backward costs: (I + W) / B, times of all programs, bytes handed on.
 
-    python -m experiments.bench_split [--repeats 30] [--only wide]
+::
+
+    python -m experiments.bench_split --repeats 30 --only wide
 
 For each chunk the programs run in turn, again and again, so that a disturbance hits all of them; medians are printed.
 B is the fused backward from the same stash, `vjp` the pullback that `jax.vjp` itself returns as a separate program.
 """
-
-from __future__ import annotations
 
 import argparse
 import statistics
@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
 
+from experiments.devices import use_cpu
+from experiments.errors import BadInput, run_command
+from experiments.tables import make_console
 from rrfp_jax.programs.split import SplitBackward, split_backward
 
 
@@ -40,6 +45,9 @@ CASES = {
     "tiny: the same, scan": Case(8, 64, 4, 64, scan=True),
     "tiny: the same, scan and full remat": Case(8, 64, 4, 64, scan=True, remat="full"),
 }
+
+
+PROGRAMS = ("F", "I", "W", "B", "vjp")
 
 
 def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -114,23 +122,44 @@ def medians_ms(bound: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=30, help="runs of each program")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    options = parser.parse_args()
-    print(f"{'chunk':38} {'F':>7} {'I':>7} {'W':>7} {'B':>7} {'vjp':>7} ms  (I+W)/B   stash    owed  jax.vjp MB")
+def bench_split(console: Console, *, repeats: int = 30, only: str = "") -> None:
+    """Print one line per case whose name contains ``only``, the medians of so many runs."""
+    table = Table(title=f"split backward, medians of {repeats} runs", title_justify="left")
+    for heading in ("chunk", *PROGRAMS, "(I+W)/B", "stash MB", "owed MB", "jax.vjp MB"):
+        table.add_column(f"{heading} ms" if heading in PROGRAMS else heading, justify="right", no_wrap=True)
+    table.columns[0].justify = "left"
     for name, case in CASES.items():
-        if options.only not in name:
-            continue
-        fn, params, inputs = build(case)
-        split = split_backward(fn, params, inputs)
-        ms = medians_ms(programs(split, fn, params, inputs), options.repeats)
-        ratio, report = (ms["I"] + ms["W"]) / ms["B"], split.report
-        sizes = (report.stash_bytes, report.owed_bytes, report.residual_bytes)
-        columns = " ".join(f"{ms[column]:7.2f}" for column in ("F", "I", "W", "B", "vjp"))
-        print(f"{name:38} {columns}     {ratio:7.3f} " + " ".join(f"{size / 1e6:7.1f}" for size in sizes))
+        if only in name:
+            table.add_row(name, *_figures(case, repeats))
+    console.print(table)
+
+
+def _figures(case: Case, repeats: int) -> list[str]:
+    fn, params, inputs = build(case)
+    split = split_backward(fn, params, inputs)
+    ms = medians_ms(programs(split, fn, params, inputs), repeats)
+    report = split.report
+    sizes = (report.stash_bytes, report.owed_bytes, report.residual_bytes)
+    ratio = (ms["I"] + ms["W"]) / ms["B"]
+    return [*(f"{ms[name]:.2f}" for name in PROGRAMS), f"{ratio:.3f}", *(f"{size / 1e6:.1f}" for size in sizes)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench_split", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="runs of each program (default 30)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains this")
+    arguments = parser.parse_args(argv)
+    if arguments.repeats < 1:
+        raise BadInput(f"repeats is {arguments.repeats}: give at least 1")
+    if not any(arguments.only in name for name in CASES):
+        raise BadInput(f"only {arguments.only!r} is part of no case: choose among {'; '.join(CASES)}")
+    use_cpu(1)
+    bench_split(make_console(), repeats=arguments.repeats, only=arguments.only)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -6,11 +6,13 @@ as a list.
 """
 
 import difflib
+import math
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -72,19 +74,23 @@ def overrides_of(arguments: Namespace) -> dict[str, Any]:
 def _parse(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
-    except yaml.YAMLError:
-        raise ValueError(f"{text!r} cannot be read as a value of {name}") from None
+    except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
+        raise ValueError(f"{text!r} cannot be read as a value of {name}: write it as in YAML, text in quotes") from None
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"configuration {path} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"configuration {path} cannot be read ({error.strerror}): give the path of a YAML file"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"configuration {path} is not UTF-8 text: give the path of a YAML file") from None
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"configuration {path} is not YAML: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         raise ValueError(f"configuration {path} must hold the sections {', '.join(SECTIONS)}, each with its keys")
     _refuse_unknown(path, "section", content, list(SECTIONS))
@@ -92,15 +98,29 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
     missing = [name for name in SECTIONS if name not in content]
     if missing:
-        raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}")
+        raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}: add it")
     return content
 
 
 def _section(path: str, name: str, values: Mapping[str, Any]) -> Any:
+    types = {field.name: field.type for field in fields(SECTIONS[name])}
     try:
-        return TypeAdapter(SECTIONS[name]).validate_python(dict(values))
+        record: Any = TypeAdapter(SECTIONS[name]).validate_python(
+            {key: _one_or_many(types[key], values[key]) for key in values}
+        )
     except ValidationError as error:
         raise ValueError(_sentence(path, name, error)) from None
+    for key, value in asdict(record).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{path}: {name}.{key} is {value}: give a finite number")
+    return record
+
+
+def _one_or_many(kind: Any, value: Any) -> Any:
+    """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
+    members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    is_list = any(get_origin(member) is tuple for member in members) and not {int, str} & set(members)
+    return [value] if is_list and isinstance(value, int | float | str) else value
 
 
 def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
@@ -115,10 +135,26 @@ def _sentence(path: str, section: str, error: ValidationError) -> str:
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
         return f"{path}: {section}: {cause}"
-    where = ".".join([section, *(str(part) for part in first["loc"] if not str(part).startswith("function"))])
+    field = str(first["loc"][0])
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{path}: {where} is missing: add it"
-    return f"{path}: {where} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return f"{path}: {section}.{field} is missing: add it"
+    # a field of several types gives one entry per type
+    wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
+    return f"{path}: {section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
+
+
+def _wanted(kind: str) -> str:
+    """What a field takes, by pydantic's name of the error."""
+    whole = "a whole number"
+    names = {
+        "int": whole,
+        "finite": whole,
+        "float": "a number",
+        "bool": "true or false",
+        "string": "text",
+        "tuple": "a list",
+    }
+    return names.get(kind.split("_", maxsplit=1)[0], "a value of another type")
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,24 @@ import jax
 _PINNED_THREADS = 8
 
 
+def stage_devices(num_stages: int, *, platform: str | None, pinned: bool = False) -> tuple[jax.Device, ...]:
+    """One device per stage: virtual ones on ``cpu``, else the first that JAX finds; ValueError if they are too few.
+
+    ``pinned`` as for :func:`use_cpu`.
+    """
+    if platform == "cpu":
+        use_cpu(num_stages, pinned=pinned)
+    elif pinned:
+        _pin_threads(num_stages)
+    found = jax.local_devices()
+    if len(found) < num_stages:
+        raise ValueError(
+            f"{len(found)} {found[0].platform} {'device' if len(found) == 1 else 'devices'} for {num_stages} stages: "
+            f"give num_stages {len(found)}, or platform cpu for virtual devices"
+        )
+    return tuple(found[:num_stages])
+
+
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     """Run on this many virtual CPU devices.
 
@@ -15,7 +33,11 @@ def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     does so already, so that sums do not depend on the number of devices; it is read when the first device is made.
     """
     if pinned:
-        os.environ.setdefault("NPROC", str(max(_PINNED_THREADS, num_devices)))
+        _pin_threads(num_devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _pin_threads(num_devices: int) -> None:
+    os.environ.setdefault("NPROC", str(max(_PINNED_THREADS, num_devices)))

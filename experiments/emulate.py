@@ -9,17 +9,20 @@ With all durations zero the programs do not sleep, and what remains is the overh
 
 import argparse
 import json
+import math
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments.durations import Durations, load_durations, parse_durations_ms
-from experiments.errors import run_command
+from experiments.errors import checking_input, run_command
 from experiments.ordering import add_ordering_arguments, parse_ordering
+from experiments.outputs import check_outputs, draw
 from rrfp_jax.arbitration import Agreement, Order, StepRules
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.result import RunMetrics, run_metrics
+from rrfp_jax.timeline import Timeline
 
 EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 """Emulated chunks have no parameters; as in training, the next step starts once all stages have agreed."""
@@ -28,9 +31,15 @@ EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    resolved = _resolve(arguments)
-    durations_ms = _durations(arguments, resolved)
-    num_steps = _num_steps(arguments, durations_ms)
+    with checking_input():
+        check_outputs(timeline=arguments.timeline, trace=arguments.trace)
+        if not 0 < arguments.progress_deadline_s < math.inf:
+            raise ValueError(
+                f"progress-deadline-s is {arguments.progress_deadline_s}: give a positive number of seconds"
+            )
+        resolved = _resolve(arguments)
+        durations_ms = _durations(arguments, resolved)
+        num_steps = _num_steps(arguments, durations_ms)
 
     from experiments.devices import use_cpu
     from rrfp_jax.testing import dispatch_overhead_ms, emulate
@@ -44,11 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     metrics = run_metrics(emulation.timeline, emulation.step_ms)
     overhead_ms = dispatch_overhead_ms(emulation.timeline, durations_ms)
-    _write_pictures(arguments, resolved, emulation.timeline)
     if arguments.json:
-        print(json.dumps({**metrics.as_dict(), "dispatch_overhead_ms": overhead_ms}))
+        print(json.dumps({**metrics.as_dict(), "dispatch_overhead_ms": overhead_ms}), flush=True)
     else:
         _show(resolved, metrics, overhead_ms)
+    _write_pictures(arguments, resolved, emulation.timeline)
     return 0
 
 
@@ -110,27 +119,14 @@ def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
     return arguments.steps
 
 
-def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: object) -> None:
-    from rrfp_jax.observe.trace import write_trace
-    from rrfp_jax.timeline import Timeline
-
-    assert isinstance(timeline, Timeline)
+def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Timeline) -> None:
     if arguments.timeline:
         last = timeline.of_step(timeline.steps()[-1])
-        draw(arguments.timeline, f"{resolved.label}, real runtime on emulated stages", last)
+        draw([(f"{resolved.label}, real runtime on emulated stages", last)], arguments.timeline)
     if arguments.trace:
+        from rrfp_jax.observe.trace import write_trace
+
         write_trace(timeline, arguments.trace)
-
-
-def draw(path: str, caption: str, timeline: object) -> None:
-    """Draw one timeline, as a page or a picture by the file's ending."""
-    from rrfp_jax.observe.page import write_page
-    from rrfp_jax.observe.picture import draw_timelines
-    from rrfp_jax.timeline import Timeline
-
-    assert isinstance(timeline, Timeline)
-    write = write_page if path.endswith(".html") else draw_timelines
-    write([(caption, timeline)], path)
 
 
 def _show(resolved: Order, metrics: RunMetrics, overhead_ms: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments.durations import Durations, Profile, parse_durations_ms
-from experiments.errors import run_command
+from experiments.errors import BadInput, checking_input, run_command
 from experiments.levels_report import as_json, show_levels
 from experiments.levels_rows import Execution, Row, formulas_of
 from experiments.machine import add_machine_arguments, make_machine
@@ -61,10 +61,12 @@ class Setting:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
-    setting = make_setting(arguments)
-    rows, refused = compare_levels(setting, _names(arguments.schedules))
+    with checking_input():
+        setting = make_setting(arguments)
+        names = _names(arguments.schedules)
+    rows, refused = compare_levels(setting, names)
     if not rows:
-        raise ValueError(f"no schedule fits; for example {next(iter(refused.values()))}")
+        raise BadInput(f"no schedule fits; for example {next(iter(refused.values()))}")
     if arguments.json:
         print(json.dumps(_given(setting) | as_json(rows, refused), allow_nan=False))
     else:
@@ -159,12 +161,11 @@ def _row(setting: Setting, ideal: Levels) -> Row:
 def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering) -> Execution:
     num_steps: int = setting.arguments.steps
     durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), num_steps)
-    simulation = simulate(
-        ordering.resolve(table.placement, table.graph).arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead),
-        make_costs(setting.arguments, durations_ms, table.placement),
-        machine=setting.machine,
-        num_steps=num_steps,
-    )
+    with checking_input():
+        order = ordering.resolve(table.placement, table.graph)
+        costs = make_costs(setting.arguments, durations_ms, table.placement)
+    arbiters = order.arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead)
+    simulation = simulate(arbiters, costs, machine=setting.machine, num_steps=num_steps)
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
     return Execution(
         bubble=max(0.0, metrics.bubble_fraction),

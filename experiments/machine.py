@@ -28,6 +28,9 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
         raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
     if arguments.comm not in tuple(Communication):
         raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
+    if arguments.comm != Communication.ASYNC and (arguments.contention or arguments.dispatch_ahead):
+        flag = "contention" if arguments.contention else "dispatch-ahead"
+        raise ValueError(f"{flag} has no effect with {arguments.comm} communication: leave it out, or take async")
     if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
         raise ValueError("--message-bytes and --bandwidth-gb-per-s belong together: give both or neither")
     activation_bytes, gradient_bytes = parse_message_bytes(arguments.message_bytes)

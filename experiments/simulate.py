@@ -12,9 +12,7 @@ With ``--json`` the last line on stdout is one JSON object; with ``--compare`` i
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -30,15 +28,16 @@ from experiments.durations import (
     load_trace,
     parse_durations_ms,
 )
-from experiments.errors import run_command
+from experiments.errors import BadInput, checking_input, run_command
 from experiments.machine import make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, parse_ordering
+from experiments.outputs import check_outputs, draw
 from experiments.simulate_flags import parse_entries, parse_memory_weights
 from experiments.simulate_parser import make_parser
 from experiments.simulate_report import show_comparison, show_names, show_run
 from experiments.tables import make_console
-from rrfp_jax.arbitration import Agreement, Order, StepRules
+from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -57,7 +56,6 @@ from rrfp_jax.timeline import Timeline
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
 """As in emulate: a step ends for all stages when all have reported the end of their tasks."""
-_PAGES = (".html", ".htm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +70,15 @@ class Setting:
     def num_steps(self) -> int:
         asked: int | None = self.arguments.steps
         return self.durations.num_steps if asked is None else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One order that fits the setting."""
+
+    ordering: Order
+    arbiters: list[StageArbiter]
+    costs: Costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +101,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.num_stages is None or arguments.num_microbatches is None:
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
-    setting = make_setting(arguments)
-    runs = [(label, run(setting, ordering)) for label, ordering in _orderings(arguments)]
-    outcomes = {label or outcome.ordering.label: outcome for label, outcome in runs}
-    write_files(arguments, outcomes)
+    with checking_input():
+        setting = make_setting(arguments)
+        prepared = [(label, prepare(setting, ordering)) for label, ordering in _orderings(arguments)]
+    outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
     show(console, arguments, outcomes)
+    write_files(arguments, outcomes)
     return 0
 
 
@@ -107,20 +115,14 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
     check_noise(arguments)
     if arguments.optimum is not None and not arguments.optimum > 0:
         raise ValueError(f"optimum has {arguments.optimum} s: give the solver more than 0")
-    _check_outputs(arguments)
+    check_outputs(timeline=arguments.timeline, trace=arguments.trace)
+    if arguments.trace and arguments.compare:
+        raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
     parse_memory_weights(arguments.memory_weights)
     setting = Setting(arguments=arguments, durations=_durations(arguments), machine=make_machine(arguments))
     if setting.num_steps < 1:
         raise ValueError(f"steps is {setting.num_steps}: simulate at least 1")
     return setting
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Before the simulation, so that a long one is not lost to a wrong name."""
-    if arguments.timeline and Path(arguments.timeline).suffix.lower() not in (".png", ".svg", *_PAGES):
-        raise ValueError(f"timeline {arguments.timeline}: let the name end in .png, .svg or .html")
-    if arguments.trace and arguments.compare:
-        raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
 
 
 def _durations(arguments: argparse.Namespace) -> DurationSource:
@@ -148,24 +150,31 @@ def _orderings(arguments: argparse.Namespace) -> list[tuple[str | None, Ordering
     return [*parse_entries(arguments.compare, parse_ordering(window=given["window"], backward=given["backward"]))]
 
 
-def run(setting: Setting, ordering: Ordering) -> Outcome:
-    """Simulate one order. Raises ValueError where it does not fit the setting."""
-    arguments, machine = setting.arguments, setting.machine
+def prepare(setting: Setting, ordering: Ordering) -> Prepared:
+    """Build one order with its costs. Raises ValueError where it does not fit the setting."""
+    arguments = setting.arguments
     resolved = ordering.resolve(
         num_stages=arguments.num_stages,
         num_microbatches=arguments.num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
         durations_ms=setting.durations.profile_ms(),
-        comm_ms=machine.links.latency_ms,
+        comm_ms=setting.machine.links.latency_ms,
     )
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
-    costs = make_costs(arguments, durations_ms, resolved.placement)
-    arbiters = resolved.arbiters(RULES, dispatch_ahead=arguments.dispatch_ahead)
-    simulation = run_simulation(arbiters, costs, machine=machine, num_steps=setting.num_steps)
-    return Outcome(
+    return Prepared(
         ordering=resolved,
+        arbiters=resolved.arbiters(RULES, dispatch_ahead=arguments.dispatch_ahead),
+        costs=make_costs(arguments, durations_ms, resolved.placement),
+    )
+
+
+def run(setting: Setting, one: Prepared) -> Outcome:
+    """Simulate one order."""
+    simulation = run_simulation(one.arbiters, one.costs, machine=setting.machine, num_steps=setting.num_steps)
+    return Outcome(
+        ordering=one.ordering,
         timeline=simulation.timeline,
-        result=result_of(setting, resolved, costs, simulation),
+        result=result_of(setting, one.ordering, one.costs, simulation),
     )
 
 
@@ -222,8 +231,8 @@ def _optimum(setting: Setting, ordering: Order, shortest_ms: np.ndarray) -> dict
             )
             for step_ms in shortest_ms
         ]
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    except (ImportError, ValueError) as error:  # no solver, or no order found in the time that the user gave
+        raise BadInput(str(error)) from error
     return {
         "optimum_ms": round(fmean(one.makespan_ms for one in found), 6),
         "optimum_is_proven": all(one.is_proven for one in found),
@@ -233,14 +242,8 @@ def _optimum(setting: Setting, ordering: Order, shortest_ms: np.ndarray) -> dict
 def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
     """The pictures and traces that were asked for; their libraries are loaded only then."""
     timelines = [(label, outcome.timeline) for label, outcome in outcomes.items()]
-    if arguments.timeline and Path(arguments.timeline).suffix.lower() in _PAGES:
-        from rrfp_jax.observe.page import write_page
-
-        write_page(timelines, arguments.timeline)
-    elif arguments.timeline:
-        from rrfp_jax.observe.picture import draw_timelines
-
-        draw_timelines(timelines, arguments.timeline)
+    if arguments.timeline:
+        draw(timelines, arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.trace import write_trace
 
@@ -251,7 +254,7 @@ def show(console: Console, arguments: argparse.Namespace, outcomes: dict[str, Ou
     if arguments.json:
         results = {label: outcome.result for label, outcome in outcomes.items()}
         printed = {"compare": results} if arguments.compare else next(iter(results.values()))
-        print(json.dumps(printed, allow_nan=False), file=sys.stdout)
+        print(json.dumps(printed, allow_nan=False), flush=True)
     elif arguments.compare:
         show_comparison(console, {label: outcome.result for label, outcome in outcomes.items()})
     else:

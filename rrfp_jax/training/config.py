@@ -4,7 +4,9 @@ Plain records, validated once; nothing here imports JAX, so that bad input is re
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class PipelineConfig:
     """Microbatches that a stage may hold, one number or one per stage, or their memory as ``512MiB``; None: 32."""
     remat: str = "none"
     """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
-    memory_limit: str | None = None
-    """Memory of each stage, as ``16GiB``; None: what its device has, if that is known."""
+    memory_limit: int | str | None = None
+    """Memory of each stage, in bytes or as ``16GiB``; None: what its device has, if that is known."""
     backward: str | None = None
     """``split`` or ``fused``; None: what the schedule or the hint calls for, otherwise fused."""
     clip_norm: float | None = 1.0
@@ -46,9 +48,12 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         _require(self, "at least 1", lambda value: value is None or value >= 1, "num_stages", "chunks_per_stage")
-        _require(self, "a positive number of seconds", lambda value: value > 0, "progress_deadline_s")
+        _require(self, "at least 1 byte", lambda value: not isinstance(value, int) or value >= 1, "memory_limit")
+        _require(self, "a positive number of seconds", lambda value: 0 < value < math.inf, "progress_deadline_s")
         if self.clip_norm is not None:
-            _require(self, "a positive number, or null for no clipping", lambda value: value > 0, "clip_norm")
+            _require(
+                self, "a positive number, or null for no clipping", lambda value: 0 < value < math.inf, "clip_norm"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +63,9 @@ class OptimizerConfig:
     learning_rate: float
     """Peak learning rate."""
     final_learning_rate: float = 0.0
-    """Learning rate at the last step."""
+    """Learning rate at the last step, if that comes after the warm-up and the step with the peak."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0 to its peak."""
+    """Steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps + 1)`` on."""
     b1: float = 0.9
     """Decay of the first moment."""
     b2: float = 0.95
@@ -72,7 +77,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(self, "a positive number", lambda value: 0 < value < math.inf, "learning_rate", "eps")
-        _require(self, "0 or more", lambda value: value >= 0, "final_learning_rate", "warmup_steps", "weight_decay")
+        _require(
+            self,
+            "0 or more",
+            lambda value: 0 <= value < math.inf,
+            "final_learning_rate",
+            "warmup_steps",
+            "weight_decay",
+        )
         _require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "b1", "b2")
 
 
@@ -86,17 +98,23 @@ class RunConfig:
     """Of the initial parameters and all random keys."""
     run_dir: str | None = None
     """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
-    timeline_steps: int = 2
+    timeline_steps: int = 1
     """How many of the last steps the timeline shows."""
+    platform: str | None = None
+    """``cpu``: virtual CPU devices, one per stage; None: the devices that JAX finds, the first one for stage 0."""
 
     def __post_init__(self) -> None:
+        if self.platform not in (None, "cpu"):
+            raise ValueError(
+                f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"
+            )
         _require(self, "at least 1", lambda value: value >= 1, "steps", "timeline_steps")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
 
 
-def _require(config: object, what: str, holds: object, *names: str) -> None:
+def _require(config: object, what: str, holds: Callable[[Any], bool], *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not holds(value):  # type: ignore[operator]
+        if not holds(value):
             raise ValueError(f"{name} is {value}: give {what}")

@@ -9,12 +9,16 @@ from rrfp_jax.training.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate of each update, counted from 0; warm-up that is longer than the run is cut off."""
+    """The learning rate of each update, counted from 0.
+
+    Update 0 has ``peak / (warmup_steps + 1)``, update ``warmup_steps`` the peak, and update ``num_steps - 1`` the final
+    rate. A warm-up that is as long as the run, or longer, is cut off, and nothing decays.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        decay_steps=max(num_steps, config.warmup_steps + 1),
+        decay_steps=max(num_steps - 1, config.warmup_steps + 1),
         end_value=config.final_learning_rate,
     )
 

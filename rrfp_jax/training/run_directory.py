@@ -22,43 +22,56 @@ from rrfp_jax.observe.picture import draw_timelines
 from rrfp_jax.observe.trace import write_trace
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.training.paths import check_file, check_folder
+
+CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
 
 
 class RunDirectory:
-    """Writes one run's files, each of them whole."""
+    """Writes one run's files, each of them whole; the folder is made by the first method that writes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"run_dir {self.path} is a file: name a folder")
+
+    def check(self) -> None:
+        """Raise ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
+        check_folder(self.path, "run_dir")
+        for name in (CONFIG, METRICS, PICTURE, TRACE, FAILURE):
+            check_file(self.path / name, "the run's file")
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Make the folder where it is missing, write the configuration, and remove the report of an earlier failure.
+
+        Raises ValueError where the folder or a file in it cannot be made after all.
+        """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+            (self.path / FAILURE).unlink(missing_ok=True)
         except OSError as error:
-            raise ValueError(f"run_dir {self.path} cannot be made ({error.strerror}): name another folder") from None
+            raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
     def num_rows(self) -> int:
         """How many steps earlier runs have written to the metrics file."""
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        self._write_text("config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 
     def metrics(self) -> MetricsFile:
         """The metrics file, opened for appending."""
-        return MetricsFile(self.path / "metrics.jsonl")
+        return MetricsFile(self.path / METRICS)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
-        draw_timelines([(caption, timeline)], self.path / "timeline.png")
-        write_trace(timeline, self.path / "trace.json")
+        """Write the picture and the trace."""
+        draw_timelines([(caption, timeline)], self.path / PICTURE)
+        write_trace(timeline, self.path / TRACE)
 
     def write_failure(self, report: WaitForReport) -> Path:
-        self._write_text("failure.json", json.dumps(report.as_dict(), indent=2) + "\n")
-        return self.path / "failure.json"
+        """Write the report as JSON, and return its path."""
+        self._write_text(FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
+        return self.path / FAILURE
 
     def _write_text(self, name: str, text: str) -> None:
         with replacing(self.path / name) as path:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
 
 
 def new_run_path(name: str, now: datetime) -> Path:

@@ -53,10 +53,21 @@ def test_a_split_backward_runs_input_and_weight_gradients() -> None:
         (("--num-microbatches", 0), "at least 1"),
         (("--schedule", "gpipe", "--consume", "strict", "--window", 2), "window"),
         (("--schedule", "1f2b"), "1f1b"),
+        (("--timeline", "t.gif"), "end in .png, .svg or .html"),
+        (("--timeline", "README.md/t.png"), "is a file"),
+        (("--trace", "t.txt"), "end in .json"),
+        (("--progress-deadline-s", "nan"), "positive number of seconds"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(options: tuple[object, ...], message: str) -> None:
     assert message in sentence(run_command("emulate", *options))
+
+
+def test_a_run_without_progress_ends_with_its_own_code_and_the_report() -> None:
+    result = run_command("emulate", "--progress-deadline-s", 0.001)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "error: no task finished" in result.stderr
+    assert "stage 0 has been running 0F0" in result.stderr
 
 
 def test_corrupt_duration_files_are_refused(tmp_path: Path) -> None:

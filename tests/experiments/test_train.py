@@ -1,14 +1,20 @@
 """The train command end to end, and its refusals."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from experiments.config import load_train_config
-from tests.experiments.commands import run_command, sentence
+from tests.experiments.commands import ROOT, run_command, sentence
 
+HANGING = str(Path(__file__).with_name("hanging_train.py"))
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
 SMALL = ("--hidden", 32, "--mlp-dim", 32, "--length", 16, "--batch-size", 8, "--max-bytes", 200_000)
 ROW = {
@@ -27,6 +33,8 @@ ROW = {
 
 def test_a_run_writes_its_directory_and_a_second_one_appends(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "failure.json").write_text("of an earlier run")
     options = ("--config", DEBUG, *SMALL, "--hint", "fb", "--num-stages", 2, "--run-dir", run)
     first = run_command("train", *options, "--steps", 3)
     assert first.returncode == 0, first.stderr
@@ -49,6 +57,16 @@ def test_a_run_writes_its_directory_and_a_second_one_appends(tmp_path: Path) -> 
     assert not any(row["skipped"] for row in rows)
 
 
+def test_a_split_backward_trains(tmp_path: Path) -> None:
+    order = ("--consume", "strict", "--schedule", "zb-h1", "--remat", "dots", "--num-stages", 2)
+    result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"0F0", "0I0", "0W0", "1I7", "1W7"} <= names
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(5 < row["loss"] < 6.5 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -60,10 +78,11 @@ def test_a_run_writes_its_directory_and_a_second_one_appends(tmp_path: Path) -> 
         (("--hint", "fastest"), "choose one of"),
         (("--consume", "strict"), "needs a schedule"),
         (("--consume", "strict", "--schedule", "gpipe", "--window", 4), "window"),
-        (("--consume", "strict", "--schedule", "zb-h1"), "split"),
         (("--learning-rate", "fast"), "optimizer.learning_rate is 'fast'"),
         (("--steps", 0), "steps is 0"),
         (("--num-heads", 5), "head"),
+        (("--layers-per-chunk", 4), "1 numbers for 4 chunks"),
+        (("--platform", "null"), "1 cpu device for 4 stages"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_and_leaves_nothing(
@@ -89,12 +108,17 @@ def write_config(tmp_path: Path, text: str) -> str:
         ("model: [", "is not YAML"),
         ("just text", "must hold the sections"),
         ("", "must hold the sections"),
+        ("run: {steps: .inf}", "run.steps is inf: give a whole number"),
+        ("model: {rope_theta: .nan}", "rope_theta is nan"),
     ],
 )
 def test_broken_configurations_are_refused(tmp_path: Path, text: str, message: str) -> None:
     complete = {name: {} for name in ("model", "data", "pipeline", "optimizer", "run")}
-    if text.startswith("model: {"):
-        text = yaml.safe_dump({**complete, **yaml.safe_load(text)})
+    if text in ("run: {steps: .inf}", "model: {rope_theta: .nan}"):
+        complete = yaml.safe_load(Path(DEBUG).read_text())
+    if "{" in text and "modle" not in text:
+        changed = yaml.safe_load(text)
+        text = yaml.safe_dump({name: values | changed.get(name, {}) for name, values in complete.items()})
     with pytest.raises(ValueError, match=message):
         load_train_config(write_config(tmp_path, text), {})
 
@@ -102,10 +126,73 @@ def test_broken_configurations_are_refused(tmp_path: Path, text: str, message: s
 def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.yaml cannot be read"):
         load_train_config("nowhere.yaml", {})
+    binary = tmp_path / "config.png"
+    binary.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match=r"config\.png is not UTF-8 text: give"):
+        load_train_config(str(binary), {})
     content = yaml.safe_load(Path(DEBUG).read_text())
     del content["run"]["steps"]
     with pytest.raises(ValueError, match=r"run\.steps is missing"):
         load_train_config(write_config(tmp_path, yaml.safe_dump(content)), {})
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ({"pipeline.layers_per_chunk": 4}, (4,)),
+        ({"data.suffixes": ".py"}, (".py",)),
+        ({"pipeline.window": 3}, 3),
+        ({"pipeline.window": [3, 2, 2, 1]}, (3, 2, 2, 1)),
+        ({"pipeline.memory_limit": 1_000_000}, 1_000_000),
+        ({"pipeline.memory_limit": "1GiB"}, "1GiB"),
+    ],
+)
+def test_forms_that_a_value_may_take(override: dict[str, object], value: object) -> None:
+    section, name = next(iter(override)).split(".")
+    assert getattr(getattr(load_train_config(DEBUG, override), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"pipeline.window": 1.5}, "pipeline.window is 1.5: give a whole number or a list or text"),
+        ({"pipeline.memory_limit": -1}, "memory_limit is -1: give at least 1 byte"),
+        ({"pipeline.clip_norm": "inf"}, "clip_norm is inf"),
+        ({"pipeline.progress_deadline_s": float("nan")}, "progress_deadline_s is nan"),
+        ({"optimizer.weight_decay": float("inf")}, "weight_decay is inf"),
+        ({"model.rope_theta": "inf"}, "model.rope_theta is inf: give a finite number"),
+        ({"run.platform": "tpu"}, "give cpu for virtual devices"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(override: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_train_config(DEBUG, override)
+
+
+@pytest.mark.parametrize(("place", "message"), [("file", "is a file"), ("file/run", "no folder"), ("run", "metrics")])
+def test_a_run_directory_that_cannot_be_written_is_refused_first(tmp_path: Path, place: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    asked = ("--run-dir", tmp_path / place, "--path", "no/such/folder")
+    assert message in sentence(run_command("train", "--config", DEBUG, *asked))
+
+
+def test_ctrl_c_leaves_the_finished_steps_and_ends_although_a_program_hangs(tmp_path: Path) -> None:
+    options = ("--config", DEBUG, *SMALL, "--num-stages", 2, "--run-dir", tmp_path)
+    command = [sys.executable, HANGING, *map(str, options)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    environment["PYTHONPATH"] = str(ROOT)
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step     1") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert (tmp_path / "timeline.png").exists()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Path) -> None:
@@ -116,3 +203,4 @@ def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Pa
     assert "no task finished" in result.stderr
     report = json.loads((tmp_path / "failure.json").read_text())
     assert [state["stage"] for state in report["stages"]] == [0, 1]
+    assert not (tmp_path / "timeline.png").exists()

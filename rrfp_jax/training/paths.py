@@ -1,0 +1,24 @@
+"""Whether a file can be written, asked before there is anything to write; nothing is created."""
+
+import os
+from pathlib import Path
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Raise ValueError unless files can be written into ``path``, which may be missing as yet."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{what} {path} is a file: name a folder")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise ValueError(f"{what} {path} cannot be made, because {nearest} is no folder: name another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{what} {path}: nothing can be written into {nearest}, so name another folder")
+
+
+def check_file(path: Path, what: str) -> None:
+    """Raise ValueError unless ``path`` can be written; it and its folders may be missing as yet."""
+    if path.is_dir():
+        raise ValueError(f"{what} {path} is a folder: name a file, or move the folder away")
+    check_folder(path.parent, f"the folder of {what}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{what} {path} is write-protected: name another file, or make it writable")

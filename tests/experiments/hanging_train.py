@@ -1,0 +1,34 @@
+"""Not a test: the train command with a stage that hangs in its third step, in a thread that nothing can stop."""
+
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+from experiments import assembly
+from experiments.errors import run_command
+from experiments.train import main
+
+
+class HangingStage:
+    """Passes everything on, but never returns from a task of step 2."""
+
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def run(self, step: int, task: Any) -> None:
+        if step == 2:
+            # the interpreter would wait for such a thread before it ends
+            hung = threading.Thread(target=threading.Event().wait, daemon=False)
+            hung.start()
+            hung.join()
+        self._stage.run(step, task)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assembly.Pipeline = partial(assembly.Pipeline, wrap_stage=HangingStage)  # type: ignore[assignment,misc]
+    run_command(main)

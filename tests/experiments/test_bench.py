@@ -1,0 +1,34 @@
+"""The parts of bench, small, and what its commands refuse."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from experiments import bench_deterministic, bench_split
+from tests.experiments.commands import run_command, sentence
+
+
+def test_ordered_accumulation_is_compared_with_unordered(monkeypatch):
+    monkeypatch.setattr(bench_deterministic, "REPEATS", 1)
+    monkeypatch.setattr(bench_deterministic, "NUM_MICROBATCHES", 2)
+    shown = io.StringIO()
+    ratios = bench_deterministic.bench_deterministic(Console(file=shown, width=120))
+    assert set(ratios) == {0.5, 1.0}
+    assert all(0.3 < ratio < 3 for ratio in ratios.values())
+    assert "ordered" in shown.getvalue()
+
+
+def test_a_split_backward_is_measured_beside_the_fused_one(monkeypatch):
+    monkeypatch.setattr(bench_split, "CASES", {"small": bench_split.Case(1, 8, 1, 4), "other": None})
+    shown = io.StringIO()
+    bench_split.bench_split(Console(file=shown, width=160), repeats=1, only="small")
+    assert "small" in shown.getvalue()
+    assert "(I+W)/B" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(("--repeats", 0), "repeats is 0"), (("--only", "huge"), "choose among wide")]
+)
+def test_bad_input_is_refused_in_one_sentence(options, message):
+    assert message in sentence(run_command("bench_split", *options))

@@ -1,0 +1,70 @@
+"""What a command's error becomes: a sentence, a report or a traceback, each with its exit code."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from experiments.errors import BadInput, checking_input, run_command
+from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
+
+REPORT = WaitForReport(summary="nothing moves", stages=())
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def ending(main: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code, however the process ends."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises((Ended, SystemExit)) as ended:
+        run_command(main)
+    return int(ended.value.args[0])
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return main
+
+
+def test_a_value_error_is_bad_input_only_while_input_is_checked(monkeypatch, capsys):
+    def checked() -> int:
+        with checking_input():
+            raise ValueError("window is 0:\n give 1")
+
+    assert ending(checked, monkeypatch) == 2
+    assert capsys.readouterr().err == "error: window is 0: give 1\n"
+    assert ending(raising(ValueError("broken")), monkeypatch) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "ValueError: broken" in shown
+
+
+def test_bad_input_passes_through_a_check_unchanged():
+    error = BadInput("give 1")
+    with pytest.raises(BadInput) as caught, checking_input():
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(("kind", "code"), [(NoProgress, 3), (TaskFailed, 4)])
+def test_a_failed_run_prints_its_report_and_notes(kind: type[RunFailed], code: int, monkeypatch, capsys):
+    failure = kind(REPORT)
+    failure.add_note("the report is in runs/1")
+    assert ending(raising(failure), monkeypatch) == code
+    assert capsys.readouterr().err == "error: nothing moves\nthe report is in runs/1\n"
+
+
+def test_other_ends(monkeypatch, capsys):
+    assert ending(lambda: 0, monkeypatch) == 0
+    assert ending(raising(KeyboardInterrupt()), monkeypatch) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert ending(raising(RuntimeError("of another kind")), monkeypatch) == 1
+    assert "RuntimeError: of another kind" in capsys.readouterr().err

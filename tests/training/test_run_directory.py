@@ -1,0 +1,90 @@
+"""A run's folder: what it holds, that files appear whole, and that a check creates nothing."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rrfp_jax.runtime import WaitForReport
+from rrfp_jax.tasks import Task
+from rrfp_jax.timeline import Span, Timeline
+from rrfp_jax.training import run_directory
+from rrfp_jax.training.run_directory import RunDirectory, new_run_path
+
+TIMELINE = Timeline(1, [Span(0, 0, Task.parse("0F0"), 0.0, 1.0)])
+
+
+def test_every_file_of_a_run(tmp_path):
+    directory = RunDirectory(tmp_path / "deep" / "run")
+    directory.check()
+    assert not (tmp_path / "deep").exists()
+    assert directory.num_rows() == 0
+    directory.start({"run": {"steps": 2}})
+    with directory.metrics() as metrics:
+        metrics.write({"step": 0})
+        metrics.write({"step": 1})
+    directory.write_timeline(TIMELINE, "bf")
+    failure = directory.write_failure(WaitForReport(summary="stuck", stages=()))
+    assert directory.num_rows() == 2
+    assert yaml.safe_load((directory.path / "config.yaml").read_text()) == {"run": {"steps": 2}}
+    assert json.loads(failure.read_text())["summary"] == "stuck"
+    names = {"config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"}
+    assert {path.name for path in directory.path.iterdir()} == names
+
+    directory.check()
+    directory.start({"run": {"steps": 3}})
+    assert {path.name for path in directory.path.iterdir()} == names - {"failure.json"}
+    assert directory.num_rows() == 2
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path)
+    directory.start({"steps": 1})
+
+    def half(self, text, encoding):
+        self.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left"):
+        directory.start({"steps": 2})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"steps": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("file", "is a file: name a folder"), ("file/run", "is no folder"), ("run", "metrics.jsonl is a folder")],
+)
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, place, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ValueError, match=message):
+        RunDirectory(tmp_path / place).check()
+
+
+def test_protected_folders_and_files_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").touch()
+    refused = {tmp_path}
+    monkeypatch.setattr(run_directory.os, "access", lambda path, mode: Path(path) not in refused)
+    for directory in (tmp_path, tmp_path / "new" / "run"):
+        with pytest.raises(ValueError, match="nothing can be written"):
+            RunDirectory(directory).check()
+    refused = {tmp_path / "metrics.jsonl"}
+    with pytest.raises(ValueError, match="write-protected"):
+        RunDirectory(tmp_path).check()
+
+
+def test_new_paths_do_not_exist_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2024, 5, 6, 7, 8, 9)
+    first = new_run_path("debug", now)
+    assert first == Path("runs/debug-20240506-070809")
+    assert not first.exists()
+    first.mkdir(parents=True)
+    second = new_run_path("debug", now)
+    assert second.name == "debug-20240506-070809-2"
+    second.mkdir()
+    assert new_run_path("debug", now).name == "debug-20240506-070809-3"
