@@ -223,7 +223,7 @@ class Pipeline:
             absent: (chunk, microbatch) pairs that this batch does not have, for example images that are missing.
 
         Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
-        If the run fails, the step's result raises RunFailed, and so does this method two steps later at the latest.
+        If the run fails, the step's result raises RunFailed, and so does this method once it is known.
         """
         self._check_state(state)
         absent = frozenset(absent)
@@ -232,7 +232,7 @@ class Pipeline:
         check_same_shapes(leaves, self._batch_spec)
         if absent:
             self.order.graph.skipping(self.order.graph.absent | absent)
-        while len(self._enqueued) >= _MAX_STEPS_ENQUEUED:
+        while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
         future = self.runtime.submit(self._step, leaves, absent)
         metrics = StepMetrics(future, has_norm=self._update_rules.needs_norm)
