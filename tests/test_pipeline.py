@@ -269,3 +269,16 @@ def test_batches_that_say_no_number_of_microbatches_are_refused(pipeline: Pipeli
     state = pipeline.init(jax.random.key(0))
     with pytest.raises(ValueError, match="0 microbatches"):
         pipeline.step(state, {"x": make_batch()["x"][:0]})
+
+
+def test_the_event_logs_of_a_training_run_replay_to_the_same_instructions() -> None:
+    with make_pipeline(log_steps=3) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        for _ in range(6):
+            state, _ = pipeline.step(state, make_batch())
+        pipeline.wait()
+        logs = pipeline.runtime.logs()
+    for log in logs.values():
+        assert len(log.segments) == 3
+        for segment in log.segments:
+            assert segment.replay() == segment.entries
