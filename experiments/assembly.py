@@ -12,8 +12,9 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
 from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
-from rrfp_jax.pipeline import Pipeline, PipelineState, mirrored
+from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.layout import mirrored
 from rrfp_jax.training.loop import StepRow, TrainingLoop
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rrfp_jax.pipeline import Pipeline, PipelineState, mirrored
+    from rrfp_jax.pipeline import Pipeline, PipelineState
     from rrfp_jax.programs.chunk import Chunk
+    from rrfp_jax.programs.layout import mirrored
     from rrfp_jax.runtime import NoProgress, RunFailed, StepMetrics, StepResult, TaskFailed
     from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
     from rrfp_jax.tasks import Edge, Placement, Task, TaskKind, linear, looped
@@ -34,7 +35,7 @@ _ROOM_OF_NAME = {
     "build_schedule": "rrfp_jax.schedules",
     "linear": "rrfp_jax.tasks",
     "looped": "rrfp_jax.tasks",
-    "mirrored": "rrfp_jax.pipeline",
+    "mirrored": "rrfp_jax.programs.layout",
     "schedule_names": "rrfp_jax.schedules",
 }
 

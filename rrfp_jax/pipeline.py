@@ -32,10 +32,11 @@ from rrfp_jax.programs.batches import (
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
 from rrfp_jax.programs.initial import ChunkState, initial_state, param_specs
+from rrfp_jax.programs.layout import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, check_remat
 from rrfp_jax.programs.rng import check_seed
-from rrfp_jax.programs.shapes import derive_shapes, holders
+from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.driver import check_runtime_options
@@ -109,7 +110,7 @@ class Pipeline:
         wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
-        self.placement = _placement(self.chunks, placement, schedule)
+        self.placement = fitted_placement(self.chunks, placement, schedule)
         check_clip_norm(clip_norm)
         self._update_rules = UpdateRules(clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         agreement = Agreement.ALL if self._update_rules.needs_norm else Agreement.LOSS
@@ -153,7 +154,8 @@ class Pipeline:
     def _start_over(self, window: Window, **order: Any) -> None:
         self._window_bytes = parse_bytes(window) if isinstance(window, str) else None
         self._ordering = Ordering(window=None if isinstance(window, str) else window, **order)
-        self.order = self._ordering.resolve(self.placement, self._graph(self._ordering.table))
+        graph = model_graph(self.chunks, self._edges, self._ordering.table)
+        self.order = self._ordering.resolve(self.placement, graph)
         """The order in force; without a table its graph has one microbatch until a batch says how many there are."""
         self.forecast: list[StageForecast] = []
         """The predicted memory of every stage, once the programs are compiled."""
@@ -260,9 +262,8 @@ class Pipeline:
         if self._initial is None:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
         spec = spec_of_batch(leaves_read(self.chunks, batch))
-        self.order = self._ordering.resolve(
-            self.placement, self._graph(self._ordering.table, num_microbatches=num_microbatches(spec))
-        )
+        graph = model_graph(self.chunks, self._edges, self._ordering.table, num_microbatches(spec))
+        self.order = self._ordering.resolve(self.placement, graph)
         programs = self._programs(self.order.graph, spec)
         self._fit_into_memory({chunk: chunk_bytes(each) for chunk, each in programs.items()})
         self._start_runtime(self._initial, programs)
@@ -287,30 +288,6 @@ class Pipeline:
         return self._runtime
 
     # -- assembly ----------------------------------------------------------------------------------------------------
-
-    def _graph(self, table: ScheduleTable | None, num_microbatches: int | None = None) -> PipelineGraph:
-        """The table's graph, or the model's own for so many microbatches, with the parameters that chunks share."""
-        num_chunks, shared = len(self.chunks), _shared_groups(self.chunks)
-        if table is None:
-            edges = self._edges or tuple(Edge(c, c + 1) for c in range(num_chunks - 1))
-            return PipelineGraph(num_chunks, num_microbatches or 1, edges, shared=shared)
-        graph = replace(table.graph, shared=shared)
-        if num_microbatches not in (None, graph.num_microbatches):
-            raise ValueError(
-                f"schedule {table.name!r} is for {graph.num_microbatches} microbatches, the batch has "
-                f"{num_microbatches}: build the schedule for {num_microbatches}"
-            )
-        if self._edges is not None and set(self._edges) != set(graph.edges):
-            raise ValueError(
-                f"schedule {table.name!r} is for the edges {_edge_text(graph.edges)}, the model has "
-                f"{_edge_text(self._edges)}: build the schedule for these"
-            )
-        if {group for group in table.graph.shared if group not in shared}:
-            raise ValueError(
-                f"schedule {table.name!r} runs copies of the model in opposite directions: give the chunks twice, "
-                "as mirrored(chunks) makes them"
-            )
-        return graph
 
     def _programs(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
         key = (graph, tuple(sorted(batch.items())))
@@ -380,34 +357,12 @@ class Pipeline:
         return self._shardings[self.placement.stage_of_chunk[chunk]]
 
 
-def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks twice, for bidirectional schedules: the copies share all their layers with the originals."""
-
-    def tied(chunk: Chunk, suffix: str) -> Chunk:
-        return replace(chunk, name=chunk.name + suffix, shared=frozenset(param_specs(chunk)))
-
-    return [*(tied(chunk, "") for chunk in chunks), *(tied(chunk, " (copy)") for chunk in chunks)]
-
-
 def _merged(params: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """Parameters by layer name; a shared layer is its lowest holder's copy."""
     merged: dict[str, Any] = {}
     for chunk in sorted(params):
         merged |= {name: layer for name, layer in params[chunk].items() if name not in merged}
     return merged
-
-
-def _placement(chunks: tuple[Chunk, ...], placement: Placement | None, table: ScheduleTable | None) -> Placement:
-    if placement is None:
-        if table is None:
-            raise ValueError("no placement is given: pass placement=linear(num_stages), looped(...), or a schedule")
-        placement = table.placement
-    if placement.num_chunks != len(chunks):
-        raise ValueError(
-            f"{len(chunks)} chunks do not fit a placement of {placement.num_chunks} chunks on {placement.num_stages} "
-            f"stages: cut the model into {placement.num_chunks} chunks"
-        )
-    return placement
 
 
 def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.Device]:
@@ -419,11 +374,6 @@ def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.
     return list(devices)
 
 
-def _shared_groups(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], ...]:
-    names = sorted({name for chunk in chunks for name in chunk.shared})
-    return tuple(sorted({tuple(holders(chunks, name)) for name in names}))
-
-
 def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
     policies = (remat,) * num_chunks if isinstance(remat, str) or callable(remat) else tuple(remat)
     if len(policies) != num_chunks:
@@ -433,7 +383,3 @@ def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Rem
     for policy in policies:
         check_remat(policy)
     return policies
-
-
-def _edge_text(edges: Sequence[Edge]) -> str:
-    return ", ".join(f"{e.source}->{e.target}" for e in sorted(edges))
