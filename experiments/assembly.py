@@ -90,6 +90,7 @@ def assemble(config: TrainConfig) -> Run:
         clip_norm=layout.clip_norm,
         skip_nonfinite=layout.skip_nonfinite,
         deterministic=layout.deterministic,
+        dispatch_ahead=layout.dispatch_ahead,
         seed=config.run.seed,
         progress_deadline_s=layout.progress_deadline_s,
     )

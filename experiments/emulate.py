@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
     use_cpu(arguments.num_stages)
     emulation = emulate(
-        resolved.arbiters(EMULATED_STEP),
+        resolved.arbiters(EMULATED_STEP, dispatch_ahead=arguments.dispatch_ahead),
         durations_ms,
         num_steps,
         progress_deadline_s=arguments.progress_deadline_s,
@@ -78,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         "--durations", metavar="D.npy", help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W"
     )
     work.add_argument("--steps", type=int, metavar="N", help="default: the steps of the durations file, else 10")
+    work.add_argument(
+        "--dispatch-ahead",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tasks handed to a stage before the running one has ended (default 0)",
+    )
     work.add_argument("--progress-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -87,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _resolve(arguments: argparse.Namespace) -> Order:
+    if arguments.dispatch_ahead < 0:
+        raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
     ordering = parse_ordering(
         schedule=arguments.schedule,
         consume=arguments.consume,

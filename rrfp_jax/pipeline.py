@@ -78,6 +78,8 @@ class Pipeline:
         skip_nonfinite: leave out a step whose loss or gradients are not finite.
         deterministic: the same bits whatever the order of tasks, at the price of accumulating in microbatch order.
             Refused where the machine's own sums are not reproducible.
+        dispatch_ahead: how many tasks a stage may be handed before the running one has ended; hides the host's latency,
+            and lets a task go ahead of a better one that becomes ready meanwhile.
         seed: of the random keys that chunks read.
         progress_deadline_s: how long no task may finish before the run is given up with a report; longer than any task.
         log_steps: how many steps of each stage's event log are kept.
@@ -104,6 +106,7 @@ class Pipeline:
         clip_norm: float | None = 1.0,
         skip_nonfinite: bool = True,
         deterministic: bool = False,
+        dispatch_ahead: int = 0,
         seed: int = 0,
         progress_deadline_s: float = 600.0,
         log_steps: int = 2,
@@ -124,6 +127,9 @@ class Pipeline:
             require_determinism(self._devices)
         check_runtime_options(progress_deadline_s, log_steps)
         check_seed(seed)
+        if dispatch_ahead < 0:
+            raise ValueError(f"dispatch_ahead is {dispatch_ahead}: give 0 or more tasks")
+        self._dispatch_ahead = dispatch_ahead
         self._remat = _one_per_chunk(remat, len(self.chunks))
         limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
         self._limits = device_limits(self._devices) if limit is None else [limit] * len(self._devices)
@@ -346,7 +352,7 @@ class Pipeline:
             return self._wrap_stage(made) if self._wrap_stage else made
 
         self._runtime = start_in_process(
-            self.order.arbiters(self._step_rules),
+            self.order.arbiters(self._step_rules, dispatch_ahead=self._dispatch_ahead),
             make_stage,
             self._shardings,
             progress_deadline_s=self._progress_deadline_s,

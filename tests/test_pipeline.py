@@ -136,6 +136,7 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
         ({"log_steps": 0}, "at least 1 step"),
         ({"seed": -1}, "32 bits"),
         ({"remat": "half"}, "remat is 'half'"),
+        ({"dispatch_ahead": -1}, "0 or more tasks"),
         ({"progress_deadline_s": float("nan")}, "positive number of seconds"),
     ],
 )

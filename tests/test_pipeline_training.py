@@ -1,5 +1,6 @@
 """A pipeline trains exactly what the plain, unpipelined loop trains, whatever the order of its tasks."""
 
+from copy import copy
 from typing import Any
 
 import jax
@@ -102,6 +103,12 @@ def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> Non
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first"])
 def test_strict_tables_on_a_looped_placement(untied_looped: Case, name: str) -> None:
     untied_looped.check(consume="strict", schedule=untied_looped.table(name))
+
+
+def test_tasks_dispatched_ahead_train_the_same_model(tied_linear: Case) -> None:
+    case = copy(tied_linear)
+    case.base = Pipeline(case.chunks, placement=case.placement, optimizer=OPTIMIZER, dispatch_ahead=1)
+    case.check(hint="bf", window=3)
 
 
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:

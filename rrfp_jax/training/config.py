@@ -43,6 +43,8 @@ class PipelineConfig:
     """Leave out steps whose loss or gradients are not finite."""
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
+    dispatch_ahead: int = 0
+    """Tasks that a stage is handed before the running one has ended; hides the host's latency."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
 
@@ -50,6 +52,7 @@ class PipelineConfig:
         _require(self, "at least 1", lambda value: value is None or value >= 1, "num_stages", "chunks_per_stage")
         _require(self, "at least 1 byte", lambda value: not isinstance(value, int) or value >= 1, "memory_limit")
         _require(self, "a positive number of seconds", lambda value: 0 < value < math.inf, "progress_deadline_s")
+        _require(self, "0 or more tasks", lambda value: value >= 0, "dispatch_ahead")
         if self.clip_norm is not None:
             _require(
                 self, "a positive number, or null for no clipping", lambda value: 0 < value < math.inf, "clip_norm"

@@ -50,6 +50,7 @@ def test_a_split_backward_runs_input_and_weight_gradients() -> None:
         (("--durations-ms", "1,2,-3"), "0 or more"),
         (("--window", 0), "window"),
         (("--steps", 0), "at least 1"),
+        (("--dispatch-ahead", -1), "0 or more"),
         (("--num-microbatches", 0), "at least 1"),
         (("--schedule", "gpipe", "--consume", "strict", "--window", 2), "window"),
         (("--schedule", "1f2b"), "1f1b"),

@@ -16,13 +16,16 @@ RULES = StepRules(updates=False, agreement=Agreement.ALL)
 NUM_STAGES, NUM_MICROBATCHES = 3, 5
 
 
-def run(durations_ms: Any, num_steps: int = 3, chunks_per_stage: int = 1, **order: Any) -> Emulation:
+def run(
+    durations_ms: Any, num_steps: int = 3, chunks_per_stage: int = 1, dispatch_ahead: int = 0, **order: Any
+) -> Emulation:
     resolved = Ordering(**order).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
     durations = np.broadcast_to(np.array(durations_ms, np.float64), shape)
-    return emulate(resolved.arbiters(RULES), durations, num_steps, log_steps=num_steps + 1)
+    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead)
+    return emulate(arbiters, durations, num_steps, log_steps=num_steps + 1)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +38,11 @@ def run(durations_ms: Any, num_steps: int = 3, chunks_per_stage: int = 1, **orde
         {"schedule": "1f1b", "consume": "strict"},
         {"schedule": "zb-h1"},
         {"hint": "bf-deep", "chunks_per_stage": 2},
+        {"hint": "bf", "dispatch_ahead": 1},
     ],
 )
 def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: dict[str, Any]) -> None:
-    order = dict(order)
-    emulation = run((0, 0, 0), chunks_per_stage=order.pop("chunks_per_stage", 1), **order)
+    emulation = run((0, 0, 0), **order)
     per_step = [sorted(map(str, (s.task for s in emulation.timeline.of_step(step).spans))) for step in range(3)]
     assert per_step[0] == per_step[1] == per_step[2] == sorted(set(per_step[0]))
     for log in emulation.logs.values():
