@@ -66,7 +66,7 @@ test: dev ## run the fast tests, on all cores
 	@$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
-	@$(BIN)/python -m pytest -n auto --dist loadscope -m slow $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
 
 check: lint types imports ## lint, types and import rule together
 
