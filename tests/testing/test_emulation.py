@@ -68,8 +68,8 @@ def test_durations_are_slept_and_a_fused_backward_takes_the_sum_of_its_halves() 
         kind: np.median([s.end_s - s.start_s for s in timeline.spans if s.task.kind is kind]) * 1e3
         for kind in (TaskKind.F, TaskKind.B)
     }
-    assert by_kind[TaskKind.F] >= 4
-    assert by_kind[TaskKind.B] >= 8
+    assert by_kind[TaskKind.F] >= 3.9
+    assert by_kind[TaskKind.B] >= 7.9
 
 
 def test_the_window_is_kept_and_idle_time_is_explained_without_gaps() -> None:
