@@ -31,12 +31,12 @@ from rrfp_jax.programs.batches import (
 )
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
-from rrfp_jax.programs.initial import ChunkState, initial_state, param_specs
+from rrfp_jax.programs.initial import ChunkState, initial_state
 from rrfp_jax.programs.layout import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, check_remat
 from rrfp_jax.programs.rng import check_seed
-from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.programs.shapes import derive_shapes, model_params, param_specs
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.driver import check_runtime_options
@@ -182,7 +182,7 @@ class Pipeline:
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to start over")
         has_backward = self.order.graph.has_backward
-        check_leafwise(self._optimizer, _merged(dict(enumerate(map(param_specs, self.chunks)))))
+        check_leafwise(self._optimizer, model_params(map(param_specs, self.chunks)))
         self._initial = {
             chunk: initial_state(
                 self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=has_backward(chunk)
@@ -198,7 +198,8 @@ class Pipeline:
         """
         self._check_state(state)
         self.wait()
-        return _merged({chunk: held.params for chunk, held in self._held().items()})
+        held = self._held()
+        return model_params(held[chunk].params for chunk in sorted(held))
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
@@ -361,14 +362,6 @@ class Pipeline:
 
     def _sharding(self, chunk: int) -> jax.sharding.Sharding:
         return self._shardings[self.placement.stage_of_chunk[chunk]]
-
-
-def _merged(params: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Parameters by layer name; a shared layer is its lowest holder's copy."""
-    merged: dict[str, Any] = {}
-    for chunk in sorted(params):
-        merged |= {name: layer for name, layer in params[chunk].items() if name not in merged}
-    return merged
 
 
 def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.Device]:

@@ -20,6 +20,7 @@ All calls return as soon as the work is enqueued. Arrays may be JAX arrays on th
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -90,7 +91,7 @@ class ChunkPrograms:
         updates = {f"update {', '.join(part)}": each for part, each in zip(self.parts, self._updates, strict=False)}
         return programs | updates
 
-    @property
+    @cached_property
     def sizes(self) -> ChunkSizes:
         """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs."""
         plan, stash = self.plan, self.plan.stash.specs

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from rrfp_jax.programs.chunk import Chunk, Params
-from rrfp_jax.programs.shapes import holders
+from rrfp_jax.programs.shapes import holders, param_specs
 from rrfp_jax.programs.specs import accumulator_spec
 
 
@@ -37,12 +37,6 @@ def parts_of(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 def pick(layers: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Any]:
     """Some layers of a chunk."""
     return {name: layers[name] for name in part}
-
-
-def param_specs(chunk: Chunk) -> dict[str, Any]:
-    """Shapes and dtypes of a chunk's parameters; touches no device."""
-    specs: dict[str, Any] = jax.eval_shape(chunk.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return specs
 
 
 def initial_state(

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.initial import param_specs
-from rrfp_jax.programs.shapes import holders
+from rrfp_jax.programs.shapes import holders, param_specs
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement
 

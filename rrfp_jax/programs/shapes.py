@@ -5,7 +5,7 @@ the batch does not have, chunks that do not fit together, a last chunk that retu
 differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,17 +73,26 @@ def holders(chunks: Sequence[Chunk], name: str) -> list[int]:
     return [index for index, chunk in enumerate(chunks) if name in chunk.shared]
 
 
-def model_params(shapes: Sequence[ChunkShapes]) -> dict[str, Specs]:
-    """The parameters of the whole model by layer name; shared ones once."""
-    whole: dict[str, Specs] = {}
-    for shape in shapes:
-        whole |= {name: layer for name, layer in shape.params.items() if name not in whole}
+def param_specs(chunk: Chunk) -> dict[str, Specs]:
+    """Shapes and dtypes of a chunk's parameters; touches no device."""
+    specs: dict[str, Specs] = jax.eval_shape(chunk.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return specs
+
+
+def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole model's parameters, or their shapes, by layer name, from those of every chunk, ascending.
+
+    A shared layer is its lowest holder's copy.
+    """
+    whole: dict[str, Any] = {}
+    for layers in params:
+        whole |= {name: layer for name, layer in layers.items() if name not in whole}
     return whole
 
 
 def _params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
     who = describe_chunk(chunks, index)
-    params = jax.eval_shape(chunks[index].init, jax.random.key(0))
+    params: Any = param_specs(chunks[index])
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
         raise ValueError(f"{who} initialises to {type(params).__name__}: return a dictionary from layer name to arrays")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -62,27 +62,33 @@ class MemoryMeter:
     """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by its compute thread."""
 
     def __init__(self, programs: Mapping[int, ChunkPrograms], device: Any) -> None:
-        self._sizes = {chunk: chunk_bytes(each) for chunk, each in programs.items()}
-        self._temporaries = {chunk: each.sizes.temporaries for chunk, each in programs.items()}
         self._device = device
-        self._held = self._peak = sum(sizes.fixed for sizes in self._sizes.values())
+        self._held = self._peak = 0
+        self._taken: dict[tuple[TaskKind, int], int] = {}
+        self._running: dict[tuple[TaskKind, int], int] = {}
+        for chunk, each in programs.items():
+            self._add_chunk(chunk, chunk_bytes(each), each.sizes.temporaries)
+
+    def _add_chunk(self, chunk: int, sizes: ChunkBytes, temporaries: Mapping[str, int]) -> None:
+        """Look up once what every kind of task takes for good and while it runs."""
+        self._held += sizes.fixed
+        self._peak = self._held
+        for kind, program in _PROGRAM_OF_KIND.items():
+            sizes_of_kind = (size for name, size in temporaries.items() if name.startswith(program))
+            self._running[kind, chunk] = max(sizes_of_kind, default=0)
+        self._taken |= {
+            (TaskKind.F, chunk): sizes.stash,
+            (TaskKind.B, chunk): -sizes.stash,
+            (TaskKind.I, chunk): sizes.owed - sizes.stash,
+            (TaskKind.W, chunk): -sizes.owed,
+        }
 
     def ran(self, task: Task, inbox_bytes: int) -> None:
         """A task has run: count what it took and freed, with what lay in the inbox meanwhile."""
-        kind, chunk, _ = task
-        sizes = self._sizes[chunk]
-        names = _PROGRAM_OF_KIND[kind]
-        running = max((size for name, size in self._temporaries[chunk].items() if name.startswith(names)), default=0)
+        which = task.kind, task.chunk
         before = self._held
-        if kind is TaskKind.F:
-            self._held += sizes.stash
-        elif kind is TaskKind.B:
-            self._held -= sizes.stash
-        elif kind is TaskKind.I:
-            self._held += sizes.owed - sizes.stash
-        elif kind is TaskKind.W:
-            self._held -= sizes.owed
-        self._peak = max(self._peak, max(before, self._held) + running + inbox_bytes)
+        self._held += self._taken.get(which, 0)
+        self._peak = max(self._peak, max(before, self._held) + self._running[which] + inbox_bytes)
 
     def reset(self) -> int:
         """The peak since the last call, in bytes."""

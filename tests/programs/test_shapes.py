@@ -47,7 +47,7 @@ def test_inputs_are_in_ascending_order_of_predecessor() -> None:
 def test_the_model_has_shared_parameters_once() -> None:
     tied = [embedding(shared=True), mlp(0), head("embedding", shared=True)]
     shapes = derive_shapes(tied, chain(3, 1, shared=((0, 2),)), BATCH)
-    assert list(model_params(shapes)) == ["embedding", "layers.0", "final"]
+    assert list(model_params(shape.params for shape in shapes)) == ["embedding", "layers.0", "final"]
 
 
 def test_missing_batch_leaf() -> None:
