@@ -239,8 +239,7 @@ class Pipeline:
         self.prepare(batch)
         leaves = leaves_read(self.chunks, batch)
         check_same_shapes(leaves, self._batch_spec)
-        if absent:
-            self.order.graph.skipping(self.order.graph.absent | absent)
+        self.order.graph.skipping_also(absent)  # raises on pairs that cannot be absent
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
         future = self.runtime.submit(self._step, leaves, absent)

@@ -293,6 +293,10 @@ class PipelineGraph:
         """The same graph with these pairs absent; the graphs of recent patterns are kept."""
         return _skipping(self, frozenset(absent))
 
+    def skipping_also(self, absent: frozenset[tuple[int, int]]) -> "PipelineGraph":
+        """The same graph with these pairs absent beside those that are absent already."""
+        return self.skipping(self.absent | absent) if absent else self
+
 
 @lru_cache(maxsize=256)
 def _skipping(graph: PipelineGraph, absent: frozenset[tuple[int, int]]) -> PipelineGraph:

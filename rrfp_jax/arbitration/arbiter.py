@@ -169,7 +169,7 @@ class StageArbiter:
 
     def _ranked_plan(self, absent: frozenset[tuple[int, int]]) -> _RankedPlan:
         if absent not in self._plans:
-            graph = self.graph.skipping(self.graph.absent | absent) if absent else self.graph
+            graph = self.graph.skipping_also(absent)
             while len(self._plans) >= _MAX_CACHED_PLANS:
                 del self._plans[next(iter(self._plans))]
             plan = stage_plan(graph, self.placement, self.stage, self.rules)

@@ -43,7 +43,7 @@ class Setting:
         return len(self.absences)
 
     def graph_of_step(self, step: int) -> PipelineGraph:
-        return self.graph.skipping(self.graph.absent | self.absences[step])
+        return self.graph.skipping_also(self.absences[step])
 
     def make_arbiter(self, stage: int) -> StageArbiter:
         """A fresh arbiter of one stage."""

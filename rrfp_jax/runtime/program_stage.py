@@ -103,8 +103,7 @@ class ProgramStage:
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
-        graph = self._graph.skipping(self._graph.absent | absent) if absent else self._graph
-        self._steps[step] = _Step(graph, batch)
+        self._steps[step] = _Step(self._graph.skipping_also(absent), batch)
         self._mailbox.begin(step)
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
