@@ -1,34 +1,54 @@
 """From a run's configuration to the objects that train, with every check that can be made before work starts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import jax
 
 from experiments.config import TrainConfig
-from experiments.devices import stage_devices
+from experiments.console import TrainingConsole
 from experiments.ordering import parse_ordering
+from experiments.process import enter
+from experiments.resuming import check_same_training
 from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration.replicas import microbatches_per_replica, replicated_placement
+from rrfp_jax.checkpoint import Found
 from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
 from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.layout import mirrored
-from rrfp_jax.training.loop import StepRow, TrainingLoop
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.transports import Selection
+from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from rrfp_jax.training.run_directory import RunDirectory
+from rrfp_jax.training.saving import RunSaver
 
 
-@dataclass(frozen=True)
 class Run:
-    """A run that is ready to start."""
+    """A run that is ready to begin: this process's share of it."""
 
-    config: TrainConfig
-    pipeline: Pipeline
-    state: PipelineState
-    dataset: TextBytes
-    devices: tuple[jax.Device, ...]
-    """One per stage."""
+    def __init__(
+        self, config: TrainConfig, pipeline: Pipeline, dataset: TextBytes, process: Process, directory: RunDirectory
+    ) -> None:
+        self.config, self.pipeline, self.dataset = config, pipeline, dataset
+        self.process, self.directory = process, directory
+        self.console = TrainingConsole(config.run.steps, is_quiet=not self.is_first)
+        self.state = PipelineState(0)
+        self._num_skipped = 0
+        self._saver: RunSaver | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that prints and writes the run's files."""
+        return not self.process.rank
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return self.state.step >= self.config.run.steps
 
     @property
     def label(self) -> str:
@@ -36,30 +56,81 @@ class Run:
         order = self.pipeline.order
         return f"{order.label}, window {','.join(map(str, sorted(set(order.windows), reverse=True)))}"
 
-    def prepare(self) -> None:
-        """Compile all programs and start the stages."""
-        self.pipeline.prepare(self.dataset.batch(0))
+    def begin(self, *, fresh: bool, force: bool) -> None:
+        """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
 
-    def loop(self, metrics: MetricsFile, on_step: Callable[[StepRow], None]) -> TrainingLoop:
+        Nothing that an earlier run has left is touched before everything else is known to fit. Raises ValueError where
+        it does not, and where the checkpoint was saved by another training, unless forced.
+        """
+        settings = self.config.run
+        self._saver = RunSaver(
+            self.directory.checkpoints,
+            self.pipeline,
+            every=settings.checkpoint_every,
+            minutes=settings.checkpoint_minutes,
+            keep=settings.keep_checkpoints,
+        )
+        found = None if fresh else self._saver.newest()
+        if found is None:
+            self.state = self.pipeline.init(jax.random.key(settings.seed))
+        else:
+            self._go_on(self._saver, found, force=force)
+        self.pipeline.prepare(self.dataset.batch(0))
+        if self.is_first:
+            if fresh and (old := self.directory.leftovers()):
+                self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
+                self.directory.clear()
+            self.directory.start(self.config.as_dict(), from_step=self.state.step)
+        self.process.gather("run directory is ready")
+
+    def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
+        changed = check_same_training(found.host["config"], self.config.as_dict(), force=force)
+        self.state = saver.restore(found)
+        self._num_skipped = int(found.host["num_skipped"])
+        self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
+        for difference in changed:
+            self.console.say(f"forced: {difference}")
+        if (steps := found.host["config"]["run"]["steps"]) != self.config.run.steps:
+            self.console.say(
+                f"the run was to have {steps} steps and now has {self.config.run.steps}: its learning rates change"
+            )
+
+    def loop(self, metrics: MetricsFile | None) -> TrainingLoop:
         """The loop over this run's steps."""
         return TrainingLoop(
             self.pipeline,
             learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
             metrics=metrics,
-            on_step=on_step,
+            on_step=self.console.show_step,
             timeline_steps=self.config.run.timeline_steps,
+            saver=self._saver,
+            host_data={"config": self.config.as_dict()},
+            num_skipped=self._num_skipped,
         )
 
     def train(self, loop: TrainingLoop) -> None:
-        """Run all steps, the next batch being made while a step runs."""
-        with prefetched(self.dataset) as batches:
-            loop.run(self.state, batches, self.config.run.steps)
-        self.pipeline.close()  # not after an error: closing waits for programs, one of which may hang
+        """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
+        with prefetched(self.dataset, self.state.step) as batches:
+            self.state = loop.run(self.state, batches, self.config.run.steps)
+        # not after an error: closing waits for programs, one of which may hang
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and leave."""
+        if self._saver is not None:
+            last = self._saver.close()
+            if last is not None and last.failure is not None:
+                self.console.say(f"the state after step {last.step - 1} was not saved: {last.failure}")
+        self.pipeline.close()
+        self.process.finish()
 
 
-def assemble(config: TrainConfig) -> Run:
-    """Build model, data, pipeline and initial state. Raises ValueError, with the remedy, on whatever does not fit."""
-    layout = config.pipeline
+def assemble(config: TrainConfig, path: Path) -> Run:
+    """Build model, data and pipeline; rank 0's ``path`` becomes the run directory of all processes.
+
+    Raises ValueError, with the remedy, on whatever does not fit.
+    """
+    layout, num_replicas = config.pipeline, config.pipeline.data
     ordering = parse_ordering(
         schedule=layout.schedule,
         consume=layout.consume,
@@ -69,15 +140,28 @@ def assemble(config: TrainConfig) -> Run:
     )
     order = ordering.resolve(
         num_stages=layout.num_stages,
-        num_microbatches=config.data.num_microbatches,
+        num_microbatches=microbatches_per_replica(config.data.num_microbatches, num_replicas),
         chunks_per_stage=layout.chunks_per_stage,
     )
-    devices = stage_devices(layout.num_stages, platform=config.run.platform, pinned=layout.deterministic)
-    chunks = _chunks(config, order)
     dataset = TextBytes(config.data)
+    process = enter(
+        num_stages=layout.num_stages,
+        data=num_replicas,
+        tensor=layout.tensor,
+        placement=replicated_placement(order.placement, num_replicas),
+        configuration=config.as_dict(),
+        cluster=config.cluster,
+        platform=config.run.platform,
+        pinned=layout.deterministic,
+        transport=cast(Selection, layout.transport),
+    )
+    chunks = _chunks(config, order)
     pipeline = Pipeline(
         chunks,
         placement=order.placement,
+        process=process,
+        shard_optimizer=layout.shard_optimizer,
+        group_protocol=layout.group_protocol,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
         hint=ordering.hint,
         consume=ordering.consume,
@@ -86,7 +170,6 @@ def assemble(config: TrainConfig) -> Run:
         remat=layout.remat,
         memory_limit=layout.memory_limit,
         backward=ordering.backward,
-        devices=devices,
         clip_norm=layout.clip_norm,
         skip_nonfinite=layout.skip_nonfinite,
         deterministic=layout.deterministic,
@@ -94,8 +177,8 @@ def assemble(config: TrainConfig) -> Run:
         seed=config.run.seed,
         progress_deadline_s=layout.progress_deadline_s,
     )
-    state = pipeline.init(jax.random.key(config.run.seed))
-    return Run(config, pipeline, state, dataset, devices)
+    path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
+    return Run(config, pipeline, dataset, process, RunDirectory(path))
 
 
 def _chunks(config: TrainConfig, order: Order) -> list[Chunk]:

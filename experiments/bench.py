@@ -9,7 +9,8 @@
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
 times. ``deterministic``: what accumulating in microbatch order costs. ``split``: what splitting a backward costs.
-What is compared runs in turn, several times; medians are printed.
+``transport``: what a message between two processes costs. What is compared runs in turn, several times; medians are
+printed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
+from experiments.bench_transport import bench_transport
 from experiments.devices import use_cpu
 from experiments.emulate import EMULATED_STEP
 from experiments.errors import run_command
@@ -44,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         "fidelity": bench_fidelity,
         "deterministic": bench_deterministic,
         "split": bench_split,
+        "transport": bench_transport,
     }
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(parts), help="default: all")

@@ -5,6 +5,7 @@ field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); v
 as a list.
 """
 
+import dataclasses
 import difflib
 import math
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.data.config import DataConfig
 from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.runtime.cluster.config import ClusterConfig
 from rrfp_jax.training.config import OptimizerConfig, PipelineConfig, RunConfig
 
 
@@ -31,13 +33,16 @@ class TrainConfig:
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for YAML."""
         return {section.name: _plain(asdict(getattr(self, section.name))) for section in fields(self)}
 
 
-SECTIONS: dict[str, type] = {field.name: field.type for field in fields(TrainConfig)}  # type: ignore[misc]
+SECTIONS: dict[str, type] = {section.name: section.type for section in fields(TrainConfig)}  # type: ignore[misc]
+_OPTIONAL = ("cluster",)
+"""Sections that a file may leave out."""
 
 
 def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
@@ -46,7 +51,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
     type, and values that the records refuse.
     """
-    sections = _read(path)
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _OPTIONAL} | _read(path)
     for name, value in overrides.items():
         section, _, field = name.partition(".")
         sections[section][field] = value
@@ -96,7 +101,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     _refuse_unknown(path, "section", content, list(SECTIONS))
     for name, values in content.items():
         _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
-    missing = [name for name in SECTIONS if name not in content]
+    missing = [name for name in SECTIONS if name not in content and name not in _OPTIONAL]
     if missing:
         raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}: add it")
     return content

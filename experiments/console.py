@@ -1,10 +1,8 @@
 """What a training run shows on the terminal: the stage table, one line per step, a progress bar."""
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -20,12 +18,12 @@ _LINE = (
 
 
 class TrainingConsole:
-    """Prints to stdout; the progress bar is drawn on a terminal only."""
+    """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
 
-    def __init__(self, num_steps: int) -> None:
-        console = Console(highlight=False)
+    def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
+        console = Console(highlight=False, quiet=is_quiet)
         # where the output is no terminal, tables need not fit 80 characters
-        self._console = console if console.is_terminal else Console(highlight=False, width=120)
+        self._console = console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -33,28 +31,30 @@ class TrainingConsole:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=is_quiet or not self._console.is_terminal,
         )
         self._task = self._progress.add_task("training", total=num_steps)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def show_stages(self, pipeline: Pipeline, devices: Sequence[jax.Device]) -> None:
-        """The stages, with what they hold and how much they may hold in flight."""
+    def show_stages(self, pipeline: Pipeline) -> None:
+        """The stages (every replica of them), with what they hold and how much they may hold in flight."""
         table = Table(title="stages", title_justify="left")
-        for heading in ("stage", "device", "chunks", "layers", "parameters", "window", "predicted peak"):
-            table.add_column(heading, justify="left" if heading in ("device", "chunks", "layers") else "right")
-        num_params = pipeline.num_params()
-        for stage, chunks in enumerate(pipeline.placement.chunks_of_stage):
+        for heading in ("stage", "devices", "chunks", "layers", "parameters", "window", "predicted peak"):
+            table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
+        num_params, layout = pipeline.num_params(), pipeline.layout
+        for unit in range(layout.num_units):
+            stage = layout.stage_of(unit)
+            chunks = pipeline.placement.chunks_of_stage[stage]
             table.add_row(
-                str(stage),
-                str(devices[stage]),
+                str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
+                ", ".join(map(str, pipeline.process.devices_of(unit))),
                 ", ".join(map(str, chunks)),
                 "; ".join(pipeline.chunks[c].name for c in chunks),
                 f"{num_params[stage]:,}",
-                str(pipeline.order.windows[stage]),
-                format_bytes(pipeline.forecast[stage].peak),
+                str(pipeline.order.windows[unit]),
+                format_bytes(pipeline.forecast[unit].peak),
             )
         self._console.print(table)
 

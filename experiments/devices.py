@@ -4,25 +4,29 @@ import os
 
 import jax
 
+from rrfp_jax.planning.layout import Layout
+
 _PINNED_THREADS = 8
 
 
-def stage_devices(num_stages: int, *, platform: str | None, pinned: bool = False) -> tuple[jax.Device, ...]:
-    """One device per stage: virtual ones on ``cpu``, else the first that JAX finds; ValueError if they are too few.
+def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False) -> tuple[jax.Device, ...]:
+    """The devices of a run of one process: virtual ones on ``cpu``, else the first that JAX finds.
 
-    ``pinned`` as for :func:`use_cpu`.
+    ``pinned`` as for :func:`use_cpu`. Raises ValueError if they are too few.
     """
+    wanted = layout.num_devices
     if platform == "cpu":
-        use_cpu(num_stages, pinned=pinned)
+        use_cpu(wanted, pinned=pinned)
     elif pinned:
-        _pin_threads(num_stages)
+        _pin_threads(wanted)
     found = jax.local_devices()
-    if len(found) < num_stages:
+    if len(found) < wanted:
         raise ValueError(
-            f"{len(found)} {found[0].platform} {'device' if len(found) == 1 else 'devices'} for {num_stages} stages: "
-            f"give num_stages {len(found)}, or platform cpu for virtual devices"
+            f"{len(found)} {found[0].platform} {'device' if len(found) == 1 else 'devices'} for {layout.num_stages} "
+            f"stages x data {layout.data} x tensor {layout.tensor}: lower them to {len(found)} in all, or take "
+            "platform cpu for virtual devices"
         )
-    return tuple(found[:num_stages])
+    return tuple(found[:wanted])
 
 
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:

@@ -4,28 +4,38 @@
 
     python -m experiments.emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10
 
-With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself.
+With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself. Started by
+``python -m experiments.launch --processes N -- experiments.emulate ...`` the stages are spread over N processes.
 """
 
 import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments.durations import Durations, load_durations, parse_durations_ms
+from experiments.emulate_figures import process_figures
 from experiments.errors import checking_input, run_command
 from experiments.ordering import add_ordering_arguments, parse_ordering
 from experiments.outputs import check_outputs, draw
-from rrfp_jax.arbitration import Agreement, Order, StepRules
+from experiments.process import enter
+from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.runtime.cluster import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.result import RunMetrics, run_metrics
 from rrfp_jax.timeline import Timeline
 
 EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 """Emulated chunks have no parameters; as in training, the next step starts once all stages have agreed."""
+
+
+_PRIVATE = ("json", "timeline", "trace")
+"""What ranks may be told differently."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,22 +51,45 @@ def main(argv: list[str] | None = None) -> int:
         durations_ms = _durations(arguments, resolved)
         num_steps = _num_steps(arguments, durations_ms)
 
-    from experiments.devices import use_cpu
+        process = enter(
+            num_stages=arguments.num_stages,
+            data=arguments.data,
+            tensor=arguments.tensor,
+            placement=resolved.placement,
+            configuration={name: value for name, value in vars(arguments).items() if name not in _PRIVATE},
+            cluster=ClusterConfig(silence_deadline_s=arguments.silence_deadline_s),
+            platform="cpu",
+            transport=arguments.transport,
+        )
+
     from rrfp_jax.testing import dispatch_overhead_ms, emulate
 
-    use_cpu(arguments.num_stages)
+    arbiters = resolved.arbiters(
+        EMULATED_STEP,
+        dispatch_ahead=arguments.dispatch_ahead,
+        members=process.members(),
+        protocol=GroupProtocol(arguments.group_protocol),
+    )
     emulation = emulate(
-        resolved.arbiters(EMULATED_STEP, dispatch_ahead=arguments.dispatch_ahead),
+        arbiters,
         durations_ms,
         num_steps,
+        process=process,
+        activation_bytes=arguments.activation_bytes,
         progress_deadline_s=arguments.progress_deadline_s,
     )
-    metrics = run_metrics(emulation.timeline, emulation.step_ms)
-    overhead_ms = dispatch_overhead_ms(emulation.timeline, durations_ms)
+    process.finish()
+    if process.rank:
+        return 0
+    figures: dict[str, object] = {
+        **run_metrics(emulation.timeline, emulation.step_ms).as_dict(),
+        "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
+        **process_figures(process, emulation),
+    }
     if arguments.json:
-        print(json.dumps({**metrics.as_dict(), "dispatch_overhead_ms": overhead_ms}), flush=True)
+        print(json.dumps(figures), flush=True)
     else:
-        _show(resolved, metrics, overhead_ms)
+        _show(resolved, run_metrics(emulation.timeline, emulation.step_ms), figures)
     _write_pictures(arguments, resolved, emulation.timeline)
     return 0
 
@@ -65,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.emulate", description=__doc__.split("\n")[0])
     parser.add_argument("--num-stages", type=int, default=4, metavar="N")
     parser.add_argument("--num-microbatches", type=int, default=16, metavar="N")
+    parser.add_argument("--data", type=int, default=1, metavar="N", help="replicas of the whole pipeline (default 1)")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices of each stage (default 1)")
     parser.add_argument("--chunks-per-stage", type=int, metavar="N", help="default: as the schedule has it, else 1")
     add_ordering_arguments(parser)
     work = parser.add_argument_group("work")
@@ -86,6 +121,18 @@ def _parser() -> argparse.ArgumentParser:
         help="tasks handed to a stage before the running one has ended (default 0)",
     )
     work.add_argument("--progress-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
+    between = parser.add_argument_group("between processes")
+    between.add_argument("--transport", choices=("auto", "sockets", "transfer"), default="auto")
+    between.add_argument(
+        "--group-protocol",
+        choices=tuple(GroupProtocol),
+        default=GroupProtocol.LEADER,
+        help="how the processes of one stage agree on the next task (default leader)",
+    )
+    between.add_argument(
+        "--activation-bytes", type=int, default=32, metavar="N", help="size of what travels (default 32)"
+    )
+    between.add_argument("--silence-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the last step")
@@ -105,8 +152,9 @@ def _resolve(arguments: argparse.Namespace) -> Order:
     )
     return ordering.resolve(
         num_stages=arguments.num_stages,
-        num_microbatches=arguments.num_microbatches,
+        num_microbatches=microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1)),
         chunks_per_stage=arguments.chunks_per_stage,
+        num_replicas=arguments.data,
     )
 
 
@@ -138,7 +186,7 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
         write_trace(timeline, arguments.trace)
 
 
-def _show(resolved: Order, metrics: RunMetrics, overhead_ms: float) -> None:
+def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, object]) -> None:
     table = Table(title=f"{resolved.label}, {len(metrics.step_ms)} steps", title_justify="left")
     for heading in ("stage", "bubble", "peak in flight", "window"):
         table.add_column(heading, justify="right")
@@ -149,8 +197,11 @@ def _show(resolved: Order, metrics: RunMetrics, overhead_ms: float) -> None:
     console.print(
         f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, "
         f"{metrics.us_per_task:.1f} us per task, bubble fraction {metrics.bubble_fraction:.1%}, "
-        f"dispatch overhead {overhead_ms:.3f} ms per task"
+        f"dispatch overhead {figures['dispatch_overhead_ms']:.3f} ms per task"
     )
+    others = ("wall_us_per_rank_task", "cpu_us_per_task", "agreement_us_per_task")
+    if shown := [f"{name} {figures[name]:.1f}" for name in others if name in figures]:
+        console.print(", ".join(shown))
 
 
 if __name__ == "__main__":

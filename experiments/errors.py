@@ -1,17 +1,7 @@
 """How commands end when something is wrong: one clear sentence or a report, and a distinct exit code.
 
-====  =========================================================================
-code  meaning
-====  =========================================================================
-0     done
-1     an error of this program: the traceback is on stderr
-2     bad input: the sentence on stderr says what to change; nothing was started
-3     the run was given up because no task finished within the progress deadline
-4     the run was given up because a task failed
-130   interrupted (Ctrl-C)
-====  =========================================================================
-
-A ValueError is about the input only while input is being checked, which a command marks with :func:`checking_input`.
+The codes are listed in :mod:`rrfp_jax.runtime.exit_codes`. A ValueError is about the input only while input is being
+checked, which a command marks with :func:`checking_input`.
 """
 
 import os
@@ -21,11 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-INTERNAL_ERROR = 1
-BAD_INPUT = 2
-NO_PROGRESS = 3
-TASK_FAILED = 4
-INTERRUPTED = 130
+from rrfp_jax.runtime.exit_codes import (
+    BAD_INPUT,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    NO_PROGRESS,
+    PEER_LOST,
+    START_FAILED,
+    TASK_FAILED,
+)
 
 
 class BadInput(ValueError):
@@ -53,19 +47,29 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as interrupt:
         _end(INTERRUPTED, "\n".join(["interrupted", *_notes(interrupt)]))
     except Exception as error:
-        _end(*_failure(error))
+        end_with(error)
     sys.exit(code)
+
+
+def end_with(error: Exception) -> NoReturn:
+    """End the process at once, with the text and the code that belong to an error; from any thread."""
+    _end(*_failure(error))
 
 
 def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and text of what went wrong after the input was accepted."""
-    if isinstance(error, RuntimeError):
-        from rrfp_jax.runtime import NoProgress, RunFailed  # loads JAX, as a run that failed has done long before
+    code = _code_of(error) if isinstance(error, RuntimeError) else INTERNAL_ERROR
+    if code == INTERNAL_ERROR:
+        return code, "".join(traceback.format_exception(error)).rstrip()
+    return code, "\n".join([f"error: {error}", *_notes(error)])
 
-        if isinstance(error, RunFailed):
-            text = "\n".join([f"error: {error}", *_notes(error)])
-            return NO_PROGRESS if isinstance(error, NoProgress) else TASK_FAILED, text
-    return INTERNAL_ERROR, "".join(traceback.format_exception(error)).rstrip()
+
+def _code_of(error: RuntimeError) -> int:
+    from rrfp_jax.runtime.cluster import StartFailed
+    from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed
+
+    codes = {StartFailed: START_FAILED, NoProgress: NO_PROGRESS, PeerLost: PEER_LOST, RunFailed: TASK_FAILED}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), INTERNAL_ERROR)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -47,6 +47,7 @@ class Ordering:
         comm_ms: float = 0.0,
         placement: Placement | None = None,
         graph: PipelineGraph | None = None,
+        num_replicas: int = 1,
     ) -> Order:
         """Build the table, the placement and the graph, and one consumption per stage.
 
@@ -56,6 +57,7 @@ class Ordering:
             durations_ms, comm_ms: F, I and W of one stage and a transfer, for schedules made from profiled times.
             placement, graph: those of a model that brings its own; the schedule must fit them. The graph's ``split``
                 is set here. None: the schedule's, or a chain of looped chunks.
+            num_replicas: data-parallel replicas of all that is said above, each with its own ``num_microbatches``.
 
         Raises ValueError, in one sentence with the remedy, where these do not fit together.
         """
@@ -82,7 +84,7 @@ class Ordering:
             graph = table.graph if table else chain(placement.num_chunks, num_microbatches)
         if graph.num_microbatches != num_microbatches:
             raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
-        return self.on(table).resolve(placement, graph)
+        return self.on(table).resolve(placement, graph, num_replicas=num_replicas)
 
     def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
         """The same wishes with their table built."""

@@ -3,20 +3,34 @@
 ::
 
     python -m experiments.train --config tpu_gpu_configs/cpu/debug.yaml --steps 20 --hint fb --run-dir runs/mine
+    python -m experiments.launch --processes 4 -- experiments.train --config tpu_gpu_configs/cpu/four_processes.yaml
 
-The resolved configuration and a table of the stages are printed before step 0; then one line per step. The run
-directory receives the configuration, ``metrics.jsonl`` (one object per step), a picture and a trace of the last step;
-a run that is given up also leaves its report there, ``failure.json``.
+The resolved configuration and a table of the stages are printed before the first step; then one line per step. The run
+directory receives the configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture and a trace of the
+last step; a run that is given up also leaves its report there, ``failure.json``, and its last events.
+
+In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
+``--fresh`` starts over. Told to stop (SIGTERM), a run saves at the next step boundary and ends with exit code 7.
 """
 
 import argparse
+import os
+import signal
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.errors import checking_input, run_command
+from rrfp_jax.runtime.exit_codes import DONE, PREEMPTED
+
+if TYPE_CHECKING:
+    from experiments.assembly import Run
+    from rrfp_jax.runtime import RunFailed
+    from rrfp_jax.training.loop import TrainingLoop
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,49 +39,69 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, help="YAML file of the run, for example tpu_gpu_configs/cpu/debug.yaml"
     )
+    parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
+    parser.add_argument(
+        "--force", action="store_true", help="go on from a checkpoint although model, data or optimizer differ from it"
+    )
     add_overrides(parser)
     arguments = parser.parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments))
-    return train(config, name=Path(arguments.config).stem)
+    return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
 
 
-def train(config: TrainConfig, *, name: str) -> int:
+def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False) -> int:
     """Check everything, then train; returns the exit code."""
     from experiments.assembly import assemble
-    from experiments.console import TrainingConsole
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.training.run_directory import RunDirectory, new_run_path
 
-    console = TrainingConsole(config.run.steps)
     with checking_input():
-        directory = RunDirectory(config.run.run_dir or new_run_path(name, datetime.now()))
-        directory.check()
-        run = assemble(config)
-        console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
-        run.prepare()
-        directory.start(config.as_dict())
-    console.show_stages(run.pipeline, run.devices)
-    if earlier := directory.num_rows():
-        console.say(
-            f"{directory.path} holds {earlier} rows of an earlier run, whose parameters were not saved: "
-            "training starts at step 0, and its rows are appended"
-        )
-    with directory.metrics() as metrics:
-        loop = run.loop(metrics, console.show_step)
+        path = Path(config.run.run_dir or os.environ.get("RRFP_RUN_DIR") or new_run_path(name, datetime.now()))
+        RunDirectory(path).check()
+        run = assemble(config, path)
+        run.console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
+        run.begin(fresh=fresh, force=force)
+    run.console.show_stages(run.pipeline)
+    if run.is_complete:
+        run.console.say(f"{run.directory.path} holds all {config.run.steps} steps: give more steps, or --fresh")
+        run.finish()
+        return DONE
+    with run.directory.metrics() if run.is_first else nullcontext() as metrics:
+        loop = run.loop(metrics)
+        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         try:
-            with console:
+            with run.console:
                 run.train(loop)
         except (RunFailed, KeyboardInterrupt) as end:
             if isinstance(end, RunFailed):
-                end.add_note(f"the report is in {directory.write_failure(end.report)}")
-            if (timeline := loop.timeline()).spans:
-                directory.write_timeline(timeline, f"{name}: {run.label}")
-            end.add_note(f"the run is in {directory.path}")
+                _leave_report(run, end)
+            _leave_timeline(run, loop, name)
+            end.add_note(f"the run is in {run.directory.path}")
             raise
-    directory.write_timeline(loop.timeline(), f"{name}: {run.label}")
-    console.say(f"the run is in {directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
-    return 0
+    _leave_timeline(run, loop, name)
+    run.console.say(f"the run is in {run.directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
+    if loop.was_stopped:
+        run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
+        return PREEMPTED
+    return DONE
+
+
+def _leave_report(run: "Run", failure: "RunFailed") -> None:
+    """The report once, by the lowest rank that is left; the last events of every process."""
+    with suppress(OSError):  # a full disk must not hide the failure
+        log = run.pipeline.runtime.event_log()
+        failure.add_note(f"the last events are in {run.directory.write_events(log, run.process.layout.num_ranks)}")
+    ranks = range(run.process.layout.num_ranks)
+    if run.process.rank == min(rank for rank in ranks if rank not in failure.report.lost_ranks):
+        with suppress(OSError):
+            failure.add_note(f"the report is in {run.directory.write_failure(failure.report)}")
+
+
+def _leave_timeline(run: "Run", loop: "TrainingLoop", name: str) -> None:
+    timeline = loop.timeline()
+    if run.is_first and timeline.spans:
+        run.directory.write_timeline(timeline, f"{name}: {run.label}")
 
 
 if __name__ == "__main__":

@@ -10,41 +10,37 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import jax
 import optax
 
-from rrfp_jax.arbitration import READY, STRICT, Agreement, Ordering, StepRules
+from rrfp_jax.arbitration import READY, STRICT, Agreement, GroupProtocol, Ordering, StepRules
+from rrfp_jax.arbitration.replicas import microbatches_per_replica, replication
+from rrfp_jax.planning.layout import Layout
 from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, parse_bytes, window_of_bytes
 from rrfp_jax.programs.agreement import check_clip_norm
-from rrfp_jax.programs.batches import (
-    BatchSpec,
-    check_same_shapes,
-    leaves_read,
-    num_microbatches,
-    spec_of_batch,
-    spec_of_microbatch,
-)
+from rrfp_jax.programs.batches import BatchSpec, check_same_shapes, leaves_read, num_microbatches, spec_of_batch
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
-from rrfp_jax.programs.initial import ChunkState, initial_state
+from rrfp_jax.programs.initial import ChunkState
 from rrfp_jax.programs.layout import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, check_remat
 from rrfp_jax.programs.rng import check_seed
-from rrfp_jax.programs.shapes import derive_shapes, model_params, param_specs
-from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics, start_in_process
+from rrfp_jax.programs.shapes import model_params, param_specs
+from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.driver import check_runtime_options
+from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory import MemoryMeter, chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
+from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement
+from rrfp_jax.tasks import Edge, Placement
 
 Window = int | tuple[int, ...] | str | None
 _MAX_STEPS_ENQUEUED = 2
@@ -63,13 +59,19 @@ class Pipeline:
     Args:
         chunks: the model's chunks, numbered as in ``placement``; see :class:`rrfp_jax.programs.chunk.Chunk`.
         placement: which stage owns which chunk; None takes the schedule's.
+        data: replicas of the whole pipeline; each runs an equal part of the microbatches.
+        tensor: devices that share every layer of a stage, as the chunks' ``partition`` says.
+        shard_optimizer: share the optimizer state out to the replicas (ZeRO-1).
+        process: this process's part in a run of several, connected; ``data`` and ``tensor`` are then its layout's.
+            Every process makes the same pipeline and calls the same methods with the same arguments.
+        group_protocol: how the processes of a stage that spans several agree on the next task.
         optimizer: any optax optimizer that treats each array by itself.
         hint, consume, schedule, window, backward: the order of tasks; see :class:`rrfp_jax.arbitration.Ordering`. The
             window is a number of microbatches, one per stage, or the memory that a stage's microbatches in flight may
             take, for example ``"512MiB"``.
         edges: which chunk feeds which; None means the schedule's, or a chain without a schedule.
-        devices: one device per stage, in order; None takes the first ones that JAX knows, shared out evenly if there
-            are fewer than stages.
+        devices: the devices of all stages, in order, for each stage those of its replicas, for each replica ``tensor``
+            ones; None takes the first ones that JAX knows, shared out evenly if there are fewer than stages.
         remat: what forwards keep and backwards recompute, for all chunks or one for each: ``none``, ``dots``, ``full``,
             or a policy of ``jax.checkpoint``.
         memory_limit: bytes that each stage may take, as a number or as text; None: what its device has, if that is
@@ -94,6 +96,11 @@ class Pipeline:
         *,
         optimizer: optax.GradientTransformation,
         placement: Placement | None = None,
+        data: int = 1,
+        tensor: int = 1,
+        shard_optimizer: bool = False,
+        process: Process | None = None,
+        group_protocol: GroupProtocol | str = GroupProtocol.LEADER,
         hint: str | None = None,
         consume: str = READY,
         schedule: ScheduleTable | None = None,
@@ -117,23 +124,35 @@ class Pipeline:
         check_clip_norm(clip_norm)
         self._update_rules = UpdateRules(clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         agreement = Agreement.ALL if self._update_rules.needs_norm else Agreement.LOSS
-        self._step_rules = StepRules(ordered=deterministic, agreement=agreement)
+        self._process = _process(process, self.placement.num_stages, data, tensor, devices)
+        self.layout = self._process.layout
+        if shard_optimizer and self.layout.data == 1:
+            raise ValueError("shard_optimizer shares the optimizer state out to replicas: give data at least 2")
+        self._shard_optimizer = shard_optimizer
+        self._step_rules = StepRules(ordered=deterministic, agreement=agreement, lockstep=self.layout.data > 1)
+        self._group_protocol = GroupProtocol(group_protocol)
         self._edges = None if edges is None else tuple(edges)
-        self._optimizer, self._seed, self._log_steps = optimizer, seed, log_steps
+        self._optimizer, self._log_steps = optimizer, log_steps
         self._progress_deadline_s, self._wrap_stage = progress_deadline_s, wrap_stage
-        self._devices = _devices(self.placement.num_stages, devices)
-        self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in self._devices]
         if deterministic:
-            require_determinism(self._devices)
+            require_determinism(jax.local_devices())
         check_runtime_options(progress_deadline_s, log_steps)
         check_seed(seed)
+        self._model = HostedModel(
+            self.chunks,
+            self.placement,
+            self._process,
+            optimizer=optimizer,
+            shard_optimizer=shard_optimizer,
+            ordered=deterministic,
+            seed=seed,
+            remat=_one_per_chunk(remat, len(self.chunks)),
+        )
         if dispatch_ahead < 0:
             raise ValueError(f"dispatch_ahead is {dispatch_ahead}: give 0 or more tasks")
         self._dispatch_ahead = dispatch_ahead
-        self._remat = _one_per_chunk(remat, len(self.chunks))
-        limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-        self._limits = device_limits(self._devices) if limit is None else [limit] * len(self._devices)
-        self._compiled: dict[Hashable, dict[int, ChunkPrograms]] = {}
+        self._memory_limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+        self._compiled: dict[Hashable, HostedPrograms] = {}
         """By graph and batch; shared with the pipelines that ``reordered`` makes."""
         self._start_over(window, hint=hint, consume=consume, table=schedule, backward=backward)
 
@@ -160,17 +179,24 @@ class Pipeline:
     def _start_over(self, window: Window, **order: Any) -> None:
         self._window_bytes = parse_bytes(window) if isinstance(window, str) else None
         self._ordering = Ordering(window=None if isinstance(window, str) else window, **order)
-        graph = model_graph(self.chunks, self._edges, self._ordering.table)
-        self.order = self._ordering.resolve(self.placement, graph)
-        """The order in force; without a table its graph has one microbatch until a batch says how many there are."""
+        self._resolve(num_microbatches_per_replica=None)
         self.forecast: list[StageForecast] = []
-        """The predicted memory of every stage, once the programs are compiled."""
-        self._initial: dict[int, ChunkState] | None = None
-        self._stages: list[ProgramStage] = []
+        """The predicted memory of every unit, once the programs are compiled."""
+        self._initial: HostedState | None = None
+        self._held = HostedState({}, {})
         self._runtime: PipelineRuntime | None = None
         self._batch_spec: BatchSpec = {}
         self._enqueued: deque[StepMetrics] = deque()
         self._step = 0
+
+    def _resolve(self, num_microbatches_per_replica: int | None) -> None:
+        """Work out the order; without a number of microbatches it is that of the table, or one."""
+        graph = model_graph(self.chunks, self._edges, self._ordering.table, num_microbatches_per_replica)
+        self._graph = self._ordering.resolve(self.placement, graph).graph
+        """Of one replica."""
+        self.order = self._ordering.resolve(self.placement, graph, num_replicas=self.layout.data)
+        """The order in force, of all replicas; without a table it is for one microbatch until a batch has come."""
+        self._copies = replication(graph, self.layout.data)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -181,35 +207,66 @@ class Pipeline:
         """
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to start over")
-        has_backward = self.order.graph.has_backward
         check_leafwise(self._optimizer, model_params(map(param_specs, self.chunks)))
-        self._initial = {
-            chunk: initial_state(
-                self.chunks, chunk, key, self._optimizer, self._sharding(chunk), trains=has_backward(chunk)
-            )
-            for chunk in range(len(self.chunks))
-        }
+        self._initial = self._model.initial_state(key, self._graph)
         return PipelineState(self._step)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
-        """The whole model's parameters by layer name, on their stages' devices; waits for the steps enqueued.
+        """The parameters by layer name, on their stages' devices; waits for the steps enqueued.
 
-        The arrays are those in use: copy them before the next ``step``, which takes them over.
+        Those of the whole model, or of the stages that this process hosts where there are several. The arrays are those
+        in use: copy them before the next ``step``, which takes them over.
         """
         self._check_state(state)
         self.wait()
-        held = self._held()
+        held = self._held_state().chunks
         return model_params(held[chunk].params for chunk in sorted(held))
+
+    def chunk_states(self, state: PipelineState) -> list[tuple[int, ChunkState]]:
+        """The state of every chunk that this process hosts, copies of replicas included, with the chunk's number in
+        the model; waits for the steps enqueued. The arrays are those in use, see :meth:`params`."""
+        self._check_state(state)
+        self.wait()
+        return self._by_chunk(self._held_state())
+
+    def state_specs(self) -> list[tuple[int, ChunkState]]:
+        """What :meth:`chunk_states` returns, as shapes with shardings; nothing is computed."""
+        return self._by_chunk(self._model.state_specs(self._graph))
+
+    def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
+        """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
+
+        Takes the states over.
+        """
+        if self._runtime is not None:
+            raise RuntimeError("this pipeline has been stepped already: make a new one to restore a state")
+        check_leafwise(self._optimizer, model_params(map(param_specs, self.chunks)))
+        restored, specs = HostedState({}, {}), self._model.state_specs(self._graph)
+        for number, held in zip(specs.chunks, states, strict=True):
+            base, is_shared = self._copies.base(number), self._copies.base(number) in specs.shared
+            if is_shared:
+                restored.shared.setdefault(base, held.optimizer_state)
+            restored.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
+        self._initial, self._step = restored, step
+        return PipelineState(step)
+
+    def has_backward(self, chunk: int) -> bool:
+        """Whether a chunk of the model trains."""
+        return self._graph.has_backward(chunk)
+
+    def _by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
+        return [
+            (base, replace(state, optimizer_state=held.shared.get(base, state.optimizer_state)))
+            for base, state in ((self._copies.base(number), state) for number, state in held.chunks.items())
+        ]
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
         sizes = [sum(leaf.size for leaf in jax.tree.leaves(param_specs(chunk))) for chunk in self.chunks]
         return [sum(sizes[c] for c in chunks) for chunks in self.placement.chunks_of_stage]
 
-    def _held(self) -> dict[int, ChunkState]:
-        if self._initial is not None:
-            return self._initial
-        return {chunk: held for stage in self._stages for chunk, held in stage.states.items()}
+    def _held_state(self) -> HostedState:
+        return self._held if self._initial is None else self._initial
 
     def _check_state(self, state: PipelineState) -> None:
         if self._initial is None and self._runtime is None:
@@ -237,7 +294,8 @@ class Pipeline:
         self._check_state(state)
         absent = frozenset(absent)
         self.prepare(batch)
-        leaves = leaves_read(self.chunks, batch)
+        absent = self._copies.pairs(absent)
+        leaves = leaves_read(self.chunks, batch, copied_for=self._model.base_chunks)
         check_same_shapes(leaves, self._batch_spec)
         self.order.graph.skipping_also(absent)  # raises on pairs that cannot be absent
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
@@ -267,13 +325,13 @@ class Pipeline:
             return
         if self._initial is None:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
-        spec = spec_of_batch(leaves_read(self.chunks, batch))
-        graph = model_graph(self.chunks, self._edges, self._ordering.table, num_microbatches(spec))
-        self.order = self._ordering.resolve(self.placement, graph)
-        programs = self._programs(self.order.graph, spec)
-        self._fit_into_memory({chunk: chunk_bytes(each) for chunk, each in programs.items()})
+        spec = spec_of_batch(leaves_read(self.chunks, batch, copied_for=()))
+        self._resolve(microbatches_per_replica(num_microbatches(spec), self.layout.data))
+        programs = self._programs(spec)
+        self._fit_into_memory({c: chunk_bytes(each) for c, each in programs.chunks.items()})
+        self._model.connect()
         self._start_runtime(self._initial, programs)
-        self._initial, self._batch_spec = None, spec
+        self._held, self._initial, self._batch_spec = self._initial, None, spec
 
     def close(self) -> None:
         """Stop the stages; steps under way are abandoned."""
@@ -287,6 +345,20 @@ class Pipeline:
         self.close()
 
     @property
+    def process(self) -> Process:
+        """This process's part in the run."""
+        return self._process
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        return self._optimizer
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the replicas share the optimizer state."""
+        return self._shard_optimizer
+
+    @property
     def runtime(self) -> PipelineRuntime:
         """The running stages, for their event logs."""
         if self._runtime is None:
@@ -295,81 +367,119 @@ class Pipeline:
 
     # -- assembly ----------------------------------------------------------------------------------------------------
 
-    def _programs(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
-        key = (graph, tuple(sorted(batch.items())))
+    def _programs(self, batch: BatchSpec) -> HostedPrograms:
+        key = (self._graph, tuple(sorted(batch.items())))
         if key not in self._compiled:
-            self._compiled[key] = self._compile(graph, batch)
+            self._compiled[key] = self._model.compile(self._graph, batch)
         return self._compiled[key]
 
-    def _compile(self, graph: PipelineGraph, batch: BatchSpec) -> dict[int, ChunkPrograms]:
-        shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
-
-        def compile_one(chunk: int) -> ChunkPrograms:
-            return compile_chunk(
-                chunk,
-                self.chunks,
-                graph,
-                shapes,
-                optimizer=self._optimizer,
-                sharding=self._sharding(chunk),
-                seed=self._seed,
-                remat=self._remat[chunk],
-            )
-
-        # XLA releases the GIL while it compiles
-        with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
-            return dict(enumerate(executor.map(compile_one, range(len(self.chunks)))))
-
-    def _fit_into_memory(self, sizes: Mapping[int, ChunkBytes]) -> None:
-        """Turn a window in bytes into microbatches, and refuse what cannot fit."""
+    def _fit_into_memory(self, own: Mapping[int, ChunkBytes]) -> None:
+        """Turn a window in bytes into microbatches, and refuse what cannot fit; every process knows all sizes."""
+        limits = device_limits([self._own_device(unit) for unit in self._process.units])
+        sizes, known = self._everybodys(own, dict(zip(self._process.units, limits, strict=True)))
+        chunks, share = self.order.placement.chunks_of_stage, self._graph.num_microbatches
         if self._window_bytes is not None:
-            chunks = self.placement.chunks_of_stage
             windows = tuple(
-                window_of_bytes(self._window_bytes, [sizes[c] for c in own], stage, self.order.graph.num_microbatches)
-                for stage, own in enumerate(chunks)
+                window_of_bytes(self._window_bytes, [sizes[c] for c in chunks[stage]], stage, share)
+                for stage in range(self.layout.num_stages)
             )
-            self.order = replace(self._ordering, window=windows).resolve(self.placement, self.order.graph)
-        self.forecast = forecast_memory(self.order, sizes)
-        check_fits(self.forecast, self._limits, is_strict=self._ordering.consume == STRICT)
+            self._ordering = replace(self._ordering, window=windows)
+            self._resolve(share)
+        self.forecast = forecast_memory(self.order, sizes, share)
+        limit = self._memory_limit
+        units = range(self.layout.num_units)
+        check_fits(
+            self.forecast,
+            [known[unit] if limit is None else limit for unit in units],
+            is_strict=self._ordering.consume == STRICT,
+        )
 
-    def _start_runtime(self, states: dict[int, ChunkState], programs: dict[int, ChunkPrograms]) -> None:
-        self._stages = []
+    def _everybodys(
+        self, sizes: Mapping[int, ChunkBytes], limits: Mapping[int, int | None]
+    ) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
+        plain = [[[c, *astuple(each)] for c, each in sizes.items()], list(map(list, limits.items()))]
+        all_sizes: dict[int, ChunkBytes] = {}
+        all_limits: dict[int, int | None] = {}
+        for rows, known in self._process.gather("sizes", plain).values():
+            names = [field.name for field in fields(ChunkBytes)]
+            all_sizes |= {c: ChunkBytes(**dict(zip(names, row, strict=True))) for c, *row in rows}
+            all_limits |= dict(known)
+        return all_sizes, all_limits
 
-        def make_stage(stage: int, ship: Ship) -> StageExecutor:
-            chunks = self.placement.chunks_of_stage[stage]
+    def _own_device(self, unit: int) -> jax.Device:
+        """One of a hosted unit's devices that belong to this process."""
+        return next(d for d in self._process.devices_of(unit) if d.process_index == jax.process_index())
+
+    def _start_runtime(self, state: HostedState, programs: HostedPrograms) -> None:
+        placement = self.order.placement
+        replicas = self._stage_replicas(state, programs)
+
+        def make_stage(unit: int, ship: Ship) -> StageExecutor:
+            chunks = placement.chunks_of_stage[unit]
+            own = {c: programs.chunks[c] for c in chunks}
             made = ProgramStage(
                 self.order.graph,
-                self.placement,
-                stage,
-                programs={c: programs[c] for c in chunks},
-                states={c: states[c] for c in chunks},
+                placement,
+                unit,
+                programs=own,
+                states={c: state.chunks[c] for c in chunks},
                 update_rules=self._update_rules,
                 step_rules=self._step_rules,
-                meter=MemoryMeter({c: programs[c] for c in chunks}, self._devices[stage]),
+                copies=self._copies,
+                replicas=replicas.get(self.layout.stage_of(unit)),
+                meter=MemoryMeter(own, self._own_device(unit)),
                 ship=ship,
             )
-            self._stages.append(made)
             return self._wrap_stage(made) if self._wrap_stage else made
 
-        self._runtime = start_in_process(
-            self.order.arbiters(self._step_rules, dispatch_ahead=self._dispatch_ahead),
+        self._runtime = self._process.start(
+            self.order.arbiters(
+                self._step_rules,
+                dispatch_ahead=self._dispatch_ahead,
+                members=self._process.members(),
+                protocol=self._group_protocol,
+            ),
             make_stage,
-            self._shardings,
+            edge=lambda message: self._model.edge(message, programs.shapes),
             progress_deadline_s=self._progress_deadline_s,
             log_steps=self._log_steps,
         )
 
-    def _sharding(self, chunk: int) -> jax.sharding.Sharding:
-        return self._shardings[self.placement.stage_of_chunk[chunk]]
+    def _stage_replicas(self, state: HostedState, programs: HostedPrograms) -> dict[int, StageReplicas]:
+        """By stage, what its hosted replicas do together; empty without data parallelism."""
+        stages = {self.layout.stage_of(unit) for unit in self._process.units} if programs.replicas else set()
+        chunks = self.placement.chunks_of_stage
+        return {
+            stage: StageReplicas(
+                {c: programs.replicas[c] for c in chunks[stage]},
+                state.shared,
+                self._model.grids[stage].local_replicas,
+            )
+            for stage in stages
+        }
 
 
-def _devices(num_stages: int, devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    if devices is None:
-        known = jax.local_devices()
-        devices = [known[stage * min(len(known), num_stages) // num_stages] for stage in range(num_stages)]
-    if len(devices) != num_stages:
-        raise ValueError(f"{len(devices)} devices are given for {num_stages} stages: give one device per stage")
-    return list(devices)
+def _process(
+    process: Process | None, num_stages: int, data: int, tensor: int, devices: Sequence[jax.Device] | None
+) -> Process:
+    """The process given, or one that is alone, on these devices."""
+    if process is not None:
+        layout = process.layout
+        if layout.num_stages != num_stages or (data, tensor) not in ((1, 1), (layout.data, layout.tensor)):
+            raise ValueError(
+                f"the process is part of {layout.describe()}, but the pipeline has {num_stages} stages, data {data} "
+                f"and tensor {tensor}: give both the same"
+            )
+        if devices is not None:
+            process.use_devices(devices)
+        return process
+    process = Process(Layout(num_stages=num_stages, data=data, tensor=tensor))
+    wanted, known = process.layout.num_devices, jax.local_devices()
+    if devices is None and len(known) < wanted == num_stages:
+        devices = [known[stage * len(known) // num_stages] for stage in range(num_stages)]
+    if devices is not None:
+        process.use_devices(devices)
+    return process
 
 
 def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rrfp_jax.tasks import Task, TaskKind
 
@@ -37,6 +37,8 @@ class IdleReason(StrEnum):
     """Forwards are ready, but the window admits none."""
     ORDER = "order"
     """Tasks are ready, but a strict table names another one next."""
+    AGREEMENT = "agreement"
+    """Tasks are ready on this process, but the processes that the stage spans have not agreed on one yet."""
     DRAIN = "drain"
     """Its own microbatches are done; the other stages are still busy, or the step's agreement is under way."""
     HOST = "host"
@@ -131,6 +133,23 @@ class Timeline:
         for wait in self.waits:
             totals[wait.stage][wait.reason] += wait.end_s - wait.start_s
         return [dict(total) for total in totals]
+
+    def as_plain(self, *, later_s: float = 0.0) -> list[list[list[int | float | str]]]:
+        """Spans and waits as plain lists, ``later_s`` later: for another process, whose clock shows so much more."""
+        return [
+            [[s.step, s.stage, str(s.task), s.start_s + later_s, s.end_s + later_s] for s in self.spans],
+            [[w.step, w.stage, w.start_s + later_s, w.end_s + later_s, str(w.reason)] for w in self.waits],
+        ]
+
+    @classmethod
+    def from_plain(cls, num_stages: int, plain: Iterable[Iterable[Iterable[Any]]]) -> "Timeline":
+        """The record that :meth:`as_plain` wrote; raises ValueError on anything else."""
+        spans, waits = plain
+        return cls(
+            num_stages,
+            [Span(step, stage, Task.parse(task), start_s, end_s) for step, stage, task, start_s, end_s in spans],
+            [Wait(step, stage, start_s, end_s, IdleReason(reason)) for step, stage, start_s, end_s, reason in waits],
+        )
 
     def _microbatch_spans(self) -> Iterator[Span]:
         return (s for s in self.spans if s.task.microbatch >= 0)

@@ -10,12 +10,14 @@ delivery changes nothing.
 """
 
 from collections.abc import Hashable
+from typing import NoReturn
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import (
     Event,
     FinishStep,
+    GroupHeard,
     InputArrived,
     Instruction,
     Message,
@@ -24,6 +26,7 @@ from rrfp_jax.arbitration.events import (
     StepStarted,
     TaskFinished,
 )
+from rrfp_jax.arbitration.hints import Choice
 from rrfp_jax.arbitration.plan import StagePlan, StepRules, stage_plan
 from rrfp_jax.arbitration.ready_set import ReadySet
 from rrfp_jax.arbitration.story import FINISHED, RUNNING, IllegalTransition, Waiting
@@ -84,18 +87,10 @@ class StageArbiter:
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
         out: list[Instruction] = []
-        if event.step == self.step and self.is_active:
-            if isinstance(event, InputArrived):
-                self._arrive(event.message, out)
-            elif isinstance(event, TaskFinished):
-                self._finish_task(event.task, out)
-            else:
-                raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
-        elif not self._take_other_step(event, out):
-            return out
-        self._dispatch(out)
-        if not self._left:
-            self._end_step(event.time_s, out)
+        if self._take(event, out):
+            self._dispatch(out)
+            if not self._left:
+                self._end_step(event.time_s, out)
         return out
 
     def copy(self) -> "StageArbiter":
@@ -176,8 +171,24 @@ class StageArbiter:
             self._plans[absent] = _RankedPlan(plan, self.consumption)
         return self._plans[absent]
 
+    def _take(self, event: Event, out: list[Instruction]) -> bool:
+        """Take an event in; tells whether the stage may have something to do."""
+        if event.step != self.step or not self.is_active:
+            return self._take_other_step(event, out)
+        if isinstance(event, InputArrived):
+            self._arrive(event.message, out)
+        elif isinstance(event, TaskFinished):
+            self._finish_task(event.task, out)
+        elif isinstance(event, StepStarted):
+            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
+        else:
+            self._refuse(event)
+        return True
+
     def _take_other_step(self, event: Event, out: list[Instruction]) -> bool:
         """Start the event's step, or keep the event for later; tells whether the stage may have something to do."""
+        if isinstance(event, GroupHeard):
+            self._refuse(event)
         if isinstance(event, TaskFinished):
             raise IllegalTransition(
                 f"stage {self.stage}: {event.task} of step {event.step} finished, "
@@ -194,6 +205,10 @@ class StageArbiter:
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started after step {self.step}")
         self._start_step(event, out)
         return True
+
+    def _refuse(self, event: GroupHeard) -> NoReturn:
+        step, _, member, note = event
+        raise IllegalTransition(f"stage {self.stage}, step {step}: member {member} said {note}, which is not expected")
 
     def _keep(self, event: InputArrived | StepStarted) -> None:
         kept = self._early.get(event.step, ())
@@ -269,12 +284,14 @@ class StageArbiter:
 
     def _dispatch(self, out: list[Instruction]) -> None:
         while len(self._running) <= self.dispatch_ahead and self._ready:
-            heads = self._ready.heads(self._window, self._ranked.microbatch_at)
-            position, state = self.consumption.choose(self._hint_state, heads)
+            position, state = self._choose()
             if position is None:
                 return
             self._hint_state = state
             self._start(self._ranked.at[position], position, out)
+
+    def _choose(self) -> Choice:
+        return self.consumption.choose(self._hint_state, self._ready.heads(self._window, self._ranked.microbatch_at))
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan

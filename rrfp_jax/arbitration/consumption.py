@@ -20,6 +20,8 @@ class Consumption:
     choose: Callable[[int, Heads], Choice]
     initial: int
     is_strict: bool
+    hint: Hint
+    """What ranks the tasks; for ``strict`` it holds the table's row."""
 
     def order(self, plan: StagePlan) -> tuple[int, ...]:
         """The plan's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for ``strict``.
@@ -31,7 +33,7 @@ class Consumption:
 
 def ready(hint: Hint) -> Consumption:
     """Run the best task of those that are ready and admissible."""
-    return Consumption(hint.rank, hint.choose, hint.initial, is_strict=False)
+    return Consumption(hint.rank, hint.choose, hint.initial, is_strict=False, hint=hint)
 
 
 def strict(order: tuple[Task, ...]) -> Consumption:
@@ -39,7 +41,8 @@ def strict(order: tuple[Task, ...]) -> Consumption:
 
     The state counts the entries that were dispatched, and so is the position of the next one.
     """
-    return Consumption(schedule_hint(order).rank, _choose_next, 0, is_strict=True)
+    hint = schedule_hint(order)
+    return Consumption(hint.rank, _choose_next, 0, is_strict=True, hint=hint)
 
 
 def _choose_next(position: int, heads: Heads) -> Choice:

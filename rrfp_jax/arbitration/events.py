@@ -1,7 +1,8 @@
 """What goes into a stage's arbiter and what comes out: events, instructions and the messages between stages.
 
 Every event carries its step and its time in seconds; the arbiter reads no clock. All records are plain tuples, so that
-they can be logged, compared and replayed.
+they can be logged, compared and replayed. Notes are what the members of one stage's group tell each other
+(:mod:`rrfp_jax.arbitration.group`); like messages they may be delivered in any order and more than once.
 """
 
 from enum import StrEnum
@@ -63,7 +64,50 @@ class TaskFinished(NamedTuple):
     task: Task
 
 
-Event = StepStarted | InputArrived | TaskFinished
+class MemberStarted(NamedTuple):
+    """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`, ascending."""
+
+    absent: tuple[tuple[int, int], ...]
+
+
+class MemberReceived(NamedTuple):
+    """To the leader: this message is here too."""
+
+    message: Message
+
+
+class TaskChosen(NamedTuple):
+    """From the leader: the step's task number ``number``, counted from 0, is this one."""
+
+    number: int
+    task: Task
+    hint_state: int
+    """The state of the hint after this choice."""
+
+
+class TaskProposed(NamedTuple):
+    """To every other member, once per round: the sender's best candidate, or None."""
+
+    round: int
+    """Counted from 0 in each step."""
+    task: Task | None
+    hint_state: int
+    """The state of the hint after the candidate's dispatch."""
+
+
+Note = MemberStarted | MemberReceived | TaskChosen | TaskProposed
+
+
+class GroupHeard(NamedTuple):
+    """A note from another member of the group is here; it may belong to a step that has not started on this one."""
+
+    step: int
+    time_s: float
+    member: int
+    note: Note
+
+
+Event = StepStarted | InputArrived | TaskFinished | GroupHeard
 
 
 class RunTask(NamedTuple):
@@ -87,4 +131,12 @@ class FinishStep(NamedTuple):
     step: int
 
 
-Instruction = RunTask | Send | FinishStep
+class TellGroup(NamedTuple):
+    """Give this note to a member of the group, where it becomes :class:`GroupHeard` from the member that told it."""
+
+    step: int
+    member: int
+    note: Note
+
+
+Instruction = RunTask | Send | TellGroup | FinishStep

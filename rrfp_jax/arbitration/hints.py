@@ -34,6 +34,8 @@ class Hint:
     rank: Callable[[Task], Rank]
     choose: Callable[[int, Heads], Choice]
     initial: int = ROUND_START
+    row: tuple[Task, ...] | None = None
+    """The order that it ranks by, where there is one; with the name it tells all of a hint of this module."""
 
 
 def _backward_rank(task: Task) -> Rank:
@@ -119,13 +121,14 @@ SCHEDULE = "schedule"
 
 def schedule_hint(order: Iterable[Task]) -> Hint:
     """Rank by position in ``order``, one stage's row of a table; tasks that it does not hold rank last."""
-    place = {task: position for position, task in enumerate(order)}
+    row = tuple(order)
+    place = {task: position for position, task in enumerate(row)}
     last = len(place)
 
     def rank(task: Task) -> Rank:
         return (place.get(task, last), task.kind is TaskKind.U, task.chunk, task.microbatch)
 
-    return Hint(SCHEDULE, rank, _choose_smallest)
+    return Hint(SCHEDULE, rank, _choose_smallest, row=row)
 
 
 def hint_by_name(name: str) -> Hint:

@@ -5,13 +5,16 @@ of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds th
 ``backward`` runs as one task (``fused``) or as two (``split``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
+from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import PipelineGraph, Placement
@@ -44,19 +47,36 @@ class Order:
     is_bf: bool
     """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
 
-    def arbiters(self, rules: StepRules, *, dispatch_ahead: int = 0) -> list[StageArbiter]:
-        """Fresh arbiters, one per stage."""
+    def arbiters(
+        self,
+        rules: StepRules,
+        *,
+        dispatch_ahead: int = 0,
+        members: Mapping[int, tuple[int, int]] | None = None,
+        protocol: GroupProtocol = GroupProtocol.LEADER,
+    ) -> list[StageArbiter]:
+        """Fresh arbiters of some stages, in the order given.
+
+        Args:
+            members: for each wanted stage, which member of how many of its group this arbiter is; None: every stage,
+                by itself.
+            protocol: how the members of a group agree.
+        """
+        wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
         return [
-            StageArbiter(
+            group_arbiter(
+                protocol,
                 self.graph,
                 self.placement,
                 stage,
+                member=member,
+                num_members=num_members,
                 consumption=self.consumptions[stage],
                 window=self.windows[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
             )
-            for stage in range(self.placement.num_stages)
+            for stage, (member, num_members) in wanted.items()
         ]
 
 
@@ -84,8 +104,8 @@ class Ordering:
         """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
         return self.table is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
 
-    def resolve(self, placement: Placement, graph: PipelineGraph) -> Order:
-        """The order on this pipeline; the graph's ``split`` is set here.
+    def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
+        """The order on this pipeline, or on so many replicas of it; the graph's ``split`` is set here.
 
         Raises ValueError, in one sentence with the remedy, where table, window and pipeline do not fit together.
         """
@@ -98,13 +118,14 @@ class Ordering:
         if self.table is not None and self.follows_table:
             _check_names_all(self.table, graph)
         hint = self._hint(placement)
+        table = None if self.table is None else replicated_table(self.table, num_replicas)
         return Order(
             label=self._label(hint),
-            table=self.table,
-            placement=placement,
-            graph=graph,
-            consumptions=self._consumptions(hint, placement.num_stages),
-            windows=self._windows(placement.num_stages),
+            table=table,
+            placement=replicated_placement(placement, num_replicas),
+            graph=replicated_graph(graph, num_replicas),
+            consumptions=self._consumptions(hint, table, placement.num_stages * num_replicas),
+            windows=self._windows(placement.num_stages) * num_replicas,
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
         )
 
@@ -139,11 +160,11 @@ class Ordering:
             return every
         return frozenset() if self.backward == FUSED else by_table
 
-    def _consumptions(self, hint: str, num_stages: int) -> tuple[Consumption, ...]:
-        if self.table is not None and self.consume == STRICT:
-            return tuple(strict(order) for order in self.table.orders)
-        if self.table is not None and hint == SCHEDULE:
-            return tuple(ready(schedule_hint(order)) for order in self.table.orders)
+    def _consumptions(self, hint: str, table: ScheduleTable | None, num_stages: int) -> tuple[Consumption, ...]:
+        if table is not None and self.consume == STRICT:
+            return tuple(strict(order) for order in table.orders)
+        if table is not None and hint == SCHEDULE:
+            return tuple(ready(schedule_hint(order)) for order in table.orders)
         return (ready(hint_by_name(hint)),) * num_stages
 
     def _windows(self, num_stages: int) -> tuple[int, ...]:

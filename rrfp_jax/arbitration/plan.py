@@ -46,6 +46,9 @@ class StepRules:
     """End the step with R and U of every chunk that has a backward."""
     agreement: Agreement = Agreement.ALL
     """What the stages agree on between R and U."""
+    lockstep: bool = False
+    """End the step in one fixed order on each stage, all R and then all U by chunk, as collectives between replicas
+    of a stage need it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +225,10 @@ class _PlanBuilder:
         """U after R and, where the stages agree on something, after the verdict."""
         updates = [self.index[Task(TaskKind.U, c)] for c in self.trained]
         for chunk, update in zip(self.trained, updates, strict=True):
-            self._after(update, self.index[Task(TaskKind.R, chunk)])
+            self._after(update, self.index[Task(TaskKind.R, self.trained[-1] if self.rules.lockstep else chunk)])
+        if self.rules.lockstep:
+            for earlier, later in pairwise(updates):
+                self._after(later, earlier)
         if self.rules.agreement is Agreement.NONE:
             return
         reporters = reporting_stages(self.graph, self.placement, self.rules)

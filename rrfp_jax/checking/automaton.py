@@ -1,7 +1,7 @@
-"""One stage as a finite automaton: its arbiter's states, numbered, with their transitions computed once.
+"""One place as a finite automaton: its arbiter's states, numbered, with their transitions computed once.
 
 A state is the arbiter's own key together with the judge's account, so two states are one only if both agree. Every
-transition is made by a real arbiter on a copy, judged, and its new state validated. ``moves`` gives what a stage can
+transition is made by a real arbiter on a copy, judged, and its new state validated. ``moves`` gives what a place can
 visibly do next; which deliveries it may leave out is explained in :mod:`rrfp_jax.checking.explore`.
 """
 
@@ -17,44 +17,44 @@ from rrfp_jax.tasks import Task
 
 
 class Move(NamedTuple):
-    """What a stage can do next: packets reach it, then perhaps a task ends."""
+    """What a place can do next: packets reach it, then perhaps a task ends."""
 
     packets: int
     """In ascending order of their bits, ``last_packet`` excepted, which comes last."""
     last_packet: int
-    """The packet that the stage answers; 0 if the move ends with a task's end."""
+    """The packet that the place answers; 0 if the move ends with a task's end."""
     end: TaskFinished | None
     target: int
 
 
 class Fault(Exception):
-    """A move broke a rule: what was broken, and the events of the stage from the state on."""
+    """A move broke a rule: what was broken, and the events of the place from the state on."""
 
     def __init__(self, what: str, events: list[Event]) -> None:
         super().__init__(what)
         self.what, self.events = what, events
 
 
-class StageAutomaton:
-    """The states of one stage that have come up so far; 0 is the first.
+class PlaceAutomaton:
+    """The states of one place that have come up so far; 0 is the first.
 
     ``sent[state]`` and ``delivered[state]`` are packets as bits.
     """
 
-    def __init__(self, setting: Setting, stage: int, wiring: Wiring, *, reduced: bool, demand_work: bool) -> None:
+    def __init__(self, setting: Setting, place: int, wiring: Wiring, *, reduced: bool, demand_work: bool) -> None:
         self.sent: list[int] = []
         self.delivered: list[int] = []
         self.is_done: list[bool] = []
         self.targets: dict[tuple[int, int], tuple[int, ...]] = {}
-        """By state and packets in flight to the stage, the states that its moves lead to; filled by :meth:`expand`."""
-        self._judge = StageJudge(setting, stage, wiring, demand_work=demand_work)
-        self._wiring, self._reduced = wiring, reduced
+        """By state and packets in flight to the place, the states that its moves lead to; filled by :meth:`expand`."""
+        self._judge = StageJudge(setting, place, wiring, demand_work=demand_work)
+        self._packets, self._reduced = wiring.packets, reduced
         self._accounts: list[Account] = []
         self._arbiters: list[StageArbiter] = []
         self._numbers: dict[Hashable, int] = {}
         self._deliveries: dict[tuple[int, int], tuple[int, bool]] = {}
         self._ends: dict[tuple[int, TaskFinished], int] = {}
-        self._number(setting.make_arbiter(stage), Account())
+        self._number(setting.make_arbiter(place), Account())
 
     @property
     def num_states(self) -> int:
@@ -73,26 +73,26 @@ class StageAutomaton:
         return targets
 
     def moves(self, state: int, in_flight: int) -> list[Move]:
-        """What the stage can do while these packets are in flight to it; raises Fault."""
+        """What the place can do while these packets are in flight to it; raises Fault."""
         return self._visible_moves(state, in_flight) if self._reduced else self._single_moves(state, in_flight)
 
     def events(self, move: Move) -> list[Event]:
         """A move as the events that it stands for."""
         bits = _bits(move.packets & ~move.last_packet) + _bits(move.last_packet)
-        packets = [self._wiring.packets[bit.bit_length() - 1].event for bit in bits]
+        packets = [self._packets.event(bit) for bit in bits]
         return packets if move.end is None else [*packets, move.end]
 
     def _single_moves(self, state: int, in_flight: int) -> list[Move]:
         """Every delivery and every end of a task as a move of its own: no reduction."""
-        bits = [bit for bit in _bits(in_flight) if self._is_due(state, bit)]
+        bits = [bit for bit in _bits(in_flight & ~self._packets.joins) if self._is_due(state, bit)]
         moves = [Move(bit, bit, None, self._deliver(state, bit)[0]) for bit in bits]
-        return moves + [Move(0, 0, end, self._end(state, end)) for end in self._possible_ends(state)]
+        return moves + [Move(0, 0, end, self._end(state, end)) for end in self._possible_ends(state, in_flight)]
 
     def _visible_moves(self, state: int, in_flight: int) -> list[Move]:
         """The visible moves, without those that one packet less and its delivery afterwards come to."""
         silent = {0: state}
         moves: list[Move] = []
-        for packets in _subsets(_bits(in_flight)):
+        for packets in _subsets(_bits(in_flight & ~self._packets.joins)):
             for bit in _bits(packets):
                 before = silent.get(packets & ~bit)
                 if before is None or not self._is_due(before, bit):
@@ -101,10 +101,10 @@ class StageAutomaton:
                 if is_visible:
                     moves.append(Move(packets, bit, None, target))
                 elif silent.setdefault(packets, target) != target:
-                    what = "the order of arrivals shows in the stage's state"
+                    what = "the order of arrivals shows in the arbiter's state"
                     raise Fault(what, self.events(Move(packets, bit, None, target)))
         for packets, before in silent.items():
-            ends = self._possible_ends(before)
+            ends = self._possible_ends(before, in_flight)
             moves += [Move(packets, 0, end, self._end_after(packets, before, end)) for end in ends]
         leads_to = {move[:3]: move.target for move in moves}
         return [move for move in moves if not self._is_contained(move, leads_to)]
@@ -117,12 +117,13 @@ class StageAutomaton:
                 return True
         return False
 
-    def _possible_ends(self, state: int) -> list[TaskFinished]:
+    def _possible_ends(self, state: int, in_flight: int) -> list[TaskFinished]:
         step = self._accounts[state].step
-        return [TaskFinished(step, 0.0, task) for task in self.running(state)]
+        tasks = [task for task in self.running(state) if not self._judge.joins(step, task) & ~in_flight]
+        return [TaskFinished(step, 0.0, task) for task in tasks]
 
     def _is_due(self, state: int, bit: int) -> bool:
-        return not self._wiring.earlier[bit.bit_length() - 1] & ~self.delivered[state]
+        return not self._packets.earlier[bit.bit_length() - 1] & ~self.delivered[state]
 
     def _deliver_after(self, packets: int, state: int, bit: int) -> tuple[int, bool]:
         try:
@@ -137,11 +138,10 @@ class StageAutomaton:
             raise Fault(fault.what, self.events(Move(packets, 0, end, state))) from fault
 
     def _deliver(self, state: int, bit: int) -> tuple[int, bool]:
-        """The state after a packet's delivery, and whether the stage answers it."""
+        """The state after a packet's delivery, and whether the place answers it."""
         known = self._deliveries.get((state, bit))
         if known is None:
-            event = self._wiring.packets[bit.bit_length() - 1].event
-            known = self._deliveries[state, bit] = self._handle(state, event)
+            known = self._deliveries[state, bit] = self._handle(state, self._packets.event(bit))
         return known
 
     def _end(self, state: int, end: TaskFinished) -> int:

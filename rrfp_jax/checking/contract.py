@@ -1,20 +1,20 @@
 """What a correct stage does in one step, derived from the graph alone and not from the arbiter's plan.
 
-Tasks and packets (a message to a stage in a step, or the start of a step) are bits, so that a stage's history is a few
-integers. ``Contract.needs`` says what must have finished on the stage, and what must have reached it, before a task may
-start; ``Contract.sends`` says the same of every message that the stage must send, once.
+Tasks and packets (:mod:`rrfp_jax.checking.packets`) are bits, so that a stage's history is a few integers.
+``Contract.needs`` says what must have finished on the stage, and what must have reached it, before a task may start;
+``Contract.sends`` says the same of every message that the stage must send, once.
+
+Where a stage spans several processes, each is a place with this contract of its own. A message goes to every member of
+the receiving group: to member j of k from member j * n // k of the n members of the sending one.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Agreement, Event, InputArrived, Message, MessageKind, StepStarted
+from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind, StepStarted
+from rrfp_jax.checking.packets import Packets
 from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import Stimulus
 from rrfp_jax.tasks import Task, TaskKind
-
-MessageBit = Callable[[int, Message, int], int]
 
 
 class Needs(NamedTuple):
@@ -25,15 +25,15 @@ class Needs(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """A message that the stage must send: its packet's bit, and what must come before."""
+    """A message that the stage must send: the packets that it is, one per receiving place, and what comes before."""
 
-    packet: int
+    sent: int
     tasks: int
     packets: int
 
 
 class Contract(NamedTuple):
-    """One stage's part in one step."""
+    """One place's part in one step."""
 
     tasks: tuple[Task, ...]
     place: dict[Task, int]
@@ -41,7 +41,7 @@ class Contract(NamedTuple):
     sends: dict[tuple[Message, int], Promise]
     """By message and receiving stage."""
     inputs: int
-    """The packets of this step that the stage receives."""
+    """The packets of this step that the place receives."""
     start: int
     """The packet that starts this step."""
     of_microbatch: tuple[int, ...]
@@ -49,61 +49,36 @@ class Contract(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """All packets of a setting, and the contracts of every stage and step."""
+    """The packets of a setting, and the contracts of every place and step."""
 
-    packets: tuple[Stimulus, ...]
+    packets: Packets
     contracts: tuple[tuple[Contract, ...], ...]
-    """``contracts[stage][step]``."""
-    inboxes: tuple[int, ...]
-    """The packets of each stage."""
-    earlier: tuple[int, ...]
-    """For each packet the packets that reach the stage before: the starts of steps come in order."""
+    """``contracts[place][step]``."""
+    starts: int
+    """The starts of all steps everywhere, which are under way from the beginning."""
 
 
 def wiring(setting: Setting) -> Wiring:
     """Number the packets of a setting and derive its contracts."""
-    return _WiringBuilder(setting).build()
-
-
-class _WiringBuilder:
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.bits: dict[Stimulus, int] = {}
-
-    def build(self) -> Wiring:
-        setting = self.setting
-        stages, steps = range(setting.num_stages), range(setting.num_steps)
-        starts = [
-            [self._bit(stage, StepStarted(step, 0.0, setting.absences[step])) for step in steps] for stage in stages
-        ]
-        demands = [_StepDemands(setting, step, self._message_bit) for step in steps]
-        contracts = tuple(
-            tuple(demands[step].contract(stage, starts[stage][step]) for step in steps) for stage in stages
-        )
-        packets = tuple(self.bits)
-        inboxes = [0] * setting.num_stages
-        for stimulus, bit in self.bits.items():
-            inboxes[stimulus.stage] |= bit
-        earlier = tuple(
-            starts[stage][event.step - 1] if isinstance(event, StepStarted) and event.step else 0
-            for stage, event in packets
-        )
-        return Wiring(packets, contracts, tuple(inboxes), earlier)
-
-    def _bit(self, stage: int, event: Event) -> int:
-        return self.bits.setdefault(Stimulus(stage, event), 1 << len(self.bits))
-
-    def _message_bit(self, step: int, message: Message, stage: int) -> int:
-        return self._bit(stage, InputArrived(step, 0.0, message))
+    packets = Packets(setting.num_places)
+    demands = [_StepDemands(setting, step, packets) for step in range(setting.num_steps)]
+    contracts = []
+    for place in range(setting.num_places):
+        start, own = 0, []
+        for step, demand in enumerate(demands):
+            start = packets.bit(place, StepStarted(step, 0.0, setting.absences[step]), after=start)
+            own.append(demand.contract(place, start))
+        contracts.append(tuple(own))
+    return Wiring(packets, tuple(contracts), sum(contract.start for own in contracts for contract in own))
 
 
 class _StepDemands:
     """Who needs what in one step, over all stages."""
 
-    def __init__(self, setting: Setting, step: int, message_bit: MessageBit) -> None:
-        self.rules, self.placement, self.step = setting.rules, setting.placement, step
+    def __init__(self, setting: Setting, step: int, packets: Packets) -> None:
+        self.setting, self.step, self.packets = setting, step, packets
+        self.rules, self.placement = setting.rules, setting.placement
         self.graph = setting.graph_of_step(step)
-        self.message_bit = message_bit
         self.local: dict[Task, set[Task]] = defaultdict(set)
         self.remote: dict[Task, set[Message]] = defaultdict(set)
         self.sends: dict[tuple[Message, int], tuple[int, set[Task], set[Message]]] = {}
@@ -141,6 +116,9 @@ class _StepDemands:
             stage = self.stage_of(task)
             if task.kind is TaskKind.U:
                 self.local[task].add(Task(TaskKind.R, task.chunk))
+                if self.rules.lockstep:
+                    own = {t for t in self.last if self.stage_of(t) == stage}
+                    self.local[task] |= {t for t in own if t.kind is TaskKind.R or t.chunk < task.chunk}
                 continue
             self.local[task] |= {
                 t for t in self.last if t.kind is TaskKind.R and t.chunk < task.chunk and self.stage_of(t) == stage
@@ -191,23 +169,24 @@ class _StepDemands:
         chunks = self.placement.chunks_of_stage[stage]
         return self.rules.agreement is Agreement.ALL or any(not self.graph.successors(c) for c in chunks)
 
-    def contract(self, stage: int, start: int) -> Contract:
+    def contract(self, place: int, start: int) -> Contract:
+        stage = self.setting.places[place].stage
         tasks = tuple(t for t in (*self.tasks, *self.last) if self.stage_of(t) == stage)
-        place = {task: number for number, task in enumerate(tasks)}
+        places = {task: number for number, task in enumerate(tasks)}
 
         def task_bits(some: set[Task]) -> int:
-            return sum(1 << place[task] for task in some)
+            return sum(1 << places[task] for task in some)
 
         def packet_bits(some: set[Message]) -> int:
-            return sum(self.message_bit(self.step, message, stage) for message in some)
+            return sum(self._packet(message, place) for message in some)
 
         return Contract(
             tasks=tasks,
-            place=place,
+            place=places,
             needs=tuple(Needs(task_bits(self.local[t]), packet_bits(self.remote[t])) for t in tasks),
             sends={
                 (message, receiver): Promise(
-                    self.message_bit(self.step, message, receiver), task_bits(after), packet_bits(inputs)
+                    self._copies(message, place, receiver), task_bits(after), packet_bits(inputs)
                 )
                 for (message, receiver), (sender, after, inputs) in self.sends.items()
                 if sender == stage
@@ -217,4 +196,19 @@ class _StepDemands:
             of_microbatch=tuple(
                 task_bits({t for t in tasks if t.microbatch == m}) for m in range(self.graph.num_microbatches)
             ),
+        )
+
+    def _packet(self, message: Message, place: int) -> int:
+        return self.packets.bit(place, InputArrived(self.step, 0.0, message))
+
+    def _copies(self, message: Message, place: int, stage: int) -> int:
+        """What this place's copy of a message is: a packet to each member of ``stage`` that it serves.
+
+        A member that serves none sends all the same; its packet goes nowhere.
+        """
+        sender, member = self.setting.places[place]
+        num_senders, num_receivers = self.setting.group_size(sender), self.setting.group_size(stage)
+        served = [j for j in range(num_receivers) if j * num_senders // num_receivers == member]
+        return sum(self._packet(message, self.setting.place(stage, j)) for j in served) or self._packet(
+            message, -1 - place
         )

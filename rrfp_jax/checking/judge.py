@@ -1,4 +1,4 @@
-"""The judge of one stage: follows its events and instructions and knows nothing of how the arbiter decides.
+"""The judge of one place: follows its events and instructions and knows nothing of how the arbiter decides.
 
 It keeps an :class:`Account`, a few integers, and raises :class:`Violation` where an instruction breaks the stage's
 contract:
@@ -9,20 +9,35 @@ contract:
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
 * a step ends with a task, message or input left over;
 * the stage idles although a task is ready that the window rule admits (readiness means to skip what is absent, never
-  to wait).
+  to wait). A member of a group may idle so, since the others may not be ready;
+* a member of a group gives another one the same note twice, or gives one to nobody.
 """
 
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Event, FinishStep, InputArrived, Instruction, RunTask, Send, StepStarted, TaskFinished
+from rrfp_jax.arbitration import (
+    Event,
+    FinishStep,
+    GroupHeard,
+    InputArrived,
+    Instruction,
+    RunTask,
+    Send,
+    StepStarted,
+    TaskFinished,
+    TellGroup,
+)
 from rrfp_jax.checking.contract import Contract, Wiring
+from rrfp_jax.checking.packets import Joined
 from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import Stimulus, Violation
+from rrfp_jax.checking.trace import Violation
 from rrfp_jax.tasks import Task, TaskKind
 
 
 class Account(NamedTuple):
-    """The history of a stage as far as its contract needs it."""
+    """The history of a place as far as its contract needs it."""
 
     step: int = -1
     """The present step, or the last one if none is active; -1 before the first."""
@@ -32,30 +47,35 @@ class Account(NamedTuple):
     finished: int = 0
     """Tasks of the present step."""
     delivered: int = 0
-    """Packets of all steps that have reached the stage."""
+    """Packets of all steps that have reached the place."""
     sent: int = 0
-    """Packets of all steps that the stage has sent."""
+    """Packets of all steps that the place has sent."""
+    launched: tuple[RunTask, ...] = ()
+    """On a member of a group, every task that it has started so far, in order."""
 
 
 class StageJudge:
-    """Follows one stage of a setting. ``demand_work`` False leaves idling to show as a deadlock, if it leads to one."""
+    """Follows one place of a setting. ``demand_work`` False leaves idling to show as a deadlock, if it leads to one."""
 
-    def __init__(self, setting: Setting, stage: int, wiring: Wiring, *, demand_work: bool = True) -> None:
-        self.stage = stage
-        self.contracts = wiring.contracts[stage]
-        self.bit_of = {stimulus: 1 << place for place, stimulus in enumerate(wiring.packets)}
+    def __init__(self, setting: Setting, place: int, wiring: Wiring, *, demand_work: bool = True) -> None:
+        self.place, self.name = place, setting.name(place)
+        stage, self.member = setting.places[place]
+        self.others = [other for other in setting.group_of(place) if other != place]
+        self.members = {setting.places[other].member: other for other in self.others}
+        self.is_collective = setting.collective
+        self.contracts, self.packets = wiring.contracts[place], wiring.packets
         policy = setting.policies[stage]
         self.row = policy if isinstance(policy, tuple) else None
         self.window = None if isinstance(policy, tuple) else setting.windows[stage]
         self.capacity = 1 + setting.dispatch_ahead
-        self.demand_work = demand_work
+        self.demand_work = demand_work and not self.others
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
         if isinstance(event, TaskFinished):
             account = self._finish(account, event)
         else:
-            account = account._replace(delivered=account.delivered | self.bit_of[Stimulus(self.stage, event)])
+            account = account._replace(delivered=account.delivered | self.packets.known(self.place, event))
             if isinstance(event, StepStarted) and not account.is_active:
                 account = self._begin_next(account)
         for instruction in instructions:
@@ -63,6 +83,8 @@ class StageJudge:
                 account = self._run(account, instruction)
             elif isinstance(instruction, Send):
                 account = self._send(account, instruction)
+            elif isinstance(instruction, TellGroup):
+                account = self._tell(account, instruction)
             else:
                 account = self._finish_step(account, instruction)
         if self.demand_work:
@@ -75,6 +97,12 @@ class StageJudge:
             return []
         contract = self.contracts[account.step]
         return [contract.tasks[place] for place in _places(account.started & ~account.finished)]
+
+    def joins(self, step: int, task: Task) -> int:
+        """What has to be under way before the task can end here: that the others have joined in it."""
+        if not self.is_collective:
+            return 0
+        return sum(self.packets.bit(self.place, Joined(step, m, task)) for m in self.members)
 
     def is_done(self, account: Account) -> bool:
         """Whether every step has ended."""
@@ -89,65 +117,83 @@ class StageJudge:
 
     def _finish(self, account: Account, event: TaskFinished) -> Account:
         place = self.contracts[account.step].place[event.task]
-        return account._replace(finished=account.finished | 1 << place)
+        return account._replace(
+            finished=account.finished | 1 << place,
+            delivered=account.delivered | self.joins(event.step, event.task),
+        )
 
     def _run(self, account: Account, instruction: RunTask) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
         place = contract.place.get(task)
         if place is None:
-            raise Violation(f"stage {self.stage} runs {task}, which is not a task of it")
+            raise Violation(f"{self.name} runs {task}, which is not a task of it")
         if account.started >> place & 1:
-            raise Violation(f"stage {self.stage} runs {task} twice")
+            raise Violation(f"{self.name} runs {task} twice")
         needs = contract.needs[place]
         if needs.tasks & ~account.finished or needs.packets & ~account.delivered:
-            raise Violation(f"stage {self.stage} runs {task} before {self._lacking(contract, account, task)}")
+            raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
         account = account._replace(started=account.started | 1 << place)
         if (account.started & ~account.finished).bit_count() > self.capacity:
-            raise Violation(f"stage {self.stage} runs {task} beside {self.capacity} other tasks")
+            raise Violation(f"{self.name} runs {task} beside {self.capacity} other tasks")
         if self.window is not None and len(self._held(contract, account)) > self.window:
             held = sorted(self._held(contract, account))
-            raise Violation(
-                f"stage {self.stage} runs {task} and holds microbatches {held}: its window is {self.window}"
-            )
+            raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
         if self.row is not None:
             self._check_row(account, task)
-        return account
+        return self._launch(account, instruction) if self.others else account
+
+    def _launch(self, account: Account, instruction: RunTask) -> Account:
+        account = account._replace(launched=(*account.launched, instruction))
+        if not self.is_collective:
+            return account
+        joined = Joined(instruction.step, self.member, instruction.task)
+        return account._replace(sent=account.sent | sum(self.packets.bit(other, joined) for other in self.others))
+
+    def _tell(self, account: Account, instruction: TellGroup) -> Account:
+        step, member, note = instruction
+        what = f"{self.name} tells member {member} {note}"
+        if member not in self.members:
+            raise Violation(f"{what}, which is nobody")
+        packet = self.packets.bit(self.members[member], GroupHeard(step, 0.0, self.member, note))
+        if account.sent & packet:
+            raise Violation(f"{what} twice")
+        return account._replace(sent=account.sent | packet)
 
     def _check_row(self, account: Account, task: Task) -> None:
         assert self.row is not None
         position = account.started.bit_count() - 1
         expected = self.row[position] if position < len(self.row) else None
         if task.microbatch >= 0 and task != expected:
-            raise Violation(f"stage {self.stage} runs {task}, but entry {position} of its strict row is {expected}")
+            raise Violation(f"{self.name} runs {task}, but entry {position} of its strict row is {expected}")
 
     def _send(self, account: Account, instruction: Send) -> Account:
         contract = self._active(account, instruction)
         promise = contract.sends.get((instruction.message, instruction.stage))
-        what = f"stage {self.stage} sends {instruction.message} to stage {instruction.stage}"
+        what = f"{self.name} sends {instruction.message} to stage {instruction.stage}"
         if promise is None:
             raise Violation(f"{what}, which waits for no such message")
-        if account.sent & promise.packet:
+        if account.sent & promise.sent:
             raise Violation(f"{what} twice")
         if promise.tasks & ~account.finished or promise.packets & ~account.delivered:
             raise Violation(f"{what} before it is complete")
-        return account._replace(sent=account.sent | promise.packet)
+        return account._replace(sent=account.sent | promise.sent)
 
     def _finish_step(self, account: Account, instruction: FinishStep) -> Account:
         contract = self._active(account, instruction)
         left = [contract.tasks[place] for place in _places((1 << len(contract.tasks)) - 1 & ~account.finished)]
         if left:
-            raise Violation(f"stage {self.stage} ends step {account.step} without {', '.join(map(str, left))}")
-        unsent = [str(message) for (message, _), promise in contract.sends.items() if not promise.packet & account.sent]
+            raise Violation(f"{self.name} ends step {account.step} without {', '.join(map(str, left))}")
+        unsent = [str(message) for (message, _), promise in contract.sends.items() if not promise.sent & account.sent]
         if unsent:
-            raise Violation(f"stage {self.stage} ends step {account.step} without having sent {', '.join(unsent)}")
+            raise Violation(f"{self.name} ends step {account.step} without having sent {', '.join(unsent)}")
         if contract.inputs & ~account.delivered:
-            raise Violation(f"stage {self.stage} ends step {account.step} although inputs of it are missing")
+            raise Violation(f"{self.name} ends step {account.step} although inputs of it are missing")
         return self._begin_next(account._replace(is_active=False))
 
     def _active(self, account: Account, instruction: Instruction) -> Contract:
         if not account.is_active or instruction.step != account.step:
             state = f"in step {account.step}" if account.is_active else "between steps"
-            raise Violation(f"stage {self.stage} is {state} and answers {instruction}")
+            raise Violation(f"{self.name} is {state} and answers {instruction}")
         return self.contracts[account.step]
 
     def _held(self, contract: Contract, account: Account) -> set[int]:
@@ -158,9 +204,8 @@ class StageJudge:
     def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
         needs = contract.needs[contract.place[task]]
         tasks = [str(contract.tasks[place]) for place in _places(needs.tasks & ~account.finished)]
-        missing = needs.packets & ~account.delivered
-        packets = [stimulus.event for stimulus, bit in self.bit_of.items() if bit & missing]
-        return ", ".join([*tasks, *(str(event.message) for event in packets if isinstance(event, InputArrived))])
+        missing = [event for _, event in self.packets.stimuli(needs.packets & ~account.delivered)]
+        return ", ".join([*tasks, *(str(event.message) for event in missing if isinstance(event, InputArrived))])
 
     def _check_idling(self, account: Account) -> None:
         if not account.is_active or self.row is not None or account.started != account.finished:
@@ -171,7 +216,7 @@ class StageJudge:
             if not (needs.tasks & ~account.finished or needs.packets & ~account.delivered):
                 task = contract.tasks[place]
                 if task.kind is not TaskKind.F or self._admits(contract, account, task.microbatch):
-                    raise Violation(f"stage {self.stage} idles although {task} is ready and admissible")
+                    raise Violation(f"{self.name} idles although {task} is ready and admissible")
 
     def _admits(self, contract: Contract, account: Account, microbatch: int) -> bool:
         """The window rule, from its definition."""
@@ -184,3 +229,21 @@ class StageJudge:
 
 def _places(bits: int) -> list[int]:
     return [place for place in range(bits.bit_length()) if bits >> place & 1]
+
+
+def stuck(setting: Setting, unfinished: Iterable[int]) -> str:
+    """What to say of places that can do nothing any more and have not ended every step."""
+    if not setting.groups:
+        return f"deadlock: stages {list(unfinished)} have work left, and nothing runs or can start"
+    names = ", ".join(setting.name(place) for place in unfinished)
+    return f"deadlock: {names} have work left, and nothing can end or start"
+
+
+def diverging(launched: Sequence[Sequence[RunTask]], stage: int) -> str | None:
+    """Where the sequences that a group's members have launched differ, if they do."""
+    for number, tasks in enumerate(zip_longest(*launched)):
+        distinct = {task for task in tasks if task is not None}
+        if len(distinct) > 1:
+            told = ", ".join(f"{run.task} on member {m}" for m, run in enumerate(tasks) if run is not None)
+            return f"the members of stage {stage} diverge: task {number} is {told}"
+    return None

@@ -2,31 +2,34 @@
 
 Every message, start of a step and task takes a drawn time, most of them none or little, some very long; so messages
 overtake each other, early messages meet stages that are steps behind, and slow stages hold up fast ones. Some messages
-are delivered twice, the second time perhaps much later. Randomness comes in as ``draw``: the same draws give the same
-run.
+are delivered twice, the second time perhaps much later, and so are notes within a group. Randomness comes in as
+``draw``: the same draws give the same run.
 
 Judged as in the exhaustive exploration, and again from outside: every task's dependencies have finished, wherever they
-run. Each arbiter is validated after each of its events.
+run, and the members of a group launch the same sequence. Each arbiter is validated after each of its events.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
     Event,
+    GroupHeard,
     IllegalTransition,
-    InputArrived,
     Instruction,
     RunTask,
     Send,
     StepStarted,
     TaskFinished,
+    TellGroup,
 )
 from rrfp_jax.checking.contract import wiring
-from rrfp_jax.checking.judge import Account, StageJudge
+from rrfp_jax.checking.judge import Account, StageJudge, diverging, stuck
+from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import CheckError, Stimulus, Violation
+from rrfp_jax.checking.trace import CheckError, Violation
 from rrfp_jax.tasks import Task, TaskKind
 
 Draw = Callable[[int], int]
@@ -54,62 +57,82 @@ def random_walk(setting: Setting, draw: Draw) -> WalkReport:
 
 class _Walk:
     def __init__(self, setting: Setting, draw: Draw) -> None:
-        wires = wiring(setting)
-        stages = range(setting.num_stages)
+        places = range(setting.num_places)
         self.setting, self.draw = setting, draw
-        self.arbiters = [setting.make_arbiter(stage) for stage in stages]
-        self.judges = [StageJudge(setting, stage, wires) for stage in stages]
-        self.accounts = [Account() for _ in stages]
+        self.wires = wiring(setting)
+        self.arbiters = [setting.make_arbiter(place) for place in places]
+        self.judges = [StageJudge(setting, place, self.wires) for place in places]
+        self.accounts = [Account() for _ in places]
         self.graphs = [setting.graph_of_step(step) for step in range(setting.num_steps)]
         self.queue: list[tuple[int, int, int, Stimulus]] = []
         self.num_scheduled = 0
-        self.free_at_s = [0 for _ in stages]
+        self.free_at_s = [0 for _ in places]
+        self.joined: Counter[tuple[int, RunTask]] = Counter()
+        """How many members of a stage have started each of its collectives."""
         self.finished: set[tuple[int, Task]] = set()
         self.trace: list[Stimulus] = []
         self.now_s = 0
 
     def run(self) -> WalkReport:
-        for stage in range(self.setting.num_stages):
-            self._schedule_starts(stage)
+        for place in range(self.setting.num_places):
+            self._schedule_starts(place)
         while self.queue:
             self.now_s, _, _, stimulus = heappop(self.queue)
             event = stimulus.event._replace(time_s=float(self.now_s))
-            self.trace.append(Stimulus(stimulus.stage, event))
+            self.trace.append(Stimulus(stimulus.place, event))
             try:
-                self._take(stimulus.stage, stimulus.event, event)
+                self._take(stimulus.place, stimulus.event, event)
             except (Violation, IllegalTransition, AssertionError) as error:
                 what = str(error) or f"an invariant of the arbiter is broken: {error!r}"
                 raise CheckError(what, self.setting, tuple(self.trace)) from error
-        unfinished = [s for s, judge in enumerate(self.judges) if not judge.is_done(self.accounts[s])]
+        unfinished = [p for p, judge in enumerate(self.judges) if not judge.is_done(self.accounts[p])]
         if unfinished:
-            what = f"deadlock: stages {unfinished} have work left, and nothing runs or can start"
-            raise CheckError(what, self.setting, tuple(self.trace))
+            raise CheckError(stuck(self.setting, unfinished), self.setting, tuple(self.trace))
         return WalkReport(len(self.trace), len(self.finished), float(self.now_s))
 
-    def _schedule_starts(self, stage: int) -> None:
+    def _schedule_starts(self, place: int) -> None:
         at_s = 0
         for step, absent in enumerate(self.setting.absences):
             at_s += self._delay_s() * START_STRETCHES[self.draw(len(START_STRETCHES))]
-            self._schedule(at_s, stage, StepStarted(step, 0.0, absent))
+            self._schedule(at_s, place, StepStarted(step, 0.0, absent))
 
-    def _take(self, stage: int, known: Event, event: Event) -> None:
+    def _take(self, place: int, known: Event, event: Event) -> None:
         if isinstance(event, TaskFinished):
             self.finished.add((event.step, event.task))
-        instructions = self.arbiters[stage].handle(event)
-        self.accounts[stage] = self.judges[stage].follow(self.accounts[stage], known, instructions)
-        self.arbiters[stage].validate()
+        instructions = self.arbiters[place].handle(event)
+        self.accounts[place] = self.judges[place].follow(self.accounts[place], known, instructions)
+        self.arbiters[place].validate()
         for instruction in instructions:
-            self._carry_out(stage, instruction)
+            self._carry_out(place, instruction)
 
-    def _carry_out(self, stage: int, instruction: Instruction) -> None:
+    def _carry_out(self, place: int, instruction: Instruction) -> None:
         if isinstance(instruction, RunTask):
-            self._check_dependencies(instruction)
-            self.free_at_s[stage] = max(self.now_s, self.free_at_s[stage]) + self._delay_s()
-            self._schedule(self.free_at_s[stage], stage, TaskFinished(instruction.step, 0.0, instruction.task))
+            self._run(place, instruction)
         elif isinstance(instruction, Send):
-            for _ in range(COPIES_PER_MESSAGE[self.draw(len(COPIES_PER_MESSAGE))]):
-                arrival = InputArrived(instruction.step, 0.0, instruction.message)
-                self._schedule(self.now_s + self._delay_s(), instruction.stage, arrival)
+            promise = self.wires.contracts[place][instruction.step].sends[instruction.message, instruction.stage]
+            for target, arrival in self.wires.packets.stimuli(promise.sent):
+                self._deliver(target, arrival)
+        elif isinstance(instruction, TellGroup):
+            stage, member = self.setting.places[place]
+            heard = GroupHeard(instruction.step, 0.0, member, instruction.note)
+            self._deliver(self.setting.place(stage, instruction.member), heard)
+
+    def _run(self, place: int, instruction: RunTask) -> None:
+        self._check_dependencies(instruction)
+        group, stage = self.setting.group_of(place), self.setting.places[place].stage
+        what = diverging([self.accounts[member].launched for member in group], stage)
+        if what is not None:
+            raise Violation(what)
+        self.joined[stage, instruction] += 1
+        if not self.setting.collective:
+            self._schedule_end(place, instruction)
+        elif self.joined[stage, instruction] == len(group):
+            for member in group:
+                self._schedule_end(member, instruction)
+
+    def _schedule_end(self, place: int, instruction: RunTask) -> None:
+        self.free_at_s[place] = max(self.now_s, self.free_at_s[place]) + self._delay_s()
+        self._schedule(self.free_at_s[place], place, TaskFinished(instruction.step, 0.0, instruction.task))
 
     def _check_dependencies(self, instruction: RunTask) -> None:
         step, task = instruction
@@ -120,11 +143,16 @@ class _Walk:
             if (step, dependency) not in self.finished:
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 
+    def _deliver(self, place: int, event: Event) -> None:
+        """After a delay, perhaps more than once."""
+        for _ in range(COPIES_PER_MESSAGE[self.draw(len(COPIES_PER_MESSAGE))]):
+            self._schedule(self.now_s + self._delay_s(), place, event)
+
     def _delay_s(self) -> int:
         return DELAYS_S[self.draw(len(DELAYS_S))]
 
-    def _schedule(self, at_s: int, stage: int, event: Event) -> None:
-        """Events of the same moment come in drawn order, a stage's starts of steps in their own."""
+    def _schedule(self, at_s: int, place: int, event: Event) -> None:
+        """Events of the same moment come in drawn order, a place's starts of steps in their own."""
         order = event.step if isinstance(event, StepStarted) else self.draw(1 << 16)
         self.num_scheduled += 1
-        heappush(self.queue, (at_s, order, self.num_scheduled, Stimulus(stage, event)))
+        heappush(self.queue, (at_s, order, self.num_scheduled, Stimulus(place, event)))

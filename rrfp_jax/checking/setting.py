@@ -1,13 +1,37 @@
-"""What is checked: one small pipeline with its windows, hints and steps."""
+"""What is checked: one small pipeline with its windows, hints and steps, and the processes that each stage spans.
 
-from collections.abc import Hashable
+A *place* is where an arbiter runs: a stage, or each member of the group of a stage that spans processes. Places are
+numbered stage after stage, so without groups they are the stages.
+"""
+
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from rrfp_jax.arbitration import Consumption, Hint, StageArbiter, StepRules, check_windows, ready, strict
+from rrfp_jax.arbitration import (
+    Consumption,
+    GroupProtocol,
+    Hint,
+    StageArbiter,
+    StepRules,
+    check_windows,
+    group_arbiter,
+    ready,
+    strict,
+)
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 Policy = Hint | tuple[Task, ...]
 """How a stage picks its tasks: a hint, consumed by readiness, or a row of tasks, consumed strictly."""
+
+
+class Place(NamedTuple):
+    """Where an arbiter runs."""
+
+    stage: int
+    member: int
+    """Its number in the stage's group; 0 if it is alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,9 +50,19 @@ class Setting:
     dispatch_ahead: int = 0
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
+    groups: tuple[int, ...] = ()
+    """Per stage how many processes it spans; empty: one each."""
+    protocol: GroupProtocol = GroupProtocol.LEADER
+    """How the members of each group agree."""
+    collective: bool = True
+    """Whether a task of a group ends on no member before all have started it, as where it communicates."""
+    make_member: Callable[..., StageArbiter] = group_arbiter
+    """What makes the members of groups; tests of the checks put here what makes broken ones."""
 
     def __post_init__(self) -> None:
         check_windows(self.windows, self.num_stages)
+        if self.groups and (len(self.groups) != self.num_stages or min(self.groups) < 1):
+            raise ValueError(f"groups is {self.groups} for {self.num_stages} stages: give each at least 1 process")
         if len(self.policies) != self.num_stages:
             raise ValueError(f"{len(self.policies)} policies for {self.num_stages} stages: give one for each stage")
         if not self.absences:
@@ -42,28 +76,73 @@ class Setting:
     def num_steps(self) -> int:
         return len(self.absences)
 
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(Place(s, member) for s in range(self.num_stages) for member in range(self.group_size(s)))
+
+    @property
+    def num_places(self) -> int:
+        return len(self.places)
+
+    def group_size(self, stage: int) -> int:
+        return self.groups[stage] if self.groups else 1
+
+    def place(self, stage: int, member: int) -> int:
+        """The number of a place."""
+        return sum(self.group_size(earlier) for earlier in range(stage)) + member
+
+    def group_of(self, place: int) -> tuple[int, ...]:
+        """All places of a place's stage, itself included."""
+        stage = self.places[place].stage
+        return tuple(self.place(stage, member) for member in range(self.group_size(stage)))
+
+    def name(self, place: int) -> str:
+        """A place in messages to people."""
+        stage, member = self.places[place]
+        return f"stage {stage}" if self.group_size(stage) == 1 else f"member {member} of stage {stage}"
+
     def graph_of_step(self, step: int) -> PipelineGraph:
         return self.graph.skipping_also(self.absences[step])
 
-    def make_arbiter(self, stage: int) -> StageArbiter:
-        """A fresh arbiter of one stage."""
-        return self.arbiter(
+    def make_arbiter(self, place: int) -> StageArbiter:
+        """A fresh arbiter of one place."""
+        stage, member = self.places[place]
+        consumption, window = _consumption(self.policies[stage]), self.windows[stage]
+        rules, dispatch_ahead = self.rules, self.dispatch_ahead
+        if self.group_size(stage) == 1:
+            return self.arbiter(
+                self.graph,
+                self.placement,
+                stage,
+                consumption=consumption,
+                window=window,
+                rules=rules,
+                dispatch_ahead=dispatch_ahead,
+            )
+        return self.make_member(
+            self.protocol,
             self.graph,
             self.placement,
             stage,
-            consumption=_consumption(self.policies[stage]),
-            window=self.windows[stage],
-            rules=self.rules,
-            dispatch_ahead=self.dispatch_ahead,
+            member=member,
+            num_members=self.group_size(stage),
+            consumption=consumption,
+            window=window,
+            rules=rules,
+            dispatch_ahead=dispatch_ahead,
         )
 
     def wiring_key(self) -> Hashable:
-        """Equal for settings whose stages exchange the same messages in the same steps."""
-        return (self.graph, self.placement, self.rules, self.absences)
+        """Equal for settings whose places exchange the same messages in the same steps."""
+        return (self.graph, self.placement, self.rules, self.absences, self.groups)
 
-    def stage_key(self, stage: int) -> Hashable:
-        """Equal for settings of equal wiring in which this stage's arbiter is the same."""
-        return (stage, self.windows[stage], self.policies[stage], self.dispatch_ahead, self.arbiter)
+    def place_key(self, place: int) -> Hashable:
+        """Equal for settings of equal wiring in which this place's arbiter is the same."""
+        stage = self.places[place].stage
+        own = (place, self.windows[stage], self.policies[stage], self.dispatch_ahead)
+        if self.group_size(stage) == 1:
+            return (*own, self.arbiter)
+        return (*own, self.protocol, self.collective, self.make_member)
 
     def __str__(self) -> str:
         policies = ["strict" if isinstance(policy, tuple) else policy.name for policy in self.policies]
@@ -74,7 +153,14 @@ class Setting:
             f"{self.graph.num_microbatches} microbatches, edges {edges or 'none'}, windows {self.windows}, "
             f"hint {shown}, {'ordered' if self.rules.ordered else 'free'} accumulation, "
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
+            f"{self._describe_groups()}"
         )
+
+    def _describe_groups(self) -> str:
+        if not self.groups:
+            return ""
+        ends = "collectives" if self.collective else "separate ends"
+        return f", processes per stage {self.groups}, protocol {self.protocol}, {ends}"
 
 
 def _consumption(policy: Policy) -> Consumption:

@@ -1,34 +1,28 @@
 """The events that led to a failed check: readable, and replayable on fresh arbiters."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
     Event,
-    FinishStep,
+    GroupHeard,
     IllegalTransition,
     InputArrived,
     Instruction,
+    Note,
     RunTask,
     Send,
     StageArbiter,
     StepStarted,
+    TellGroup,
 )
+from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
-
-
-class Stimulus(NamedTuple):
-    """An event and the stage that it happens to."""
-
-    stage: int
-    event: Event
-
 
 Trace = tuple[Stimulus, ...]
 
 
 class Violation(Exception):
-    """A stage did what it must not do; :class:`CheckError` adds how it came about."""
+    """A place did what it must not do; :class:`CheckError` adds how it came about."""
 
 
 class CheckError(AssertionError):
@@ -42,9 +36,9 @@ class CheckError(AssertionError):
 
 def replay(setting: Setting, trace: Iterable[Stimulus]) -> Iterator[tuple[Stimulus, list[Instruction]]]:
     """Drive fresh arbiters through a trace; yields every event with the instructions that answered it."""
-    arbiters = [setting.make_arbiter(stage) for stage in range(setting.num_stages)]
+    arbiters = [setting.make_arbiter(place) for place in range(setting.num_places)]
     for stimulus in trace:
-        yield stimulus, arbiters[stimulus.stage].handle(stimulus.event)
+        yield stimulus, arbiters[stimulus.place].handle(stimulus.event)
 
 
 def tell(setting: Setting, trace: Trace) -> list[str]:
@@ -56,7 +50,8 @@ def tell(setting: Setting, trace: Trace) -> list[str]:
             answer = ", ".join(_instruction(i) for i in next(answers)[1])
         except (IllegalTransition, AssertionError) as error:
             answer = f"refused: {error}"
-        lines.append(f"{number:4}. stage {stimulus.stage}: {_event(stimulus.event)}{answer and ': ' + answer}")
+        name = setting.name(stimulus.place)
+        lines.append(f"{number:4}. {name}: {_event(stimulus.event)}{answer and ': ' + answer}")
     return lines
 
 
@@ -65,6 +60,8 @@ def _event(event: Event) -> str:
         return f"step {event.step} starts"
     if isinstance(event, InputArrived):
         return f"{event.message} arrives (step {event.step})"
+    if isinstance(event, GroupHeard):
+        return f"member {event.member} says {_note(event.note)} (step {event.step})"
     return f"{event.task} finishes"
 
 
@@ -73,29 +70,30 @@ def _instruction(instruction: Instruction) -> str:
         return f"runs {instruction.task}"
     if isinstance(instruction, Send):
         return f"sends {instruction.message}"
-    assert isinstance(instruction, FinishStep)
+    if isinstance(instruction, TellGroup):
+        return f"tells member {instruction.member} {_note(instruction.note)}"
     return f"ends step {instruction.step}"
 
 
+def _note(note: Note) -> str:
+    return f"{type(note).__name__}({', '.join(map(str, note))})"
+
+
 def _waiting(setting: Setting, trace: Trace) -> list[str]:
-    """Where each stage stands after the trace: what runs, and what each unfinished task lacks."""
-    arbiters = [setting.make_arbiter(stage) for stage in range(setting.num_stages)]
-    for stage, event in trace:
+    """Where each place stands after the trace: what runs, and what each unfinished task lacks."""
+    arbiters = [setting.make_arbiter(place) for place in range(setting.num_places)]
+    for place, event in trace:
         try:
-            arbiters[stage].handle(event)
+            arbiters[place].handle(event)
         except (IllegalTransition, AssertionError):
             break
-    return [line for arbiter in arbiters for line in _standing(arbiter)]
+    return [line for place, arbiter in enumerate(arbiters) for line in _standing(setting.name(place), arbiter)]
 
 
-def _standing(arbiter: StageArbiter) -> list[str]:
+def _standing(name: str, arbiter: StageArbiter) -> list[str]:
     if not arbiter.is_active:
-        return [
-            f"stage {arbiter.stage}: is done with step {arbiter.step}"
-            if arbiter.step is not None
-            else f"stage {arbiter.stage}: has not started"
-        ]
+        return [f"{name}: {'has not started' if arbiter.step is None else f'is done with step {arbiter.step}'}"]
     running = ", ".join(map(str, arbiter.running())) or "nothing"
     held = sorted(arbiter.held())
-    lines = [f"stage {arbiter.stage}: runs {running}, holds microbatches {held}, limit {arbiter.limit}"]
+    lines = [f"{name}: runs {running}, holds microbatches {held}, limit {arbiter.limit}"]
     return lines + [f"    {waiting}" for waiting in arbiter.waiting()]

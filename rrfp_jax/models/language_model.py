@@ -19,6 +19,7 @@ from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head
 from rrfp_jax.models.layers import rms_norm
 from rrfp_jax.models.loss import token_loss
 from rrfp_jax.models.names import EMBEDDING, FINAL_NORM, HEAD, layer_key, layer_name
+from rrfp_jax.models.partition import partition
 from rrfp_jax.programs.chunk import Chunk, Params
 
 Build = Callable[[LanguageModelConfig, nnx.Rngs], nnx.Module]
@@ -69,6 +70,7 @@ class LanguageModel:
             apply=partial(_apply, plan, _definitions(self.config, builders)),
             leaves=("tokens",) * plan.embedding + ("targets", "weights") * plan.head,
             shared=frozenset({EMBEDDING} if shared else ()),
+            partition=partial(partition, self.config),
         )
 
 

@@ -72,6 +72,9 @@ IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
         pattern="x",
         label="fixed order: others are ready, the next is not",
     ),
+    IdleReason.AGREEMENT: IdleLook(
+        fill="#d9edc8", line="#86b35a", hatch="+++", pattern="+", label="waits for the other processes of its stage"
+    ),
     IdleReason.DRAIN: IdleLook(
         fill="#dcdcdc", line="#a6a6a6", hatch="\\\\\\", pattern="\\", label="pipeline drains: own microbatches are done"
     ),

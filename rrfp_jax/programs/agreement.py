@@ -7,8 +7,9 @@ up the same reports reaches the same bits, whatever order they came in.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,18 @@ class StageReport:
     """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """The report as plain data, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "StageReport":
+        """What :meth:`as_plain` wrote, lists standing for tuples."""
+        return cls(
+            squared_norms=tuple(map(tuple, plain["squared_norms"])),
+            losses=tuple(map(tuple, plain["losses"])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,10 @@ class Verdict:
     """Whether loss and gradient norm are finite numbers."""
     apply: bool
     """Whether the update happens; if not, parameters and optimizer state stay as they are."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """The verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
+        return asdict(self)
 
 
 def agree(reports: Iterable[StageReport], *, clip_norm: float | None = None, skip_nonfinite: bool = True) -> Verdict:

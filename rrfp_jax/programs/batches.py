@@ -1,6 +1,6 @@
 """The batch of a step: the leaves that chunks read, and the one shape that programs are compiled for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,13 @@ BatchSpec = dict[str, jax.ShapeDtypeStruct]
 """Leaves [num_microbatches, ...] by name."""
 
 
-def leaves_read(chunks: Sequence[Chunk], batch: Mapping[str, Any]) -> dict[str, Any]:
+def leaves_read(
+    chunks: Sequence[Chunk], batch: Mapping[str, Any], *, copied_for: Collection[int] | None = None
+) -> dict[str, Any]:
     """The leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
 
-    A step reads its batch while the caller may already refill the buffers for the next.
+    A step reads its batch while the caller may already refill the buffers for the next. Of leaves that none of the
+    chunks ``copied_for`` (None: all) reads only the shape is kept.
 
     Raises ValueError for a missing leaf, one without a microbatch axis, or different numbers of microbatches.
     """
@@ -33,8 +36,13 @@ def leaves_read(chunks: Sequence[Chunk], batch: Mapping[str, Any]) -> dict[str, 
         raise ValueError(f"batch leaves have different numbers of microbatches: {sizes}; make all of them equal")
     if 0 in sizes.values():
         raise ValueError(f"the batch has 0 microbatches: {', '.join(wanted)} must hold at least 1")
+    own = {
+        name for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for for name in chunk.leaves
+    }
+    specs = spec_of_batch({name: batch[name] for name in wanted})
     return {
-        name: batch[name] if isinstance(batch[name], jax.ShapeDtypeStruct) else np.array(batch[name]) for name in wanted
+        name: np.array(batch[name]) if name in own and not isinstance(batch[name], jax.ShapeDtypeStruct) else spec
+        for name, spec in specs.items()
     }
 
 

@@ -31,6 +31,10 @@ import jax
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
+Partition = Callable[[Any, int], Any]
+"""``partition(params, num_shards)``: for parameters of these shapes on ``num_shards`` devices a tree with one
+``jax.sharding.PartitionSpec`` per parameter, which may name the mesh axis ``tensor`` at a dimension that ``num_shards``
+divides. It changes where parameters lie, never what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +53,5 @@ class Chunk:
     """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
     uses_key: bool = False
     """Whether ``apply`` reads ``key``; otherwise it gets None."""
+    partition: Partition | None = None
+    """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""

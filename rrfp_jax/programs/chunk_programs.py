@@ -26,21 +26,23 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params
-from rrfp_jax.programs.compiling import compile_program
 from rrfp_jax.programs.gradient_programs import GradientPrograms
-from rrfp_jax.programs.gradients import plan_gradients
+from rrfp_jax.programs.gradients import GradientPlan, plan_gradients
 from rrfp_jax.programs.handover import Owed, Stash
-from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, zeros
+from rrfp_jax.programs.initial import ChunkState, full, initial_state, parts_of, zeros
 from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.replica_programs import ReplicaPrograms
 from rrfp_jax.programs.rng import check_seed, counters
-from rrfp_jax.programs.shapes import ChunkShapes, describe_chunk, holders
+from rrfp_jax.programs.shapes import ChunkShapes, describe_chunk
+from rrfp_jax.programs.shardings import spread, unit_shardings
 from rrfp_jax.programs.sizes import ChunkSizes, temporaries
-from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, spec_of
+from rrfp_jax.programs.specs import accumulator_spec, num_bytes
 from rrfp_jax.programs.split import SplitReport
-from rrfp_jax.programs.update import reduce_function, update_function
+from rrfp_jax.programs.unit_updates import UnitUpdates
 from rrfp_jax.tasks import PipelineGraph
 
 
@@ -55,50 +57,60 @@ class ChunkPrograms:
         shapes: Sequence[ChunkShapes],
         *,
         optimizer: optax.GradientTransformation,
-        sharding: jax.sharding.Sharding,
+        sharding: Sharding,
         seed: int,
         remat: Remat,
+        replicas: ReplicaPrograms | None,
+        twin: "ChunkPrograms | None",
     ) -> None:
         self.index = index
         self.chunk = chunks[index]
         self.shapes = shapes[index]
         self.sharding = sharding
+        """Of activations, their gradients, batch leaves and scalars."""
+        self.shardings = unit_shardings(chunks, index, sharding)
+        """Of parameters too."""
         self._chunks, self._optimizer, self._seed = tuple(chunks), optimizer, seed
-        self._accumulators = accumulator_spec(self.shapes.params)
-        self.plan = plan_gradients(self.chunk, index, graph, self.shapes, remat=remat)
-        self._gradients = GradientPrograms(self.plan, self.shapes.params, sharding=sharding)
+        self._replicas = replicas
+        self._accumulators = spread(accumulator_spec(self.shapes.params), self.shardings.params)
+        traced = twin.plan if twin else plan_gradients(self.chunk, index, graph, self.shapes, remat=remat)
+        self._gradients = GradientPrograms(traced, self.shapes.params, self.shardings)
+        self.plan: GradientPlan = self._gradients.plan
         self._uses_key, self._is_sink = self.chunk.uses_key, not graph.successors(index)
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
-        self._loss_grads = (
-            jax.device_put(jax.tree.map(_ones, self.plan.output_grads), sharding) if self._is_sink else ()
-        )
+        self._loss_grads = full(self.plan.output_grads, sharding, 1) if self._is_sink else ()
         self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self.shapes.params))
         """Whether the chunk has parameters that change: if not, ``reduce`` and ``update`` hand back what they get."""
         self.parts = parts_of(self.chunk, self.shapes.params)
         """Layer names, grouped as the entries of the optimizer state are."""
-        trained = self.parts if self.trains else ()
-        self._states = tuple(jax.eval_shape(optimizer.init, pick(self.shapes.params, part)) for part in trained)
-        self._sharing = tuple(graph.sharing(index))
-        self._reduce = self._compile_reduce(shapes) if self.trains else None
-        self._updates = tuple(self._compile_update(*each) for each in zip(trained, self._states, strict=True))
+        self._shards_optimizer = replicas is not None and replicas.shards_optimizer
+        self._alone: UnitUpdates | None = None
+        if self.trains:
+            self._alone = UnitUpdates(
+                index,
+                chunks,
+                graph.sharing(index),
+                optimizer=optimizer,
+                shardings=self.shardings,
+                reduces=replicas is None,
+                updates=not self._shards_optimizer,
+            )
 
     @property
     def compiled(self) -> dict[str, Compiled]:
         """The compiled programs by name, for their cost and memory analysis."""
-        programs = dict(self._gradients.compiled)
-        if self._reduce is not None:
-            programs["reduce"] = self._reduce
-        updates = {f"update {', '.join(part)}": each for part, each in zip(self.parts, self._updates, strict=False)}
-        return programs | updates
+        alone = self._alone.compiled if self._alone is not None else {}
+        return self._gradients.compiled | alone | (self._replicas.compiled if self._replicas is not None else {})
 
     @cached_property
     def sizes(self) -> ChunkSizes:
         """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs."""
         plan, stash = self.plan, self.plan.stash.specs
+        states = [each.state_specs for each in (self._alone, self._replicas) if each is not None]
         return ChunkSizes(
-            params_bytes=num_bytes(self.shapes.params),
+            params_bytes=num_bytes(spread(self.shapes.params, self.shardings.params)),
             accumulators_bytes=num_bytes(self._accumulators) if self.trains else 0,
-            optimizer_bytes=num_bytes(self._states),
+            optimizer_bytes=num_bytes(states),
             derived_bytes=num_bytes(self._gradients.derived),
             inputs_bytes=num_bytes(self.shapes.inputs),
             outputs_bytes=num_bytes(self.shapes.outputs),
@@ -117,11 +129,19 @@ class ChunkPrograms:
 
     def initial_state(self, key: jax.Array) -> ChunkState:
         """The state to start from, from a typed key, the same key for all chunks."""
-        return initial_state(self._chunks, self.index, key, self._optimizer, self.sharding, trains=self.trains)
+        return initial_state(
+            self._chunks,
+            self.index,
+            key,
+            self._optimizer,
+            self.sharding,
+            trains=self.trains,
+            shard_optimizer=self._shards_optimizer,
+        )
 
     def zeros(self) -> Any:
         """Accumulators before the first backward: zeros like the parameters, float32."""
-        return zeros(self._accumulators, self.sharding)
+        return zeros(self._accumulators, self.shardings.params)
 
     def prepare(self, params: Params) -> tuple[Any, ...]:
         """What is derived from these parameters and costs work: valid until they change, empty if there is nothing."""
@@ -213,13 +233,9 @@ class ChunkPrograms:
         of this chunk itself is not looked at. Leave it out where nothing is shared. The norm counts a shared layer in
         its lowest holder only.
         """
-        if self._reduce is None:
+        if self._alone is None:
             return accumulators, np.float32(0)
-        if len(self._sharing) == 1:
-            return accumulators, self._reduce(accumulators, ())[1]
-        others = tuple([part for chunk, part in zip(self._sharing, shared, strict=True) if chunk != self.index])
-        sums, squared_norm = self._reduce(accumulators, others)
-        return {**accumulators, **sums}, squared_norm
+        return self._alone.reduce(accumulators, shared)
 
     def update(
         self, params: Params, optimizer_state: tuple[Any, ...], accumulators: Any, scale: float, apply: bool
@@ -228,41 +244,9 @@ class ChunkPrograms:
 
         Returns parameters, optimizer state and zeroed accumulators.
         """
-        if not self._updates:
+        if self._alone is None:
             return params, optimizer_state, accumulators
-        factor, go = np.float32(scale), np.bool_(apply)
-        new_params: Params = {}
-        new_accumulators: Params = {}
-        new_states = []
-        for part, update, state in zip(self.parts, self._updates, optimizer_state, strict=True):
-            some, new_state, cleared = update(pick(params, part), state, pick(accumulators, part), factor, go)
-            new_params |= some
-            new_accumulators |= cleared
-            new_states.append(new_state)
-        return new_params, tuple(new_states), new_accumulators
-
-    def _compile_reduce(self, shapes: Sequence[ChunkShapes]) -> Compiled:
-        others = tuple(
-            {name: accumulator_spec(shapes[c].params[name]) for name in self._chunks[c].shared}
-            for c in self._sharing
-            if c != self.index
-        )
-        uncounted = frozenset(name for name in self.chunk.shared if holders(self._chunks, name)[0] != self.index)
-        function = reduce_function(sorted(self.chunk.shared), self._sharing.index(self.index), uncounted)
-        return compile_program("reduce", function, self._accumulators, others, sharding=self.sharding)
-
-    def _compile_update(self, part: tuple[str, ...], state: Specs) -> Compiled:
-        return compile_program(
-            "update",
-            update_function(self._optimizer),
-            pick(self.shapes.params, part),
-            spec_of(state),
-            pick(self._accumulators, part),
-            jax.ShapeDtypeStruct((), np.float32),
-            jax.ShapeDtypeStruct((), np.bool_),
-            sharding=self.sharding,
-            donate=(0, 1, 2),
-        )
+        return self._alone.update(params, optimizer_state, accumulators, scale, apply)
 
     def _zeros_for_absent(self, graph: PipelineGraph) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
         """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
@@ -284,28 +268,41 @@ def compile_chunk(
     shapes: Sequence[ChunkShapes],
     *,
     optimizer: optax.GradientTransformation,
-    sharding: jax.sharding.Sharding,
+    sharding: Sharding,
     seed: int = 0,
     remat: Remat = "none",
+    replicas: ReplicaPrograms | None = None,
+    twin: ChunkPrograms | None = None,
 ) -> ChunkPrograms:
-    """Compile all programs of chunk ``index`` for the devices of ``sharding``.
+    """Compile all programs of chunk ``index`` for the devices of one unit.
 
-    ``shapes`` comes from :func:`rrfp_jax.programs.shapes.derive_shapes`; ``seed`` (0 to 2**32 - 1) is that of the run's
-    random keys, ``remat`` says what the backward computes again. The chunks in ``graph.split`` get programs for input
-    gradient and weight gradient instead of one for the whole backward. The optimizer must treat every array by itself:
-    see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the whole model.
+    ``sharding`` is the unit's boundary (see :mod:`rrfp_jax.programs.shardings`): a ``SingleDeviceSharding``, or
+    ``StageGrid.unit_sharding(replica)``. ``shapes`` comes from :func:`rrfp_jax.programs.shapes.derive_shapes`; ``seed``
+    (0 to 2**32 - 1) is that of the run's random keys, ``remat`` says what the backward computes again. The chunks in
+    ``graph.split`` get programs for input gradient and weight gradient instead of one for the whole backward. The
+    optimizer must treat every array by itself: see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the
+    whole model.
+
+    ``replicas`` are the programs of the chunk's stage if there are several replicas: they take the place of ``reduce``
+    and, with a sharded optimizer state, of ``update``. ``twin`` are the programs of the same chunk, graph and ``remat``
+    on another unit, whose traces serve again.
     """
     check_seed(seed)
     try:
         return ChunkPrograms(
-            index, chunks, graph, shapes, optimizer=optimizer, sharding=sharding, seed=seed, remat=remat
+            index,
+            chunks,
+            graph,
+            shapes,
+            optimizer=optimizer,
+            sharding=sharding,
+            seed=seed,
+            remat=remat,
+            replicas=replicas,
+            twin=twin,
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
-
-
-def _ones(spec: jax.ShapeDtypeStruct) -> np.ndarray:
-    return np.ones(spec.shape, spec.dtype)
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

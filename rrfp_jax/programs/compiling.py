@@ -19,14 +19,17 @@ def compile_program(
     name: str,
     function: Callable[..., Any],
     *specs: Any,
-    sharding: jax.sharding.Sharding,
+    in_shardings: Any,
+    out_shardings: Any,
     donate: tuple[int, ...] = (),
 ) -> Compiled:
-    """Compile ``function`` for arguments of these shapes, all of them and all results placed by ``sharding``.
+    """Compile ``function`` for arguments of these shapes, placed by ``in_shardings``, and results by ``out_shardings``.
 
-    ``name`` appears in profiles. ``donate`` lists the positions of arguments whose memory the results may take over.
-    The compiled program takes JAX arrays that lie on the sharding's devices and NumPy arrays alike; arguments of
-    another shape, dtype or tree raise TypeError.
+    Both are a sharding, or a tree of them that is a prefix of the arguments or of the results; None in place of a
+    result's lets the compiler choose (see ``Compiled.output_shardings``). ``name`` appears in profiles. ``donate``
+    lists the positions of arguments whose memory the results may take over. The compiled program takes JAX arrays that
+    lie as it was compiled for and NumPy arrays alike, also where its devices belong to several processes; each then
+    passes the same. Arguments of another shape, dtype or tree raise TypeError.
     """
 
     def program(*args: Any) -> Any:
@@ -36,5 +39,5 @@ def compile_program(
     program.__name__ = f"{name}_{next(_serial)}"
     once = chex.assert_max_traces(program, n=1)
     once.__name__ = name
-    jitted = jax.jit(once, in_shardings=sharding, out_shardings=sharding, donate_argnums=donate)
+    jitted = jax.jit(once, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
     return jitted.lower(*specs).compile()

@@ -5,15 +5,16 @@ stays in one piece or is split. A chunk that computes the loss gets its output g
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.handover import OwedPlan, StashPlan, made_specs, plan_owed, plan_stash
+from rrfp_jax.programs.handover import OwedPlan, StashPlan, made_specs, plan_owed, plan_stash, sums_owed
 from rrfp_jax.programs.remat import Remat, rematerialised
 from rrfp_jax.programs.rng import counters, microbatch_key
 from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs
@@ -34,13 +35,57 @@ class GradientPlan:
     """One entry per gradient that the backward gets, ascending."""
     input_grads: Specs
     """One entry per gradient that it returns, ascending."""
-    stash: StashPlan
-    owed: OwedPlan
     apply: Callable[[Any, Any], Any]
     split: SplitBackward | None
     """None for a chunk that no gradient reaches."""
     senders: tuple[int, ...]
     """Places, among the inputs, of those that get a gradient."""
+    stash: StashPlan = field(default_factory=StashPlan)
+    owed: OwedPlan = field(default_factory=OwedPlan)
+
+    def laid_out(
+        self, boundary: Sharding | None = None, made_by_forward: Sequence[Sharding] | None = None
+    ) -> "GradientPlan":
+        """The plan with the stash of a forward that makes arrays of these shardings.
+
+        Without ``boundary`` all lies on one device.
+        """
+        if self.split is None:
+            return self
+        results = jax.tree.leaves(self.input_grads)
+        outliving = {p.position for p in self.split.owed_places if p.origin == "stash"} if self.is_split else ()
+        if self.is_split and not isinstance(boundary, NamedSharding):
+            results += self.made  # on a mesh nobody knows yet how they will lie
+        stash = plan_stash(
+            self.split,
+            self.operands,
+            results=results,
+            owed=outliving,
+            boundary=boundary,
+            made_shardings=made_by_forward,
+        )
+        return replace(self, stash=stash).owing(boundary)
+
+    def owing(
+        self, boundary: Sharding | None, made_by_input_gradient: Sequence[Sharding] | None = None
+    ) -> "GradientPlan":
+        """The plan with what an input gradient owes that makes arrays of these shardings."""
+        if self.split is None or not self.is_split:
+            return self
+        owed = plan_owed(
+            self.split,
+            self.stash,
+            self.output_grads,
+            self.input_grads,
+            boundary=boundary,
+            made_shardings=made_by_input_gradient,
+        )
+        return replace(self, owed=owed)
+
+    @cached_property
+    def made(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What the program of the input gradient makes for the weight gradient."""
+        return made_specs(self.split, self.output_grads) if self.split is not None and self.is_split else ()
 
     @cached_property
     def report(self) -> SplitReport | None:
@@ -51,12 +96,11 @@ class GradientPlan:
         """What is derived from parameters alone and costs work."""
         return self.split.prepare(params) if self.split is not None else ()
 
-    def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-        """(outputs, donated, saved)."""
+    def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """(outputs, made): what the forward makes for the stash."""
         if self.split is None:
-            return self.apply(params, operands), (), ()
-        outputs, made = self.split.forward_made(params, operands, derived=derived)
-        return outputs, tuple(made[i] for i in self.stash.donated), tuple(made[i] for i in self.stash.saved)
+            return self.apply(params, operands), ()
+        return self.split.forward_made(params, operands, derived=derived)
 
     def backward(
         self, owned: Any, params: Any, derived: Any, rest: Any, output_grads: Any
@@ -78,7 +122,8 @@ class GradientPlan:
         stash, total = self.stash.arrays(donated, *rest), _ordered_sum(output_grads)
         operand_grads, made = self.split.backward_made(params, stash, total, derived=derived)
         leaves = jax.tree.leaves(total)
-        return self._pick_inputs(operand_grads), (*made, *(leaves[i] for i in self.owed.sums))
+        sums = sums_owed(self.split, self.output_grads)
+        return self._pick_inputs(operand_grads), (*made, *(leaves[i] for i in sums))
 
     def weight_gradient(self, accumulators: Any, params: Any, derived: Any, owed: Any) -> Any:
         """The accumulators with one more microbatch."""
@@ -92,34 +137,31 @@ class GradientPlan:
 def plan_gradients(
     chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, *, remat: Remat = "none"
 ) -> GradientPlan:
-    """Trace the forward of a chunk and, where a gradient reaches it, its backward; nothing is compiled."""
+    """Trace the forward of a chunk and, where a gradient reaches it, its backward; nothing is compiled.
+
+    The plan is for one device until it is ``laid_out`` on others.
+    """
     operands = (shapes.inputs, shapes.leaves, counters_spec() if chunk.uses_key else ())
     apply = rematerialised(_apply(chunk, is_sink=not graph.successors(index)), remat)
     senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
     input_grads = tuple(gradient_spec(shapes.inputs[place]) for place in senders)
     num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
     output_grads = (gradient_spec(shapes.outputs),) * num_gradients
-    split, is_split, stash, owed = None, False, StashPlan(), OwedPlan()
+    split, is_split = None, False
     if graph.has_backward(index):
         is_split = index in graph.split
         wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
         split = split_backward(apply, shapes.params, operands, input_gradients=wanted)
-        made = made_specs(split, output_grads) if is_split else ()
-        outliving = {p.position for p in split.owed_places if p.origin == "stash"} if is_split else ()
-        results = [*jax.tree.leaves(input_grads), *made]
-        stash = plan_stash(split, operands, results=results, owed=outliving)
-        owed = plan_owed(split, stash, output_grads, input_grads) if is_split else owed
-    return GradientPlan(
+    plan = GradientPlan(
         is_split=is_split,
         operands=operands,
         output_grads=output_grads,
         input_grads=input_grads,
-        stash=stash,
-        owed=owed,
         apply=apply,
         split=split,
         senders=senders,
     )
+    return plan.laid_out()
 
 
 def counters_spec() -> jax.ShapeDtypeStruct:

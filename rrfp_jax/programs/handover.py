@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Sharding
 
 from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.split import SplitBackward
@@ -64,7 +65,7 @@ class StashPlan:
     order: tuple[int, ...] = ()
     """For each array of the split's stash its place in ``(*donated, *saved, *kept)``."""
     specs: Stash = field(default_factory=Stash)
-    """Shapes and dtypes."""
+    """Shapes, dtypes and shardings."""
 
     def arrays(self, donated: Sequence[Any], saved: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The stash as the split's functions take it."""
@@ -80,19 +81,35 @@ class OwedPlan:
     """Leaves of the sum of several successors' gradients that the input gradient's program makes for W."""
     leaves: tuple[int, ...] = ()
     """Leaves of ``(saved, kept, output_grads, input_grads, made)`` that W gets."""
-    made: tuple[jax.ShapeDtypeStruct, ...] = ()
-    """Shapes and dtypes of what the input gradient's program makes, sums last."""
     specs: Owed = ()
-    """Shapes and dtypes of all that is owed."""
+    """Shapes, dtypes and shardings of all that is owed."""
     num_bytes: OwedBytes = field(default_factory=OwedBytes)
 
 
-def plan_stash(split: SplitBackward, operands: Specs, *, results: Sequence[Any], owed: Collection[int]) -> StashPlan:
-    """``results`` are specs of what the backward returns, ``owed`` the arrays of the stash that outlive it."""
-    places, specs = split.stash_places, split.stash_specs
+def plan_stash(
+    split: SplitBackward,
+    operands: Specs,
+    *,
+    results: Sequence[Any],
+    owed: Collection[int],
+    boundary: Sharding | None = None,
+    made_shardings: Sequence[Sharding] | None = None,
+) -> StashPlan:
+    """Lay out the stash of a forward that makes arrays of these shardings (None: at the boundary, as all else lies).
+
+    ``results`` are specs of what the backward returns at the boundary, ``owed`` the arrays of the stash that outlive
+    it.
+    """
+    places = split.stash_places
     made = [p for p, place in enumerate(places) if place.origin == "made"]
     kept = [p for p, place in enumerate(places) if place.origin != "made"]
-    donated = _donatable(specs, [p for p in made if p not in owed], results)
+    shardings = [
+        boundary if made_shardings is None or place.origin != "made" else made_shardings[place.position]
+        for place in places
+    ]
+    specs = [_lying(spec, sharding) for spec, sharding in zip(split.stash_specs, shardings, strict=True)]
+    candidates = [p for p in made if p not in owed and _alike(shardings[p], boundary, len(specs[p].shape))]
+    donated = _donatable(specs, candidates, results)
     saved = [p for p in made if p not in donated]
     order = [*donated, *saved, *kept]
     offsets = {"input": 0, "output": len(jax.tree.leaves(operands))}
@@ -105,8 +122,20 @@ def plan_stash(split: SplitBackward, operands: Specs, *, results: Sequence[Any],
     )
 
 
-def plan_owed(split: SplitBackward, stash: StashPlan, output_grads: Specs, input_grads: Specs) -> OwedPlan:
-    """``output_grads`` has one entry per gradient that the backward gets, ``input_grads`` one per gradient it sends."""
+def plan_owed(
+    split: SplitBackward,
+    stash: StashPlan,
+    output_grads: Specs,
+    input_grads: Specs,
+    *,
+    boundary: Sharding | None = None,
+    made_shardings: Sequence[Sharding] | None = None,
+) -> OwedPlan:
+    """Lay out what an input gradient owes whose program makes arrays of these shardings (None: at the boundary).
+
+    ``output_grads`` has one entry per gradient that the backward gets, ``input_grads`` one per gradient it sends; they
+    lie at the boundary.
+    """
     num_saved, num_kept = len(stash.specs.saved), len(stash.specs.kept)
     after_grads = num_saved + num_kept + len(jax.tree.leaves(output_grads))
     after_all = after_grads + len(jax.tree.leaves(input_grads))
@@ -126,14 +155,17 @@ def plan_owed(split: SplitBackward, stash: StashPlan, output_grads: Specs, input
         return num_saved + num_kept + index, "gradients"
 
     leaves = [leaf(*place) for place in split.owed_places]
+    at_stash = [spec.sharding for spec in (*stash.specs.saved, *stash.specs.kept)]
+    at_made = [boundary] * len(made) if made_shardings is None else made_shardings
+    shardings = [*at_stash, *[boundary] * (after_all - num_saved - num_kept), *at_made]
+    specs = tuple(_lying(spec, shardings[place]) for spec, (place, _) in zip(split.owed_specs, leaves, strict=True))
     bytes_by_holder: Counter[str] = Counter()
-    for (_, holder), spec in zip(leaves, split.owed_specs, strict=True):
+    for (_, holder), spec in zip(leaves, specs, strict=True):
         bytes_by_holder[holder] += num_bytes(spec)
     return OwedPlan(
         sums=sums,
         leaves=tuple(place for place, _ in leaves),
-        made=made,
-        specs=split.owed_specs,
+        specs=specs,
         num_bytes=OwedBytes(**bytes_by_holder),
     )
 
@@ -149,6 +181,16 @@ def made_specs(split: SplitBackward, output_grads: Specs) -> tuple[jax.ShapeDtyp
     """Shapes and dtypes of what an input gradient's program makes for W."""
     own = [s for s, p in zip(split.owed_specs, split.owed_places, strict=True) if p.origin == "made"]
     return (*own, *(jax.tree.leaves(output_grads[0])[leaf] for leaf in sums_owed(split, output_grads)))
+
+
+def _lying(spec: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+
+def _alike(sharding: Sharding | None, boundary: Sharding | None, num_dims: int) -> bool:
+    if sharding is None or boundary is None:
+        return sharding is boundary
+    return sharding.is_equivalent_to(boundary, num_dims)
 
 
 def _donatable(

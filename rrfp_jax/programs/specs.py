@@ -1,5 +1,6 @@
 """Shapes and dtypes as data: small helpers over ``jax.ShapeDtypeStruct``."""
 
+import math
 from typing import Any
 
 import jax
@@ -25,13 +26,24 @@ def gradient_spec(tree: Specs) -> Specs:
 
 
 def accumulator_spec(params: Specs) -> Specs:
-    """Gradients are summed in float32, or in float64 where the parameters are."""
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+    """Gradients are summed in float32, or in float64 where the parameters are; they lie where the parameters lie."""
+
+    def sums(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = jnp.promote_types(param.dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+
+    return jax.tree.map(sums, params)
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a pytree of arrays or specs."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of all leaves of a pytree of arrays or specs, on one device of those that a leaf is spread over."""
+    return sum(math.prod(_shape_on_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _shape_on_device(leaf: Any) -> tuple[int, ...]:
+    sharding = getattr(leaf, "sharding", None)
+    shape: tuple[int, ...] = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return shape
 
 
 def describe(tree: Any) -> str:

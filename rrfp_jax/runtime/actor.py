@@ -10,22 +10,27 @@ from typing import Any
 from rrfp_jax.arbitration import (
     Event,
     FinishStep,
+    GroupHeard,
     InputArrived,
     Instruction,
     Message,
+    Note,
     RunTask,
     StageArbiter,
     StepStarted,
     TaskFinished,
+    TellGroup,
 )
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
 from rrfp_jax.runtime.recorder import StageRecorder
-from rrfp_jax.runtime.transport import Transport
+from rrfp_jax.runtime.transports import Transport
 from rrfp_jax.timeline import Timeline
 
 StepEnded = Callable[[int, int, Any, Timeline], None]
 """Called with the stage, the step, the executor's outcome and the stage's record of the step."""
+Tell = Callable[[int, int, int, Note], None]
+"""Called with the stage, the member of its group, the step and what to tell it."""
 
 
 class StageActor:
@@ -39,13 +44,14 @@ class StageActor:
         *,
         submit: Callable[[RunTask], None],
         ended: StepEnded,
+        tell: Tell | None = None,
         log_steps: int,
     ) -> None:
         self.arbiter, self.executor = arbiter, executor
         self.stage = arbiter.stage
         self.log = EventLog(arbiter, log_steps)
         self.last_event_s = time.perf_counter()
-        self._transport, self._submit, self._ended = transport, submit, ended
+        self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
 
     def start_step(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
@@ -57,6 +63,9 @@ class StageActor:
     def receive(self, step: int, message: Message, payload: Any) -> None:
         self.executor.accept(step, message, payload)
         self._handle(InputArrived(step, time.perf_counter(), message))
+
+    def hear(self, step: int, member: int, note: Note) -> None:
+        self._handle(GroupHeard(step, time.perf_counter(), member, note))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         self._recorder.ran(instruction, start_s, end_s)
@@ -74,6 +83,9 @@ class StageActor:
                 self._submit(instruction)
             elif isinstance(instruction, FinishStep):
                 self._finish(instruction.step, event.time_s)
+            elif isinstance(instruction, TellGroup):
+                assert self._tell is not None
+                self._tell(self.stage, instruction.member, instruction.step, instruction.note)
             else:
                 step, message, stage = instruction
                 self._transport.send(stage, step, message, self.executor.payload(step, message))

@@ -1,7 +1,8 @@
 """The asyncio driver: one event loop in a thread of its own, an actor and a compute thread for each stage it hosts.
 
-``submit`` may be called from any thread and returns a future. A task's error, or no completion within the progress
-deadline, ends the run: every pending future fails with the wait-for report, and so does every later ``submit``.
+``submit`` may be called from any thread and returns a future. A task's error, no completion within the progress
+deadline, or the loss of another process ends the run: every pending future fails with the wait-for report, and so does
+every later ``submit``. Where there are several processes, all of them end so, within a moment of each other.
 """
 
 import asyncio
@@ -14,13 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp_jax.arbitration import Message, RunTask, StageArbiter
+from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
 from rrfp_jax.runtime.actor import StageActor
+from rrfp_jax.runtime.cluster.loop import LoopThread
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
-from rrfp_jax.runtime.report import NoProgress, RunFailed, TaskFailed, WaitForReport, stage_state
-from rrfp_jax.runtime.transport import Deliver, Transport
+from rrfp_jax.runtime.giving_up import GATHERING_S, Failure, failed_rank, lost_rank
+from rrfp_jax.runtime.log_file import RunLog, take_log
+from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
+from rrfp_jax.runtime.transports import Deliver, Transport
 from rrfp_jax.timeline import Timeline
 
 _CHECKS_PER_DEADLINE = 8
@@ -59,8 +64,9 @@ _Completion = tuple[int, RunTask, float, float, BaseException | None]
 
 @dataclass
 class _Pending:
-    future: "Future[StepOutcome]"
     timeline: Timeline
+    future: "Future[StepOutcome] | None" = None
+    """None while only other ranks have ended the step."""
     outcomes: dict[int, Any] = field(default_factory=dict)
 
 
@@ -70,8 +76,12 @@ class PipelineRuntime:
     Args:
         arbiters, executors: one of each per hosted stage, in the same order.
         make_transport: builds the transport from the function that delivers a message to a hosted stage.
-        progress_deadline_s: how long no task may finish while a step is under way.
+        progress_deadline_s: how long no task may finish, and no message arrive, while a step is under way.
         log_steps: how many steps of each stage's event log are kept.
+        loop: the event loop that the transport's messages come in on; None: one of its own.
+        peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
+        on_failure: called on the loop when the run is given up, beside the futures that fail.
+        on_close: called when the runtime has been closed.
     """
 
     def __init__(
@@ -82,11 +92,17 @@ class PipelineRuntime:
         *,
         progress_deadline_s: float,
         log_steps: int = 2,
+        loop: LoopThread | None = None,
+        peers: Peers | None = None,
+        on_failure: Callable[[RunFailed], None] | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         check_runtime_options(progress_deadline_s, log_steps)
         self._deadline_s = progress_deadline_s
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rrfp-loop", daemon=True)
+        self._own_loop = LoopThread() if loop is None else None
+        self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
+        self._peers, self._on_failure, self._on_close = peers, on_failure, on_close
+        self._given_up = threading.Event()
         self.transport = make_transport(self._deliver)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, ComputeThread] = {}
@@ -95,11 +111,14 @@ class PipelineRuntime:
         self._is_waking = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._pumping = False
+        self._failing: Failure | None = None
         self._failure: RunFailed | None = None
         self._is_closed = False
         self._progress_s = time.perf_counter()
+        self._num_stages = arbiters[0].placement.num_stages
         for arbiter, executor in zip(arbiters, executors, strict=True):
             self._add_stage(arbiter, executor, log_steps)
+        self._num_awaited = self._num_stages if peers is not None and not peers.rank else len(self._actors)
         self._start()
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
@@ -112,7 +131,13 @@ class PipelineRuntime:
         thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, done)
         self._threads[stage] = thread
         self._actors[stage] = StageActor(
-            arbiter, executor, self.transport, submit=thread.submit, ended=self._stage_ended, log_steps=log_steps
+            arbiter,
+            executor,
+            self.transport,
+            submit=thread.submit,
+            ended=self._stage_ended,
+            tell=None if self._peers is None else self._peers.tell,
+            log_steps=log_steps,
         )
 
     def _wake(self) -> None:
@@ -129,15 +154,16 @@ class PipelineRuntime:
     def _start(self) -> None:
         for thread in self._threads.values():
             thread.start()
-        self._thread.start()
         self._loop.call_soon_threadsafe(self._watch)
+        if self._peers is not None:
+            self._loop.call_soon_threadsafe(self._peers.attach, self)
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def submit(
         self, step: int, batch: Batch, absent: frozenset[tuple[int, int]] = frozenset()
     ) -> "Future[StepOutcome]":
-        """Enqueue a step; its future resolves when every hosted stage has ended it. Steps count up without gaps.
+        """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps.
 
         Raises PipelineClosed after ``close``.
         """
@@ -148,7 +174,7 @@ class PipelineRuntime:
         return future
 
     def close(self) -> bool:
-        """Stop the loop and the threads; the future of a step under way fails with PipelineClosed.
+        """Stop the threads, and the loop if it is the runtime's own; the future of a step under way fails.
 
         Returns whether all threads have ended; one that hangs in a program cannot be stopped and is left behind.
         """
@@ -159,14 +185,24 @@ class PipelineRuntime:
             thread.ask_to_stop()
         until_s = time.perf_counter() + _STOP_TIMEOUT_S
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_TIMEOUT_S)
-        for pending in self._pending.values():
-            pending.future.set_exception(PipelineClosed())
-        self._pending.clear()
-        if not self._thread.is_alive():
-            self._loop.close()
+        left_loop = threading.Event()
+        self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
+        left_loop.wait(_STOP_TIMEOUT_S)
+        if self._own_loop is not None:
+            self._own_loop.close()
+        if self._on_close is not None:
+            self._on_close()
         return all(ended)
+
+    def wait_for_failure(self, what: str) -> RunFailed:
+        """The error with which the run ends, once its report is complete; for who has noticed before that it must.
+
+        ``what`` becomes the summary where nothing else has gone wrong.
+        """
+        self._loop.call_soon_threadsafe(lambda: self._give_up(Failure(PeerLost, what, self._states())))
+        self._given_up.wait(2 * GATHERING_S)
+        assert self._failure is not None
+        return self._failure
 
     @staticmethod
     def clock() -> float:
@@ -177,7 +213,24 @@ class PipelineRuntime:
         """Each hosted stage's event log; stable while no step is under way."""
         return {stage: actor.log for stage, actor in self._actors.items()}
 
-    # -- on the event loop -------------------------------------------------------------------------------------------
+    def event_log(self) -> RunLog:
+        """The event logs of all hosted stages as they stand, to be written to a file and replayed elsewhere."""
+        started = {stage: thread.started for stage, thread in self._threads.items()}
+        return take_log(
+            self.logs(),
+            {stage: running for stage, running in started.items() if running is not None},
+            report=None if self._failure is None else self._failure.report,
+            rank=0 if self._peers is None else self._peers.rank,
+            clock_offset_s=0.0 if self._peers is None else self._peers.clock_offset_s,
+        )
+
+    # -- on the event loop: steps ------------------------------------------------------------------------------------
+
+    def _leave_loop(self, left: threading.Event) -> None:
+        if self._peers is not None:
+            self._peers.detach()
+        self._end_pending(PipelineClosed())
+        left.set()
 
     def _begin(
         self, step: int, batch: Batch, absent: frozenset[tuple[int, int]], future: "Future[StepOutcome]"
@@ -185,15 +238,24 @@ class PipelineRuntime:
         if self._failure is not None:
             future.set_exception(self._failure)
             return
-        if not self._pending:
+        if not self.is_under_way():
             self._progress_s = time.perf_counter()
-        num_stages = next(iter(self._actors.values())).arbiter.placement.num_stages
-        self._pending[step] = _Pending(future, Timeline(num_stages))
+        self._pending_step(step).future = future
         for actor in self._actors.values():
             self._post(lambda actor=actor: actor.start_step(step, batch, absent))  # type: ignore[misc]
         self._pump()
 
+    def _pending_step(self, step: int) -> _Pending:
+        if step not in self._pending:
+            self._pending[step] = _Pending(Timeline(self._num_stages))
+        return self._pending[step]
+
+    def is_under_way(self) -> bool:
+        """Whether a step that was submitted has not ended everywhere; on the event loop."""
+        return any(pending.future is not None for pending in self._pending.values())
+
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
+        self._progress_s = time.perf_counter()
         self._post(lambda: self._actors[stage].receive(step, message, payload))
         self._pump()
 
@@ -208,8 +270,8 @@ class PipelineRuntime:
         self._progress_s = end_s
         if error is not None:
             what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
-            self._fail(TaskFailed(self._report(what, failed_stage=stage)), error)
-        elif self._failure is None:
+            self._give_up(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+        elif self._failing is None:
             self._post(lambda: self._actors[stage].completed(instruction, start_s, end_s))
             self._pump()
 
@@ -222,44 +284,113 @@ class PipelineRuntime:
             return
         self._pumping = True
         try:
-            while self._inbox and self._failure is None:
+            while self._inbox and self._failing is None:
                 self._inbox.popleft()()
         except Exception as error:
-            self._fail(TaskFailed(self._report(f"the scheduler failed: {error!r}")), error)
+            self._give_up(Failure(TaskFailed, f"the scheduler failed: {error!r}", self._states(), error))
         finally:
             self._pumping = False
 
     def _stage_ended(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
-        pending = self._pending[step]
+        peers = self._peers
+        if peers is not None and peers.rank and peers.layout.ranks_of(stage)[0] == peers.rank:
+            peers.report(stage, step, outcome, timeline.as_plain(later_s=peers.clock_offset_s))
+        self._add_outcome(stage, step, outcome, timeline)
+
+    def _add_outcome(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
+        pending = self._pending_step(step)
         pending.outcomes[stage] = outcome
         pending.timeline.extend(timeline)
-        if len(pending.outcomes) == len(self._actors):
+        if len(pending.outcomes) == self._num_awaited:
+            assert pending.future is not None
             del self._pending[step]
-            pending.future.set_result(StepOutcome(step, pending.outcomes, pending.timeline, time.perf_counter()))
+            outcomes = dict(sorted(pending.outcomes.items()))
+            pending.future.set_result(StepOutcome(step, outcomes, pending.timeline, time.perf_counter()))
+
+    # -- on the event loop: what other ranks say ---------------------------------------------------------------------
+
+    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
+        """A member of a hosted unit's group says something."""
+        self._post(lambda: self._actors[unit].hear(step, member, note))
+        self._pump()
+
+    def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
+        """A stage elsewhere has ended a step."""
+        self._progress_s = time.perf_counter()
+        if self._failing is None:
+            self._add_outcome(unit, step, outcome, Timeline.from_plain(self._num_stages, timeline))
+
+    def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
+        """Another rank gives up."""
+        if self._failing is None:
+            self._give_up(failed_rank(rank, failure, self._states()))
+        else:
+            self._failing.hear(rank, failure)
+            self._end_when_complete()
+
+    def lost(self, rank: int, reason: str) -> None:
+        """Another rank died or fell silent."""
+        assert self._peers is not None
+        if self._failing is None:
+            self._give_up(lost_rank(self._peers.layout, rank, reason, self._states()))
+        else:
+            self._failing.lost.setdefault(rank, reason)
+            self._end_when_complete()
+
+    def transport_failed(self, error: Exception) -> None:
+        """Messages are missing from now on."""
+        self._give_up(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
+
+    # -- on the event loop: giving up --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """End the run when no task has finished for the deadline while a step is under way."""
+        """End the run when nothing has happened for the deadline while a step is under way."""
+        if self._is_closed:
+            return
         stalled_s = time.perf_counter() - self._progress_s
-        if self._pending and self._failure is None and stalled_s > self._deadline_s:
+        if self.is_under_way() and self._failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
-            self._fail(NoProgress(self._report(what)), None)
+            self._give_up(Failure(NoProgress, what, self._states()))
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
-    def _fail(self, failure: RunFailed, cause: BaseException | None) -> None:
-        if self._failure is not None:
+    def _give_up(self, failure: Failure) -> None:
+        """Stop, tell the others, and end with what they tell; the first failure counts."""
+        if self._failing is not None:
             return
-        failure.__cause__ = cause
-        self._failure = failure
-        for pending in self._pending.values():
-            pending.future.set_exception(failure)
-        self._pending.clear()
+        self._failing = failure
         self._inbox.clear()
+        if self._peers is not None:
+            self._peers.announce(failure.as_plain())
+            self._loop.call_later(min(GATHERING_S, self._deadline_s / 2), self._end_with_failure)
+        self._end_when_complete()
 
-    def _report(self, summary: str, failed_stage: int | None = None) -> WaitForReport:
+    def _end_when_complete(self) -> None:
+        assert self._failing is not None
+        if self._peers is None or self._failing.is_complete(self._peers.layout, self._peers.rank):
+            self._end_with_failure()
+
+    def _end_with_failure(self) -> None:
+        if self._failure is not None or self._failing is None:
+            return
+        layout = None if self._peers is None else self._peers.layout
+        self._failure = self._failing.error(layout)
+        self._given_up.set()
+        self._end_pending(self._failure)
+        if self._on_failure is not None:
+            self._on_failure(self._failure)
+
+    def _end_pending(self, error: Exception) -> None:
+        for pending in self._pending.values():
+            if pending.future is not None:
+                pending.future.set_exception(error)
+        self._pending.clear()
+
+    def _states(self, failed_stage: int | None = None) -> list[StageState]:
         now = time.perf_counter()
+        rank = None if self._peers is None else self._peers.rank
         states = []
         for stage, actor in self._actors.items():
             started = self._threads[stage].started
             since_s = now - (started[1] if started else actor.last_event_s)
-            states.append(stage_state(actor.arbiter, since_s, failed=stage == failed_stage))
-        return WaitForReport(summary=summary, stages=tuple(states))
+            states.append(stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank))
+        return states

@@ -17,6 +17,8 @@ class Segment:
     """Events from one step's end to the next, with the arbiter's state before the first of them."""
 
     arbiter: StageArbiter
+    opened_s: float | None = None
+    """The time of the event before the first; None where there was none."""
     entries: list[Entry] = field(default_factory=list)
 
     def replay(self) -> list[Entry]:
@@ -36,4 +38,5 @@ class EventLog:
 
     def roll(self, arbiter: StageArbiter) -> None:
         """Open the next segment; ``arbiter`` is in the state after the last event appended."""
-        self.segments.append(Segment(arbiter.copy()))
+        last, _ = self.segments[-1].entries[-1]
+        self.segments.append(Segment(arbiter.copy(), last.time_s))

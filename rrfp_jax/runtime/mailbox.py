@@ -13,7 +13,7 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.tasks import Placement
 
-Ship = Callable[[Any, int], Any]
+Ship = Callable[[Any, int, Message], Any]
 """Brings a value into the form in which it reaches a stage; see ``Transport.ship``."""
 
 _COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
@@ -50,7 +50,7 @@ class Mailbox:
     def post(self, step: int, message: Message, value: Any) -> None:
         """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
-        shipped = self._ship(value, receiver)
+        shipped = self._ship(value, receiver, message)
         if receiver == self._stage:
             self._inbox[step][message] = shipped
             self._posted_bytes += _num_bytes(message, shipped)

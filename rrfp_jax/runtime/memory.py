@@ -40,10 +40,10 @@ def chunk_bytes(programs: ChunkPrograms) -> ChunkBytes:
     )
 
 
-def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes]) -> list[StageForecast]:
-    """The predicted peak of every stage."""
+def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
+    """The predicted peak of every stage; ``num_microbatches`` is a replica's share."""
     return [
-        forecast_stage([sizes[c] for c in chunks], order.windows[stage], order.graph.num_microbatches)
+        forecast_stage([sizes[c] for c in chunks], order.windows[stage], num_microbatches)
         for stage, chunks in enumerate(order.placement.chunks_of_stage)
     ]
 

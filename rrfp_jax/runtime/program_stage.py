@@ -12,12 +12,14 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind, StepRules, reporting_stages
+from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk_programs import ChunkPrograms
 from rrfp_jax.programs.initial import ChunkState
 from rrfp_jax.runtime.executor import Batch
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory import MemoryMeter
+from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 
@@ -43,6 +45,15 @@ class StageOutcome:
     verdict: Verdict
     peak_memory_bytes: int
 
+    def as_plain(self) -> dict[str, Any]:
+        """The outcome as plain data, for another process."""
+        return {"verdict": self.verdict.as_plain(), "peak_memory_bytes": self.peak_memory_bytes}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "StageOutcome":
+        """What :meth:`as_plain` wrote."""
+        return cls(Verdict(**plain["verdict"]), plain["peak_memory_bytes"])
+
 
 @dataclass
 class _Step:
@@ -62,8 +73,11 @@ class ProgramStage:
     """Runs the chunks of one stage.
 
     Args:
+        graph, placement, stage: the pipeline of all replicas, and this unit in it.
         programs: the compiled programs of each chunk of this stage.
         states: parameters, optimizer state and accumulators of each of them; taken over.
+        copies: how the numbers of chunks belong to replicas.
+        replicas: what the stage's replicas do together; None: there is only one.
         meter: counts the memory that the stage holds.
         ship: brings an output into the form in which it travels to a stage.
     """
@@ -78,12 +92,16 @@ class ProgramStage:
         states: dict[int, ChunkState],
         update_rules: UpdateRules,
         step_rules: StepRules,
+        copies: Replication,
+        replicas: StageReplicas | None,
         meter: MemoryMeter,
         ship: Ship,
     ) -> None:
         self._graph, self._stage, self._meter = graph, stage, meter
         self._programs, self.states = dict(programs), states
         self._update_rules = update_rules
+        self._copies, self._replicas = copies, replicas
+        self._replica = copies.replica(next(iter(programs)))
         self._ship = ship
         self._placement = placement
         self._mailbox = Mailbox(placement, stage, ship)
@@ -112,20 +130,26 @@ class ProgramStage:
     def payload(self, step: int, message: Message) -> Any:
         kind = message.kind
         if kind is MessageKind.SHARED:
-            part = self._programs[message.source].shared_part(self.states[message.source].accumulators)
-            return self._ship(part, self._placement.stage_of_chunk[message.target])
+            return self._tie(message)
         if kind is MessageKind.REPORT:
-            return self._report(self._steps[step])
+            return self._report(self._steps[step]).as_plain()
         if kind is MessageKind.VERDICT:
-            return self._verdict(step)
+            return self._verdict(step).as_plain()
         return self._mailbox.payload(step, message)
 
-    def finish(self, step: int) -> StageOutcome:
-        """The step's verdict, and the most memory that the stage held."""
+    def finish(self, step: int) -> dict[str, Any]:
+        """The step's verdict, and the most memory that the stage held: a :class:`StageOutcome` as plain data."""
         outcome = StageOutcome(self._verdict(step), self._meter.reset())
         del self._steps[step]
         self._mailbox.finish(step)
-        return outcome
+        return outcome.as_plain()
+
+    def _tie(self, message: Message) -> Any:
+        """Accumulators for a chunk of the same replica; the word that they are complete for another replica."""
+        if self._copies.replica(message.target) != self._replica:
+            return None
+        part = self._programs[message.source].shared_part(self.states[message.source].accumulators)
+        return self._ship(part, self._placement.stage_of_chunk[message.target], message)
 
     def _report(self, state: _Step) -> StageReport:
         return StageReport(
@@ -140,11 +164,13 @@ class ProgramStage:
             coordinator = self._reporters[0]
             if self._stage == coordinator:
                 messages = (Message(MessageKind.REPORT, other, coordinator) for other in self._reporters[1:])
-                reports = [self._report(state), *(self._mailbox.read(step, message) for message in messages)]
+                others = (StageReport.from_plain(self._mailbox.read(step, message)) for message in messages)
+                reports = [self._report(state), *others]
                 rules = self._update_rules
                 state.verdict = agree(reports, clip_norm=rules.clip_norm, skip_nonfinite=rules.skip_nonfinite)
             else:
-                state.verdict = self._mailbox.read(step, Message(MessageKind.VERDICT, coordinator, self._stage))
+                message = Message(MessageKind.VERDICT, coordinator, self._stage)
+                state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
@@ -217,10 +243,15 @@ class ProgramStage:
 
     def _reduce(self, step: int, chunk: int, _: int) -> None:
         programs, held = self._programs[chunk], self.states[chunk]
-        sharing = self._graph.sharing(chunk)
-        shared = tuple(self._shared_part(step, other, chunk) for other in sharing) if len(sharing) > 1 else ()
-        held.accumulators, squared_norm = programs.reduce(held.accumulators, shared)
-        self._steps[step].squared_norms[chunk] = float(squared_norm)
+        tied = self._copies.of_replica(self._graph.sharing(chunk), self._replica)
+        shared = tuple(self._shared_part(step, other, chunk) for other in tied) if len(tied) > 1 else ()
+        if self._replicas is None:
+            held.accumulators, norm = programs.reduce(held.accumulators, shared)
+        else:
+            base = self._copies.base(chunk)
+            held.accumulators, norm = self._replicas.reduce(step, base, self._replica, held.accumulators, shared)
+        if not self._replica:  # the sums are everybody's, and are counted once
+            self._steps[step].squared_norms[chunk] = float(norm)
 
     def _shared_part(self, step: int, source: int, chunk: int) -> Any:
         if source in self._programs:
@@ -232,9 +263,13 @@ class ProgramStage:
 
     def _update(self, step: int, chunk: int, _: int) -> None:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
-        held.params, held.optimizer_state, held.accumulators = programs.update(
-            held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
-        )
+        base = self._copies.base(chunk)
+        if self._replicas is not None and self._replicas.shares_optimizer(base):
+            held.params = self._replicas.update(step, base, self._replica, held.params, verdict)
+        else:
+            held.params, held.optimizer_state, held.accumulators = programs.update(
+                held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
+            )
         held.derived = programs.prepare(held.params)
         _wait((held.params, held.derived))
 

@@ -1,6 +1,8 @@
 """The wait-for report: which task each stage waits for or runs, and since when; and the errors that carry it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.tasks import Placement
@@ -23,8 +25,24 @@ class StageState:
     waits: tuple[str, ...]
     """The tasks that lack nothing but messages, with the stage that owes each, the oldest microbatch first."""
     waits_for_stages: tuple[int, ...]
+    rank: int | None = None
+    """The process that tells this; None where there is only one."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "StageState":
+        """What :meth:`as_plain` wrote, lists standing for tuples."""
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
+        return cls(**values)
 
     def __str__(self) -> str:
+        text = self._text()
+        return text if self.rank is None else f"rank {self.rank}: {text}"
+
+    def _text(self) -> str:
         if self.failed:
             return f"stage {self.stage} failed in {self.running}"
         if self.running:
@@ -42,6 +60,10 @@ class WaitForReport:
 
     summary: str
     stages: tuple[StageState, ...]
+    lost_ranks: tuple[int, ...] = ()
+    """Processes that died or fell silent."""
+    lost_stages: tuple[int, ...] = ()
+    """The stages that they hosted."""
 
     def __str__(self) -> str:
         lines = [self.summary, *(f"  {stage}" for stage in self.stages)]
@@ -83,7 +105,11 @@ class TaskFailed(RunFailed):
     """A task raised an error."""
 
 
-def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False) -> StageState:
+class PeerLost(RunFailed):
+    """Another process of the run died, fell silent or gave up."""
+
+
+def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, rank: int | None = None) -> StageState:
     """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
     placement, reason = arbiter.placement, arbiter.idle_reason()
     waiting = sorted(
@@ -105,6 +131,7 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False) 
             for w in shown
         ),
         waits_for_stages=tuple(sorted(set(owing.values()))),
+        rank=rank,
     )
 
 

@@ -41,15 +41,15 @@ class StepMetrics:
     def result(self) -> StepResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
         outcome = self._future.result()
-        stages: dict[int, StageOutcome] = outcome.outcomes
-        verdict = next(iter(stages.values())).verdict
+        stages = [StageOutcome.from_plain(plain) for plain in outcome.outcomes.values()]
+        verdict = stages[0].verdict
         return StepResult(
             step=outcome.step,
             loss=verdict.loss,
             weight=verdict.weight,
             grad_norm=verdict.grad_norm if self._has_norm else None,
             skipped=not verdict.apply,
-            peak_memory_bytes=tuple(stages[stage].peak_memory_bytes for stage in sorted(stages)),
+            peak_memory_bytes=tuple(stage.peak_memory_bytes for stage in stages),
             timeline=outcome.timeline,
             ended_s=outcome.ended_s,
         )

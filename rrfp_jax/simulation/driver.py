@@ -150,7 +150,7 @@ class _Driver:
                 self._dispatch(index, stage, instruction)
             elif isinstance(instruction, Send):
                 self.transfers.send(index, instruction)
-            else:
+            elif isinstance(instruction, FinishStep):
                 self._finish_step(index, instruction)
         self._note_idle(index, stage)
 

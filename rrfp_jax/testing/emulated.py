@@ -23,7 +23,8 @@ from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
-_WIDTH = 8
+DEFAULT_ACTIVATION_BYTES = 32
+_ITEM_BYTES = 4
 _PR_SET_TIMERSLACK = 29
 _LATENESS_GAIN = 0.1
 _MAX_LATENESS_S = 2e-4
@@ -33,7 +34,9 @@ class EmulatedStage:
     """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
 
     ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the
-    sum of the last two, and step ``s`` reads row ``s mod steps``.
+    sum of the last two, and step ``s`` reads row ``s mod steps``. ``activation`` is what travels between chunks, as
+    :func:`activation_spec` makes it. A stage of several devices works on one of them, and hands its outputs over as if
+    all had them.
     """
 
     def __init__(
@@ -45,14 +48,18 @@ class EmulatedStage:
         durations_ms: np.ndarray,
         ship: Ship,
         device: jax.Device,
+        activation: jax.ShapeDtypeStruct | None = None,
+        num_devices: int = 1,
     ) -> None:
         self._graph, self._placement, self._stage = graph, placement, stage
         self._durations_ms = of_tasks(durations_ms)
         self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
-        self._source = np.zeros(_WIDTH, np.float32)
+        self._is_alone = num_devices == 1
+        activation = activation or activation_spec(DEFAULT_ACTIVATION_BYTES)
+        self._source = np.zeros(activation.shape, activation.dtype)
         self._wake = _WakeTime()
-        self._program = _compile(self._wake.sleep if durations_ms.any() else None, device)
+        self._program = _compile(self._wake.sleep if durations_ms.any() else None, device, activation)
         _warm_up(self._program, self._source)
 
     def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:  # noqa: ARG002
@@ -67,7 +74,7 @@ class EmulatedStage:
         if not result.is_ready():
             result.block_until_ready()
         for message in self._outputs(task):
-            self._mailbox.post(step, message, result)
+            self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
         if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
@@ -134,7 +141,14 @@ class _WakeTime:
             self._usual_lateness_s = min(max(0.0, corrected_s), _MAX_LATENESS_S)
 
 
-def _compile(sleep: Callable[[], None] | None, device: jax.Device) -> Any:
+def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:
+    """A float32 vector of ``num_bytes``; raises ValueError unless that is a positive multiple of 4."""
+    if num_bytes < _ITEM_BYTES or num_bytes % _ITEM_BYTES:
+        raise ValueError(f"activations have {num_bytes} bytes: give a positive multiple of {_ITEM_BYTES}")
+    return jax.ShapeDtypeStruct((num_bytes // _ITEM_BYTES,), jnp.float32)
+
+
+def _compile(sleep: Callable[[], None] | None, device: jax.Device, activation: jax.ShapeDtypeStruct) -> Any:
     def callback(_: Any, out: Any, value: Any) -> None:
         assert sleep is not None
         sleep()
@@ -143,10 +157,10 @@ def _compile(sleep: Callable[[], None] | None, device: jax.Device) -> Any:
     def program(value: jax.Array) -> jax.Array:
         if sleep is None:
             return value + 1
-        return buffer_callback.buffer_callback(callback, jax.ShapeDtypeStruct((_WIDTH,), jnp.float32))(value)
+        return buffer_callback.buffer_callback(callback, activation)(value)
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.jit(program).lower(jax.ShapeDtypeStruct((_WIDTH,), jnp.float32, sharding=sharding)).compile()
+    return jax.jit(program).lower(jax.ShapeDtypeStruct(activation.shape, activation.dtype, sharding=sharding)).compile()
 
 
 def _warm_up(program: Any, value: np.ndarray) -> None:

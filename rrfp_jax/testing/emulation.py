@@ -1,28 +1,37 @@
-"""Run the real runtime on emulated stages for some steps, and keep what it recorded."""
+"""Run the real runtime on emulated stages for some steps, in one process or in several, and keep what it recorded."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from rrfp_jax.arbitration import StageArbiter
-from rrfp_jax.runtime import PipelineRuntime, start_in_process
+from rrfp_jax.arbitration import Message, StageArbiter
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.testing.emulated import EmulatedStage
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.testing.emulated import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
 from rrfp_jax.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What an emulated run leaves."""
+    """What an emulated run leaves: on rank 0 that of all stages, elsewhere that of the stages hosted there."""
 
     timeline: Timeline
     step_ms: list[float]
     """Intervals between the ends of steps; the first counts from its submission."""
     logs: Mapping[int, EventLog]
-    """Each stage's event log of its last steps."""
+    """The event log of each stage hosted here, of its last steps."""
+    cpu_s: float
+    """Processor time of all processes, user and system, from the end of the first step to that of the last."""
+    peak_transport_bytes: int
+    """The most that this process's transport held of messages under way."""
 
 
 def emulate(
@@ -30,46 +39,87 @@ def emulate(
     durations_ms: np.ndarray,
     num_steps: int,
     *,
+    process: Process | None = None,
+    activation_bytes: int = DEFAULT_ACTIVATION_BYTES,
     progress_deadline_s: float = 60.0,
     log_steps: int = 2,
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep.
 
     Args:
-        arbiters: one per stage, in order, fresh; without R and U tasks.
+        arbiters: one per stage hosted here, in order, fresh; without R and U tasks.
         durations_ms: [steps, chunks, microbatches, 3]; see :class:`EmulatedStage`.
-
+        process: this process's part in a run of several; None: all stages are here, and share its devices.
+        activation_bytes: the size of what travels between chunks.
         log_steps: how many steps of the event logs are kept.
 
-    Raises RunFailed, with the wait-for report, if no task finishes within the deadline.
+    Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
-    num_stages = len(arbiters)
-    known = jax.local_devices()
-    devices = [known[stage % len(known)] for stage in range(num_stages)]
     graph, placement = arbiters[0].graph, arbiters[0].placement
+    if process is None:
+        process = _alone(placement.num_stages)
+    shardings = [_whole(process.devices_of(unit)) for unit in range(process.layout.num_units)]
+    activation = activation_spec(activation_bytes)
 
     def make_stage(stage: int, ship: Ship) -> EmulatedStage:
-        return EmulatedStage(graph, placement, stage, durations_ms=durations_ms, ship=ship, device=devices[stage])
+        device = next(d for d in process.devices_of(stage) if d.process_index == jax.process_index())
+        return EmulatedStage(
+            graph,
+            placement,
+            stage,
+            durations_ms=durations_ms,
+            ship=ship,
+            device=device,
+            activation=activation,
+            num_devices=process.layout.tensor,
+        )
 
-    runtime = start_in_process(
-        arbiters,
-        make_stage,
-        [jax.sharding.SingleDeviceSharding(device) for device in devices],
-        progress_deadline_s=progress_deadline_s,
-        log_steps=log_steps,
+    def edge(message: Message) -> Edge:
+        stage_of = placement.stage_of_chunk
+        return Edge(
+            spec=activation,
+            source=shardings[stage_of[message.source]],
+            target=shardings[stage_of[message.target]],
+        )
+
+    runtime = process.start(
+        arbiters, make_stage, edge=edge, progress_deadline_s=progress_deadline_s, log_steps=log_steps
     )
     try:
-        return _run(runtime, num_stages, num_steps)
+        return _run(runtime, process, num_steps)
     finally:
         runtime.close()
 
 
-def _run(runtime: PipelineRuntime, num_stages: int, num_steps: int) -> Emulation:
-    timeline, step_ms = Timeline(num_stages), []
+def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulation:
+    timeline, step_ms = Timeline(process.layout.num_units), []
     last_s = runtime.clock()
+    cpu_s = 0.0
     for step in range(num_steps):
         outcome = runtime.submit(step, {}).result()
         timeline.extend(outcome.timeline)
         step_ms.append((outcome.ended_s - last_s) * 1e3)
         last_s = outcome.ended_s
-    return Emulation(timeline, step_ms, runtime.logs())
+        if not step:
+            cpu_s = -_processor_s()
+    cpu_s += _processor_s()
+    everybody = process.gather("processor time", cpu_s)
+    return Emulation(timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes)
+
+
+def _alone(num_stages: int) -> Process:
+    process = Process(Layout(num_stages=num_stages))
+    known = jax.local_devices()
+    process.use_devices([known[stage % len(known)] for stage in range(num_stages)])
+    return process
+
+
+def _whole(devices: Sequence[jax.Device]) -> Sharding:
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(Mesh(np.array(devices), ("tensor",)), PartitionSpec())
+
+
+def _processor_s() -> float:
+    times = os.times()
+    return times.user + times.system

@@ -14,7 +14,13 @@ class PipelineConfig:
     """The cut of the model, its placement, and the order of tasks."""
 
     num_stages: int
-    """Stages, each on a device of its own."""
+    """Stages, each on devices of its own."""
+    data: int = 1
+    """Replicas of the whole pipeline, each with an equal part of the microbatches."""
+    tensor: int = 1
+    """Devices that share every layer of a stage."""
+    shard_optimizer: bool = False
+    """Share the optimizer state out to the replicas (ZeRO-1); needs ``data`` of at least 2."""
     chunks_per_stage: int | None = None
     """Chunks of the model on every stage; None: as the schedule has it, else 1."""
     layers_per_chunk: tuple[int, ...] | None = None
@@ -47,9 +53,19 @@ class PipelineConfig:
     """Tasks that a stage is handed before the running one has ended; hides the host's latency."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
+    transport: str = "auto"
+    """Between processes: ``sockets`` (through host memory, works everywhere), ``transfer`` (JAX's own transfer
+    server), or ``auto``, which is ``sockets``."""
+    group_protocol: str = "leader"
+    """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
 
     def __post_init__(self) -> None:
-        _require(self, "at least 1", lambda value: value is None or value >= 1, "num_stages", "chunks_per_stage")
+        counts = ("num_stages", "data", "tensor", "chunks_per_stage")
+        _require(self, "at least 1", lambda value: value is None or value >= 1, *counts)
+        _require(self, "auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"), "transport")
+        _require(self, "leader or propose", lambda value: value in ("leader", "propose"), "group_protocol")
+        if self.shard_optimizer and self.data == 1:
+            raise ValueError("shard_optimizer shares the optimizer state out to replicas: give data at least 2")
         _require(self, "at least 1 byte", lambda value: not isinstance(value, int) or value >= 1, "memory_limit")
         _require(self, "a positive number of seconds", lambda value: 0 < value < math.inf, "progress_deadline_s")
         _require(self, "0 or more tasks", lambda value: value >= 0, "dispatch_ahead")
@@ -105,8 +121,19 @@ class RunConfig:
     """How many of the last steps the timeline shows."""
     platform: str | None = None
     """``cpu``: virtual CPU devices, one per stage; None: the devices that JAX finds, the first one for stage 0."""
+    checkpoint_every: int | None = None
+    """Save after every so many steps; None: by time only."""
+    checkpoint_minutes: float | None = 30.0
+    """Save when so many minutes have passed since the last time; None: by steps only. A run also saves at its end, and
+    when it is told to stop (SIGTERM)."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints stay."""
 
     def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "checkpoint_minutes"):
+            if getattr(self, name) is not None:
+                _require(self, "a positive number, or null", lambda value: 0 < value < math.inf, name)
+        _require(self, "at least 1", lambda value: value >= 1, "keep_checkpoints")
         if self.platform not in (None, "cpu"):
             raise ValueError(
                 f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"

@@ -1,5 +1,6 @@
 """The loop of a run: load, step, record, one step ahead of the results."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.training.saving import RunSaver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +38,16 @@ class StepRow:
 
 
 class TrainingLoop:
-    """Runs a pipeline over batches and reports every step.
+    """Runs a pipeline over batches, reports every step and saves at step boundaries.
 
     Args:
         learning_rate: the learning rate of each update, counted without the skipped ones.
-        metrics: receives one row per step.
+        metrics: receives one row per step; None in processes that do not write them.
         on_step: called with every row, for progress displays.
         timeline_steps: how many of the last steps ``timeline`` keeps.
+        saver: saves the state at step boundaries and at the end; None: nothing is saved.
+        host_data: plain data that is saved with the state.
+        num_skipped: updates that were left out before the first step of this loop.
     """
 
     def __init__(
@@ -50,35 +55,65 @@ class TrainingLoop:
         pipeline: Pipeline,
         *,
         learning_rate: Callable[[int], Any],
-        metrics: MetricsFile,
+        metrics: MetricsFile | None,
         on_step: Callable[[StepRow], None],
         timeline_steps: int,
+        saver: RunSaver | None = None,
+        host_data: Mapping[str, Any] | None = None,
+        num_skipped: int = 0,
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
         self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
-        self._num_skipped = 0
+        self._saver, self._host_data = saver, dict(host_data or {})
+        self._num_skipped = num_skipped
         self._last_end_s = 0.0
+        self._stop = threading.Event()
+        self.was_stopped = False
+        """Whether the loop ended before its last step because it was told to stop."""
+
+    def stop(self) -> None:
+        """Save at the next step boundary and end; from any thread or signal handler."""
+        self._stop.set()
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
-        """Train for ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
+        """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
         running: StepMetrics | None = None
-        for _ in range(num_steps):
+        while state.step < num_steps and not self.was_stopped:
             batch = next(batches)
-            if running is None:
+            if running is None and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
             state, enqueued = self._pipeline.step(state, batch)
             if running is not None:
                 self._record(running.result())
             running = enqueued
+            if self._is_boundary(state.step, num_steps):
+                self._record(running.result())
+                running = None
+                self._save(state)
         if running is not None:
             self._record(running.result())
         return state
 
+    def _is_boundary(self, step: int, num_steps: int) -> bool:
+        """Whether all processes wait for this step and save; asked of all of them at the same step."""
+        if self._saver is None:
+            self.was_stopped = self._stop.is_set()
+            return False
+        wishes = [self._stop.is_set(), self._saver.is_time()]
+        everybody = list(self._pipeline.process.gather("boundary", wishes).values())
+        self.was_stopped = any(stops for stops, _ in everybody) and step < num_steps
+        saves = self.was_stopped or any(times_out for _, times_out in everybody)
+        return saves or step == num_steps or self._saver.is_due(step)
+
+    def _save(self, state: PipelineState) -> None:
+        assert self._saver is not None
+        self._saver.save(state, {**self._host_data, "num_skipped": self._num_skipped})
+
     def timeline(self) -> Timeline:
         """The record of the last steps."""
-        whole = Timeline(self._pipeline.placement.num_stages)
+        whole = Timeline(self._pipeline.layout.num_units)
         for timeline in self._timelines:
             whole.extend(timeline)
         return whole
@@ -101,5 +136,6 @@ class TrainingLoop:
             num_skipped=self._num_skipped,
             peak_memory_bytes=result.peak_memory_bytes,
         )
-        self._metrics.write(asdict(row))
+        if self._metrics is not None:
+            self._metrics.write(asdict(row))
         self._on_step(row)

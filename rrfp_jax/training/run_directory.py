@@ -4,11 +4,14 @@
 ``metrics.jsonl``     one object per step
 ``timeline.png``      picture of the last steps
 ``trace.json``        the same for ui.perfetto.dev
+``checkpoints/``      the newest committed steps
 ``failure.json``      the wait-for report, if the run had to be given up
+``events*.json.gz``   the last events of each process then, for ``python -m experiments.replay``
 """
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -21,10 +24,13 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.observe.picture import draw_timelines
 from rrfp_jax.observe.trace import write_trace
 from rrfp_jax.runtime import WaitForReport
+from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
+from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.training.paths import check_file, check_folder
 
 CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
+CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
@@ -39,21 +45,49 @@ class RunDirectory:
         for name in (CONFIG, METRICS, PICTURE, TRACE, FAILURE):
             check_file(self.path / name, "the run's file")
 
-    def start(self, config: Mapping[str, Any]) -> None:
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def start(self, config: Mapping[str, Any], *, from_step: int = 0) -> None:
         """Make the folder where it is missing, write the configuration, and remove the report of an earlier failure.
+
+        Rows of the metrics file from ``from_step`` on are dropped: those steps are trained again.
 
         Raises ValueError where the folder or a file in it cannot be made after all.
         """
         try:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
-            (self.path / FAILURE).unlink(missing_ok=True)
+            for name in (FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
+                (self.path / name).unlink(missing_ok=True)
+            self._cut_metrics(from_step)
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
-    def num_rows(self) -> int:
-        """How many steps earlier runs have written to the metrics file."""
-        metrics = self.path / METRICS
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    def leftovers(self) -> list[str]:
+        """What an earlier run has left here, by name."""
+        names = (CONFIG, METRICS, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
+        return [name for name in (*names, *logs) if (self.path / name).exists()]
+
+    def clear(self) -> None:
+        """Remove what an earlier run has left here, and nothing else."""
+        for name in self.leftovers():
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _cut_metrics(self, from_step: int) -> None:
+        path = self.path / METRICS
+        if not path.exists():
+            return
+        MetricsFile(path).close()  # drops a line that was not finished
+        kept = [row for row in path.read_bytes().splitlines(keepends=True) if json.loads(row)["step"] < from_step]
+        with replacing(path) as new:
+            new.write_bytes(b"".join(kept))
 
     def metrics(self) -> MetricsFile:
         """The metrics file, opened for appending."""
@@ -63,6 +97,12 @@ class RunDirectory:
         """Write the picture and the trace."""
         draw_timelines([(caption, timeline)], self.path / PICTURE)
         write_trace(timeline, self.path / TRACE)
+
+    def write_events(self, log: RunLog, num_ranks: int) -> Path:
+        """Write a process's last events, and return the file's path."""
+        path = self.path / log_name(log.rank or 0, num_ranks)
+        write_log(log, path)
+        return path
 
     def write_failure(self, report: WaitForReport) -> Path:
         """Write the report as JSON, and return its path."""

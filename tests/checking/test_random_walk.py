@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import HINTS, Agreement, StepRules, schedule_hint
+from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.checking import Setting
 from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, chain, linear, looped
@@ -72,7 +72,18 @@ def random_setting(random, *, most_stages=6, most_microbatches=12, most_chunks=3
         ),
         absences=tuple(random_absences(random, graph) for _ in range(random.randint(1, 3))),
         dispatch_ahead=random.choice((0, 0, 1, 2)),
+        **random_groups(random, placement.num_stages),
     )
+
+
+def random_groups(random, num_stages):
+    if random.random() < 0.5:
+        return {}
+    return {
+        "groups": tuple(random.choice((1, 2, 2, 3)) for _ in range(num_stages)),
+        "protocol": random.choice((GroupProtocol.LEADER, GroupProtocol.PROPOSE)),
+        "collective": random.random() < 0.7,
+    }
 
 
 def check(random, **sizes):

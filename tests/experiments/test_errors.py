@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.errors import BadInput, checking_input, run_command
+from experiments.errors import BadInput, checking_input, end_with, run_command
 from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
+from rrfp_jax.runtime.cluster import StartFailed
+from rrfp_jax.runtime.report import PeerLost
 
 REPORT = WaitForReport(summary="nothing moves", stages=())
 
@@ -54,12 +56,25 @@ def test_bad_input_passes_through_a_check_unchanged():
     assert caught.value is error
 
 
-@pytest.mark.parametrize(("kind", "code"), [(NoProgress, 3), (TaskFailed, 4)])
+@pytest.mark.parametrize(("kind", "code"), [(NoProgress, 3), (TaskFailed, 4), (PeerLost, 5)])
 def test_a_failed_run_prints_its_report_and_notes(kind: type[RunFailed], code: int, monkeypatch, capsys):
     failure = kind(REPORT)
     failure.add_note("the report is in runs/1")
     assert ending(raising(failure), monkeypatch) == code
     assert capsys.readouterr().err == "error: nothing moves\nthe report is in runs/1\n"
+
+
+def test_processes_that_do_not_come_together(monkeypatch, capsys):
+    assert ending(raising(StartFailed("missing: rank 1")), monkeypatch) == 6
+    assert capsys.readouterr().err == "error: missing: rank 1\n"
+
+
+def test_another_thread_ends_the_process_with_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
+    with pytest.raises(Ended) as ended:
+        end_with(PeerLost(REPORT))
+    assert ended.value.args == (5,)
+    assert capsys.readouterr().err == "error: nothing moves\n"
 
 
 def test_other_ends(monkeypatch, capsys):

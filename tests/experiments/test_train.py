@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +32,11 @@ ROW = {
 }
 
 
-def test_a_run_writes_its_directory_and_a_second_one_appends(tmp_path: Path) -> None:
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_its_directory_and_the_same_command_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "failure.json").write_text("of an earlier run")
@@ -41,20 +46,50 @@ def test_a_run_writes_its_directory_and_a_second_one_appends(tmp_path: Path) -> 
     assert "num_stages: 2" in first.stdout
     assert "embedding, layers 0-1" in first.stdout
     assert first.stdout.count("tokens/s") == 3
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "timeline.png", "trace.json"}
+    files = {"config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == files
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["pipeline"]["hint"], config["run"]["steps"]) == ("fb", 3)
 
-    second = run_command("train", *options, "--steps", 2)
+    with (run / "metrics.jsonl").open("a") as file:  # a step that was trained and not saved
+        file.write(json.dumps({"step": 3, "loss": 1.0}) + "\n")
+    second = run_command("train", *options, "--steps", 5, "--num-stages", 1)
     assert second.returncode == 0, second.stderr
-    assert "holds 3 rows of an earlier run" in second.stdout
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 0, 1]
+    assert "going on after 3 steps" in second.stdout
+    assert "was to have 3 steps and now has 5" in second.stdout
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(set(row) == ROW for row in rows)
     assert 5 < rows[0]["loss"] < 6.5
-    assert rows[0]["loss"] == rows[3]["loss"]
     assert rows[1]["learning_rate"] > rows[0]["learning_rate"] > 0
     assert not any(row["skipped"] for row in rows)
+
+    again = run_command("train", *options, "--steps", 5)
+    assert (again.returncode, "holds all 5 steps" in again.stdout) == (0, True)
+    assert rows_of(run) == rows
+
+
+def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--config", DEBUG, *SMALL, "--num-stages", 1, "--run-dir", run)
+    assert run_command("train", *options, "--steps", 2).returncode == 0
+    before = rows_of(run)
+    other = (*options, "--steps", 3, "--learning-rate", 1e-4)
+    refused = sentence(run_command("train", *other))
+    assert "optimizer.learning_rate was 0.005 and is 0.0001" in refused
+    assert "--fresh" in refused
+    assert rows_of(run) == before
+
+    forced = run_command("train", *other, "--force")
+    assert forced.returncode == 0, forced.stderr
+    assert "forced: optimizer.learning_rate was 0.005" in forced.stdout
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 2]
+
+    fresh = run_command("train", *options, "--steps", 1, "--fresh")
+    assert fresh.returncode == 0, fresh.stderr
+    assert "starting over: removing config.yaml, metrics.jsonl, timeline.png, trace.json, checkpoints" in fresh.stdout
+    assert [row["step"] for row in rows_of(run)] == [0]
+    assert rows_of(run)[0]["loss"] == before[0]["loss"]
 
 
 def test_a_split_backward_trains(tmp_path: Path) -> None:

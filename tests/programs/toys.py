@@ -1,7 +1,9 @@
 """Small chunks, and a driver that runs the compiled programs of a whole step one after another."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.rng import microbatch_key
-from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
+from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes, param_specs
 from rrfp_jax.tasks import PipelineGraph
 
 VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
@@ -25,6 +27,20 @@ def weights(key: jax.Array, number: int, *shape: int) -> jax.Array:
     """Numbers that depend on the key and on ``number``; without a random generator, which takes long to compile."""
     seed = jax.random.key_data(key)[-1].astype(jnp.float32)
     return 0.4 * jnp.sin(12.9898 * jnp.arange(math.prod(shape)) + 78.233 * number + seed).reshape(shape)
+
+
+def with_cheap_init(chunk: Chunk) -> Chunk:
+    """The chunk with parameters of the same shapes that compile quickly; copies of a layer start equal."""
+    specs = param_specs(chunk)
+
+    def init(key: jax.Array) -> Any:
+        def numbers(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            number = zlib.crc32(jax.tree_util.keystr(path).encode()) % 1000
+            return weights(key, number, *leaf.shape).astype(leaf.dtype)
+
+        return jax.tree.map_with_path(numbers, specs)
+
+    return replace(chunk, init=init)
 
 
 def embedding(name: str = "embedding", leaf: str = "tokens", *, shared: bool = False) -> Chunk:

@@ -202,6 +202,10 @@ class PeerNetwork:
         """:meth:`send` from a thread other than the loop's."""
         self._started().call_soon_threadsafe(lambda: self.send(rank, topic, header, frames, on_confirmed))
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have the event loop run something, from a thread other than its own."""
+        self._started().call_soon_threadsafe(call)
+
     def close(self, linger_s: float = 1.0) -> None:
         """Send what is under way for up to ``linger_s``, say farewell, and free sockets, threads and ports.
 

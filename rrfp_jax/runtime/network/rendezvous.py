@@ -75,7 +75,8 @@ class ExitWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        with _Guest(self._address, self._key) as guest:
+        # Refused after it was accepted: another run has taken the place of the one that is watched.
+        with suppress(RendezvousFailed), _Guest(self._address, self._key) as guest:
             next_s = 0.0
             while not self._closing.is_set():
                 if time.monotonic() >= next_s:  # again and again: the connection may have been renewed meanwhile

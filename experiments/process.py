@@ -1,0 +1,70 @@
+"""A command's own part in a run: alone, or as one of several processes that a launcher has started."""
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from experiments.devices import stage_devices
+from experiments.errors import end_with
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.cluster import ClusterConfig, join, membership_from
+from rrfp_jax.tasks import Placement
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime import RunFailed
+    from rrfp_jax.runtime.process import Process
+    from rrfp_jax.runtime.transports import Selection
+
+_UNWINDING_S = 10.0
+"""How long a process that has given up may take to write its report and end."""
+
+
+def enter(
+    *,
+    num_stages: int,
+    data: int = 1,
+    tensor: int = 1,
+    placement: Placement,
+    configuration: Mapping[str, Any],
+    cluster: ClusterConfig,
+    platform: str | None,
+    pinned: bool = False,
+    transport: "Selection" = "auto",
+) -> "Process":
+    """Find out which process this is, meet the others, and start JAX: before anything else uses it.
+
+    Args:
+        placement: of all replicas.
+        configuration: what must be the same in all processes.
+        platform, pinned: as for :func:`experiments.devices.stage_devices`.
+
+    Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
+    together.
+    """
+    from rrfp_jax.runtime.process import Process
+
+    membership = membership_from(os.environ, detect=cluster.detect)
+    num_ranks = 1 if membership is None else membership.num_ranks
+    layout = Layout(num_stages=num_stages, data=data, tensor=tensor, num_ranks=num_ranks)
+    if membership is None:
+        process = Process(layout)
+        process.use_devices(stage_devices(layout, platform=platform, pinned=pinned))
+        return process
+    process = Process(
+        layout,
+        join(membership, configuration, cluster),
+        transport=transport,
+        start_deadline_s=cluster.start_deadline_s,
+        on_failure=_end_soon,
+    )
+    process.connect(placement)
+    process.start_jax(platform, pinned=pinned)
+    return process
+
+
+def _end_soon(failure: "RunFailed") -> None:
+    """The main thread ends with the failure where it next waits for the run; if it waits for something else, end it."""
+    timer = threading.Timer(_UNWINDING_S, end_with, (failure,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,41 @@
+"""Whether a run may go on from what an earlier one has saved: what decides the result of training must be the same."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DECIDING = ("model", "data", "optimizer")
+_DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite"), "run": ("seed",)}
+_LAYOUT_ONLY = {"data": ("num_microbatches",)}
+"""How a batch is cut changes neither its gradient nor what comes next."""
+
+
+def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
+    """The differences that change what is trained, one text each.
+
+    Raises ValueError, naming them, unless ``force`` says that they are meant.
+    """
+    different = [
+        f"{name} was {_at(saved, name)!r} and is {_at(given, name)!r}"
+        for name in sorted({*_names(saved), *_names(given)})
+        if _at(saved, name) != _at(given, name)
+    ]
+    if different and not force:
+        raise ValueError(
+            f"the checkpoint was saved by another training: {'; '.join(different)}: go back to the saved values, start "
+            "over with --fresh, or go on nevertheless with --force"
+        )
+    return different
+
+
+def _names(config: Mapping[str, Any]) -> Iterator[str]:
+    for section in _DECIDING:
+        for name in config.get(section, {}):
+            if name not in _LAYOUT_ONLY.get(section, ()):
+                yield f"{section}.{name}"
+    for section, names in _DECIDING_FIELDS.items():
+        yield from (f"{section}.{name}" for name in names)
+
+
+def _at(config: Mapping[str, Any], name: str) -> Any:
+    section, _, field = name.partition(".")
+    return config.get(section, {}).get(field)

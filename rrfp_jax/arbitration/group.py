@@ -1,0 +1,84 @@
+"""Agreement within a group: how the processes that one stage spans come to run the same tasks in the same order.
+
+Each process of such a stage has an arbiter of its own and receives the stage's messages on its own, so what is ready
+differs between them for moments. A task is a collective of the group, so all must enter the same one: with arbiters
+that do not agree the processes wait for each other forever. The members of a group are numbered from 0, and all are
+made of the same graph, consumption, window and rules.
+"""
+
+from enum import StrEnum
+
+from rrfp_jax.arbitration.arbiter import StageArbiter
+from rrfp_jax.arbitration.consumption import Consumption
+from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
+from rrfp_jax.arbitration.group_member import LEADER
+from rrfp_jax.arbitration.group_rounds import ProposingMember
+from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.tasks import PipelineGraph, Placement
+
+
+class GroupProtocol(StrEnum):
+    """How the members of a group agree."""
+
+    LEADER = "leader"
+    """One chooses from what is ready on all (:mod:`rrfp_jax.arbitration.group_leader`)."""
+    PROPOSE = "propose"
+    """All propose, and what all propose runs (:mod:`rrfp_jax.arbitration.group_rounds`)."""
+    OFF = "off"
+    """Not at all: each chooses for itself. It shows what agreement is for."""
+
+
+def group_arbiter(
+    protocol: GroupProtocol | str,
+    graph: PipelineGraph,
+    placement: Placement,
+    stage: int,
+    *,
+    member: int,
+    num_members: int,
+    consumption: Consumption,
+    window: int,
+    rules: StepRules = StepRules(),  # noqa: B008 - frozen
+    dispatch_ahead: int = 0,
+) -> StageArbiter:
+    """The arbiter of one of a stage's ``num_members`` processes; a plain one if it is the only one.
+
+    Raises ValueError if there is no such member or protocol.
+    """
+    if not 0 <= member < num_members:
+        raise ValueError(f"member {member} of a group of {num_members}: members are numbered from 0 to one less")
+    try:
+        protocol = GroupProtocol(protocol)
+    except ValueError:
+        raise ValueError(
+            f"group protocol {str(protocol)!r} is unknown: choose one of {', '.join(GroupProtocol)}"
+        ) from None
+    if num_members == 1 or protocol is GroupProtocol.OFF:
+        return StageArbiter(
+            graph,
+            placement,
+            stage,
+            consumption=consumption,
+            window=window,
+            rules=rules,
+            dispatch_ahead=dispatch_ahead,
+        )
+    return _member_class(protocol, member)(
+        graph,
+        placement,
+        stage,
+        member=member,
+        num_members=num_members,
+        consumption=consumption,
+        window=window,
+        rules=rules,
+        dispatch_ahead=dispatch_ahead,
+    )
+
+
+def _member_class(
+    protocol: GroupProtocol, member: int
+) -> type[LeadingMember] | type[FollowingMember] | type[ProposingMember]:
+    if protocol is GroupProtocol.PROPOSE:
+        return ProposingMember
+    return LeadingMember if member == LEADER else FollowingMember

@@ -1,0 +1,96 @@
+"""What the members of a group have in common, whichever way they agree: an arbiter that hears notes and keeps some."""
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from rrfp_jax.arbitration.arbiter import StageArbiter
+from rrfp_jax.arbitration.consumption import Consumption
+from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction, StepStarted
+from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.timeline import IdleReason
+
+LEADER = 0
+"""The member that leads a group."""
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value", bound=Hashable)
+
+
+class GroupMember(StageArbiter, Generic[Key, Value]):
+    """The arbiter of one process among those that a stage spans; used as any other arbiter.
+
+    A subclass says in ``_hear`` what a note does, and in ``_dispatch`` what runs.
+
+    Args:
+        member: its number in the group, which has ``num_members``. All else as for :class:`StageArbiter`, and the same
+            for all members.
+    """
+
+    def __init__(
+        self,
+        graph: PipelineGraph,
+        placement: Placement,
+        stage: int,
+        *,
+        member: int,
+        num_members: int,
+        consumption: Consumption,
+        window: int,
+        rules: StepRules = StepRules(),  # noqa: B008 - frozen
+        dispatch_ahead: int = 0,
+    ) -> None:
+        self.member, self.num_members = member, num_members
+        self.others = tuple(other for other in range(num_members) if other != member)
+        self._kept: dict[int, dict[Key, Value]] = {}
+        super().__init__(
+            graph,
+            placement,
+            stage,
+            consumption=consumption,
+            window=window,
+            rules=rules,
+            dispatch_ahead=dispatch_ahead,
+        )
+
+    def copy(self) -> "GroupMember[Key, Value]":
+        twin = super().copy()
+        assert isinstance(twin, GroupMember)
+        twin._kept = {step: kept.copy() for step, kept in self._kept.items()}
+        return twin
+
+    def key(self) -> Hashable:
+        kept = frozenset((step, key, value) for step, kept in self._kept.items() for key, value in kept.items())
+        return (super().key(), kept)
+
+    def idle_reason(self) -> IdleReason | None:
+        reason = super().idle_reason()
+        if reason in (IdleReason.WINDOW, IdleReason.ORDER) and self._choose()[0] is not None:
+            return IdleReason.AGREEMENT
+        return reason
+
+    def _take(self, event: Event, out: list[Instruction]) -> bool:
+        if not isinstance(event, GroupHeard):
+            return super()._take(event, out)
+        return not self._is_over(event.step) and self._hear(event)
+
+    def _hear(self, event: GroupHeard) -> bool:
+        """Take in a note of the present step or a later one; tells whether the stage may have something to do."""
+        raise NotImplementedError
+
+    def _end_step(self, time_s: float, out: list[Instruction]) -> None:
+        assert self.step is not None
+        self._kept.pop(self.step, None)
+        super()._end_step(time_s, out)
+
+    def _is_current(self, step: int) -> bool:
+        return step == self.step and self.is_active
+
+    def _is_over(self, step: int) -> bool:
+        return self.step is not None and (step < self.step or (step == self.step and not self.is_active))
+
+    def _knows(self, event: InputArrived | StepStarted) -> bool:
+        """Whether this event of the present step or a later one has been taken in before."""
+        if isinstance(event, InputArrived) and self._is_current(event.step):
+            return event.message in self._arrived
+        return any(type(early) is type(event) and early[2] == event[2] for early in self._early.get(event.step, ()))

@@ -1,0 +1,99 @@
+"""What agreement costs: from the moment when a task could have started on all members of a group until it had.
+
+A member could have started a task once the task was ready there (its messages had arrived, its own predecessors had
+finished) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow from the
+member's log of events and instructions alone. Times of different members must be of one clock.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from rrfp_jax.arbitration.arbiter import StageArbiter
+from rrfp_jax.arbitration.events import (
+    Event,
+    FinishStep,
+    InputArrived,
+    Instruction,
+    Message,
+    RunTask,
+    StepStarted,
+    TaskFinished,
+)
+from rrfp_jax.arbitration.plan import StagePlan, stage_plan
+from rrfp_jax.tasks import Task
+
+Log = Iterable[tuple[Event, Sequence[Instruction]]]
+
+
+def agreement_overhead(arbiter: StageArbiter, logs: Sequence[Log]) -> dict[RunTask, float]:
+    """Seconds between a task's launch on the last member and the moment when all could have launched it.
+
+    Args:
+        arbiter: any member's; it tells the stage's tasks and how many of them may be dispatched.
+        logs: one per member, of the same steps. Steps whose start is not in all logs are left out.
+    """
+    members = [_Member(arbiter, log) for log in logs]
+    launched = set.intersection(*(set(member.launch_s) for member in members)) if members else set()
+    return {
+        run: max(member.launch_s[run] for member in members) - max(member.could_launch_s(run) for member in members)
+        for run in sorted(launched)
+        if all(run.step in member.plans for member in members)
+    }
+
+
+class _Member:
+    """When things happened on one member, by its log; what was before the log's beginning was at minus infinity."""
+
+    def __init__(self, arbiter: StageArbiter, log: Log) -> None:
+        self.arbiter = arbiter
+        self.plans: dict[int, StagePlan] = {}
+        self.begin_s: dict[int, float] = {}
+        self.arrival_s: dict[tuple[int, Message], float] = {}
+        self.finish_s: dict[tuple[int, Task], float] = {}
+        self.launch_s: dict[RunTask, float] = {}
+        self.idle_s: dict[RunTask, float] = {}
+        """Since when the member could have taken a task, for each that it took."""
+        self._num_running, self._idle_since_s = 0, -inf
+        for event, instructions in log:
+            self._take(event)
+            for instruction in instructions:
+                self._answer(instruction, event.time_s)
+
+    def could_launch_s(self, run: RunTask) -> float:
+        return max(self.idle_s[run], self._ready_s(run.step, self.plans[run.step].index[run.task]))
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, StepStarted):
+            graph = self.arbiter.graph.skipping_also(event.absent)
+            arbiter = self.arbiter
+            self.plans[event.step] = stage_plan(graph, arbiter.placement, arbiter.stage, arbiter.rules)
+            self.begin_s[event.step] = max(event.time_s, self.begin_s.get(event.step, -inf))
+        elif isinstance(event, InputArrived):
+            self.arrival_s.setdefault((event.step, event.message), event.time_s)
+        elif isinstance(event, TaskFinished):
+            self.finish_s[event.step, event.task] = event.time_s
+            self._num_running -= 1
+            if self._num_running == self.arbiter.dispatch_ahead:
+                self._idle_since_s = event.time_s
+
+    def _answer(self, instruction: Instruction, time_s: float) -> None:
+        if isinstance(instruction, FinishStep):
+            self.begin_s[instruction.step + 1] = time_s
+        elif isinstance(instruction, RunTask):
+            self.launch_s[instruction] = time_s
+            self.idle_s[instruction] = self._idle_since_s
+            self._num_running += 1
+            self._idle_since_s = time_s
+
+    def _ready_s(self, step: int, node: int) -> float:
+        """When a task or gate had all that it waits for."""
+        plan = self.plans[step]
+        ready_s = self.begin_s[step]
+        for before in plan.prerequisites(node):
+            if isinstance(before, Message):
+                ready_s = max(ready_s, self.arrival_s.get((step, before), -inf))
+            elif before < len(plan.tasks):
+                ready_s = max(ready_s, self.finish_s.get((step, plan.tasks[before]), -inf))
+            else:
+                ready_s = max(ready_s, self._ready_s(step, before))
+        return ready_s

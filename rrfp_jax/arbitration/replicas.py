@@ -1,0 +1,122 @@
+"""Data parallelism as one larger pipeline: the whole pipeline several times, side by side.
+
+Replica ``r`` of a pipeline of C chunks on S stages is the chunks ``r * C ..`` on the stages ``r * S ..``. It runs a
+block of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
+parameters with their counterparts. So every replica of a stage is a stage of its own, with an arbiter, a window and an
+order of its own; a chunk's R waits until its gradients are complete in all replicas, by messages as any other task
+does; and simulation and checking need to know nothing of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replication:
+    """How chunks of the larger pipeline relate to those of one replica."""
+
+    num_chunks: int
+    """Of one replica."""
+    num_microbatches: int
+    """Of one replica."""
+    num_replicas: int
+
+    def chunk(self, chunk: int, replica: int) -> int:
+        """The number in the larger pipeline of a replica's chunk."""
+        return replica * self.num_chunks + chunk
+
+    def base(self, chunk: int) -> int:
+        """The number within its replica of a chunk of the larger pipeline."""
+        return chunk % self.num_chunks
+
+    def replica(self, chunk: int) -> int:
+        """The replica that a chunk of the larger pipeline belongs to."""
+        return chunk // self.num_chunks
+
+    def of_replica(self, chunks: Iterable[int], replica: int) -> list[int]:
+        """Those of some chunks that belong to a replica."""
+        return [chunk for chunk in chunks if self.replica(chunk) == replica]
+
+    def owner(self, microbatch: int) -> int:
+        """The replica that runs a microbatch."""
+        return microbatch // self.num_microbatches
+
+    def pairs(self, pairs: Iterable[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+        """(chunk of one replica, microbatch of the step) as pairs of the larger pipeline."""
+        return frozenset((self.chunk(c, self.owner(m)), m) for c, m in pairs)
+
+    def task(self, task: Task, replica: int) -> Task:
+        """A replica's task in the larger pipeline."""
+        kind, chunk, m = task
+        return Task(kind, self.chunk(chunk, replica), m if m < 0 else replica * self.num_microbatches + m)
+
+
+def replication(graph: PipelineGraph, num_replicas: int) -> Replication:
+    """The replication of a pipeline with this graph; raises ValueError for less than 1 replica."""
+    if num_replicas < 1:
+        raise ValueError(f"the number of replicas is {num_replicas}: give at least 1")
+    return Replication(num_chunks=graph.num_chunks, num_microbatches=graph.num_microbatches, num_replicas=num_replicas)
+
+
+def microbatches_per_replica(num_microbatches: int, num_replicas: int) -> int:
+    """Each replica's share of a step's microbatches; raises ValueError where there is no equal one."""
+    if num_microbatches % num_replicas:
+        raise ValueError(
+            f"{num_microbatches} microbatches cannot be dealt out evenly to {num_replicas} data-parallel replicas: "
+            f"give a multiple of {num_replicas}"
+        )
+    return num_microbatches // num_replicas
+
+
+def replicated_placement(placement: Placement, num_replicas: int) -> Placement:
+    """The placement of all replicas."""
+    num_stages = placement.num_stages
+    return Placement(tuple(r * num_stages + s for r in range(num_replicas) for s in placement.stage_of_chunk))
+
+
+def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
+    """The graph of all replicas; ``graph`` is that of one, with its own share of the microbatches."""
+    if num_replicas == 1:
+        return graph
+    copies, replicas = replication(graph, num_replicas), range(num_replicas)
+    share = graph.num_microbatches
+    foreign = (
+        (copies.chunk(c, r), m)
+        for r, c, m in product(replicas, range(graph.num_chunks), range(share * num_replicas))
+        if copies.owner(m) != r
+    )
+    tied = {chunk for group in graph.shared for chunk in group}
+    groups = [*graph.shared, *((c,) for c in range(graph.num_chunks) if c not in tied)]
+    return PipelineGraph(
+        copies.num_chunks * num_replicas,
+        share * num_replicas,
+        tuple(
+            Edge(copies.chunk(source, r), copies.chunk(target, r), carries)
+            for r in replicas
+            for source, target, carries in graph.edges
+        ),
+        absent=frozenset([*foreign, *((copies.chunk(c, r), r * share + m) for r in replicas for c, m in graph.absent)]),
+        split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
+        shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
+    )
+
+
+def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:
+    """The table of all replicas: every one follows the same rows with its own microbatches."""
+    if num_replicas == 1:
+        return table
+    copies = replication(table.graph, num_replicas)
+    return ScheduleTable(
+        table.name,
+        replicated_placement(table.placement, num_replicas),
+        replicated_graph(table.graph, num_replicas),
+        tuple(
+            tuple(None if task is None else copies.task(task, r) for task in row)
+            for r in range(num_replicas)
+            for row in table.rows
+        ),
+    )

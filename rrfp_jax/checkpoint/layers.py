@@ -1,0 +1,145 @@
+"""The state of a chunk, taken apart into layers and put together again.
+
+A layer's optimizer state is the state that the optimizer would have for a model of this layer alone. As every optimizer
+here acts leaf by leaf, that is well defined, and so the state of any chunk follows from those of its layers: an array
+of the chunk's state belongs to the layers whose own states have an array at the same path. Moments are found in one
+layer; counts are found in all of them, are equal in all, and are kept with each.
+
+``optax.tree_utils.tree_map_params`` finds the same arrays (the tests compare the two), but it shows the optimizer
+placeholders instead of parameters, and masks and labels that go by a layer's name or an array's shape fail on these.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rrfp_jax.checkpoint.host_arrays import is_key
+from rrfp_jax.checkpoint.names import Name, describe, name_of, named_leaves
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.initial import ChunkState, parts_of, pick
+from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.specs import Specs
+from rrfp_jax.programs.specs import describe as describe_spec
+
+PARAMS, OPTIMIZER = "params", "optimizer"
+
+
+class ChunkLayers:
+    """Takes the state of one chunk apart by layer, and puts it together.
+
+    Args:
+        chunk: the chunk.
+        optimizer: as the chunk's update runs it.
+        trains: False for a chunk that no gradient reaches; it has no optimizer state.
+
+    Raises ValueError for an optimizer whose state for several layers is not made of its states for each of them.
+    """
+
+    def __init__(self, chunk: Chunk, optimizer: optax.GradientTransformation, *, trains: bool = True) -> None:
+        specs = param_specs(chunk)
+        self.names = tuple(specs)
+        """The chunk's layers."""
+        parts = parts_of(chunk, specs) if trains else ()
+        self._parts = tuple(_part_plan(optimizer, pick(specs, part)) for part in parts)
+
+    def split(self, state: ChunkState) -> dict[Name, Any]:
+        """Every array (or spec) of parameters and optimizer state by name, the layer first; nothing is copied."""
+        leaves = {
+            (layer, PARAMS, *name): leaf
+            for layer in self.names
+            for name, leaf in named_leaves(state.params[layer]).items()
+        }
+        for plan, part in zip(self._parts, state.optimizer_state, strict=True):
+            for names, leaf in zip(plan, jax.tree.leaves(part), strict=True):
+                leaves |= dict.fromkeys(names, leaf)
+        return leaves
+
+    def join(self, leaves: Mapping[Name, Any], target: ChunkState) -> ChunkState:
+        """The state with the structure of ``target`` that :meth:`split` takes apart into ``leaves``.
+
+        ``target`` has arrays or specs with shardings; accumulators become zeros. Raises ValueError where layers
+        disagree on what they have in common, such as the number of updates.
+        """
+        params = {}
+        for layer in self.names:
+            names = [(layer, PARAMS, *name) for name in named_leaves(target.params[layer])]
+            params[layer] = jax.tree.unflatten(
+                jax.tree.structure(target.params[layer]), [leaves[name] for name in names]
+            )
+        optimizer_state = tuple(
+            jax.tree.unflatten(jax.tree.structure(part), [_common(names, leaves) for names in plan])
+            for plan, part in zip(self._parts, target.optimizer_state, strict=True)
+        )
+        return ChunkState(params, optimizer_state, jax.tree.map(_zeros, target.accumulators))
+
+
+_PartPlan = tuple[tuple[Name, ...], ...]
+"""For every array of a part's optimizer state the names under which it is kept: one per layer that it belongs to."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    state: dict[tuple[Any, ...], Any]
+    """The optimizer's state for this layer alone, by path."""
+
+
+def _part_plan(optimizer: optax.GradientTransformation, params: Mapping[str, Specs]) -> _PartPlan:
+    layers = [_Layer(name, _state_by_path(optimizer, {name: layer})) for name, layer in params.items()]
+    whole = _state_by_path(optimizer, dict(params))
+    plan = tuple(_names(path, leaf, layers) for path, leaf in whole.items())
+    missing = {path for layer in layers for path in layer.state} - whole.keys()
+    if missing:
+        raise ValueError(
+            f"the optimizer's state for one layer has {jax.tree_util.keystr(min(missing, key=str))}, its state for "
+            f"{', '.join(params)} has not: {_REMEDY}"
+        )
+    return plan
+
+
+_REMEDY = "a checkpoint keeps optimizer state by layer, so it must look alike for one layer and for several"
+
+
+def _state_by_path(optimizer: optax.GradientTransformation, params: dict[str, Specs]) -> dict[tuple[Any, ...], Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)))
+
+
+def _names(path: tuple[Any, ...], leaf: Any, layers: Sequence[_Layer]) -> tuple[Name, ...]:
+    own = [layer for layer in layers if path in layer.state]
+    for layer in own:
+        alone = layer.state[path]
+        if (alone.shape, alone.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"the optimizer's state {jax.tree_util.keystr(path)} is {describe_spec(alone)} for {layer.name} and "
+                f"{describe_spec(leaf)} for {len(layers)} layers: {_REMEDY}"
+            )
+    if not own:
+        raise ValueError(f"the optimizer's state {jax.tree_util.keystr(path)} belongs to no single layer: {_REMEDY}")
+    return tuple((layer.name, OPTIMIZER, *name_of(path)) for layer in own)
+
+
+def _common(names: tuple[Name, ...], leaves: Mapping[Name, Any]) -> Any:
+    first, *others = (leaves[name] for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if not _equal(first, other):
+            raise ValueError(
+                f"the layers of the checkpoint do not belong together: {describe(names[0])} and {describe(name)} differ"
+            )
+    return first
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if is_key(first):
+        first, second = jax.random.key_data(first), jax.random.key_data(second)
+    shares = zip(first.addressable_shards, second.addressable_shards, strict=True)
+    return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in shares)
+
+
+def _zeros(spec: Any) -> jax.Array:
+    """Made piece by piece, so that no process waits for others that share the array."""
+    piece = np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
+    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: piece)

@@ -1,0 +1,145 @@
+"""Finding what can be restored, and reading it."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rrfp_jax.checkpoint.host_arrays import is_key
+from rrfp_jax.checkpoint.names import Name, describe
+from rrfp_jax.checkpoint.orbax_reading import read_arrays
+from rrfp_jax.checkpoint.record import Commit, PartRecord, Unusable, check_file, step_directory, step_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A committed step."""
+
+    step: int
+    path: Path
+    layout: Mapping[str, Any]
+    """How the run that saved was laid out; for people."""
+    host: Mapping[str, Any]
+    """What was given to ``save`` beside arrays."""
+    parts: Mapping[Path, PartRecord]
+    """By the directory of the part."""
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps that directories are named after, newest first."""
+    if not root.is_dir():
+        return []
+    steps = {step_of(entry) for entry in root.iterdir() if entry.is_dir()}
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def open_step(root: Path, step: int) -> Found:
+    """Read the records of a step; raises Unusable, with one sentence, where there is nothing to restore.
+
+    What the files hold is not looked at: see :func:`check_files`.
+    """
+    directory = step_directory(root, step)
+    if not directory.is_dir():
+        raise Unusable(f"step {step} cannot be restored from {root}: there is no {directory.name}")
+    try:
+        commit = Commit.read(directory)
+        data = directory / commit.data
+        parts = {data / part: PartRecord.read(data / f"{part}.json", sha) for part, sha in commit.parts.items()}
+    except Unusable as error:
+        raise Unusable(f"step {step} cannot be restored from {directory}: {error}") from None
+    return Found(step=step, path=directory, layout=commit.layout, host=commit.host, parts=parts)
+
+
+def check_files(found: Found, rank: int, num_ranks: int) -> str | None:
+    """What is wrong with a step's files, in one sentence, or None; every rank looks at its share of the files."""
+    files = [(path / name, expected) for path, part in found.parts.items() for name, expected in part.files.items()]
+    files.sort(key=lambda file: file[1].num_bytes)
+    for path, expected in files[rank::num_ranks]:
+        problem = check_file(path, expected)
+        if problem:
+            return f"step {found.step} cannot be restored from {found.path}: {path.relative_to(found.path)} {problem}"
+    return None
+
+
+def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array]:
+    """Read arrays in the shardings of ``specs``, a few at a time, and only this process's own share of each.
+
+    Beside what was read before, memory holds the arrays being read twice, which are one or together at most 16 MiB.
+
+    Raises ValueError for an array that the step does not have, or has in another shape or dtype.
+    """
+    part_of_layer = {layer: path for path, part in found.parts.items() for layer in part.layers}
+    by_layer: dict[str, dict[Name, Any]] = {}
+    arrays: dict[Name, jax.Array] = {}
+    for name, spec in specs.items():
+        if spec.size:
+            by_layer.setdefault(name[0], {})[name] = _data_spec(spec)
+        else:
+            arrays[name] = _empty(spec)
+    for layer, wanted in by_layer.items():
+        part = part_of_layer.get(layer)
+        if part is None:
+            raise ValueError(f"{found.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
+        _check_specs(found, found.parts[part], wanted)
+        for batch in _batches(wanted):
+            arrays |= read_arrays(part, batch)
+    return {name: _typed(arrays[name], spec) for name, spec in specs.items()}
+
+
+def _batches(specs: Mapping[Name, Any]) -> Iterator[dict[Name, Any]]:
+    batch: dict[Name, Any] = {}
+    held_bytes = 0
+    for name, spec in specs.items():
+        shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
+        num_bytes = shard_bytes * len(spec.sharding.addressable_devices)
+        if batch and held_bytes + num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, held_bytes = {}, 0
+        batch[name] = spec
+        held_bytes += num_bytes
+    yield batch
+
+
+_BATCH_BYTES = 16 << 20
+_REMEDY = "resume with the model and the optimizer that it was saved with"
+
+
+def _check_specs(found: Found, part: PartRecord, wanted: Mapping[Name, Any]) -> None:
+    for name, spec in wanted.items():
+        saved = part.arrays.get(name)
+        if saved is None:
+            raise ValueError(f"{found.path} has no array {describe(name)}: {_REMEDY}")
+        here = (np.dtype(spec.dtype).name, tuple(spec.shape))
+        if saved != here:
+            raise ValueError(
+                f"{describe(name)} is {_text(*saved)} in {found.path} and {_text(*here)} in this run: {_REMEDY}"
+            )
+
+
+def _text(dtype: str, shape: Iterable[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _data_spec(spec: Any) -> Any:
+    """What is stored of an array: of typed random keys, their data."""
+    if not is_key(spec):
+        return spec
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
+
+
+def _typed(array: jax.Array, spec: Any) -> jax.Array:
+    if not is_key(spec):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
+
+
+def _empty(spec: Any) -> jax.Array:
+    return jax.make_array_from_callback(
+        spec.shape, spec.sharding, lambda _: np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
+    )

@@ -1,0 +1,158 @@
+"""The records that make a directory a committed step.
+
+::
+
+    step_00000010/
+        commit.json            names the data and the parts; without it, or damaged, nothing here counts
+        data-1f3c09a2/         one attempt at saving the step
+            embedding/         a part: an Orbax checkpoint, named after its first layer
+            embedding.json     what the part consists of: arrays, and every file with its checksum
+
+``commit.json`` is written last, by one process, in one piece, with checksums of the parts' records and of itself. So a
+step is committed as a whole or not at all, whichever process is killed when. A second attempt at the same step, or a
+process of an earlier run that has not died yet, writes to another ``data-...`` directory.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rrfp_jax.checkpoint.files import FileSum, canonical_json, sum_file, write_whole
+from rrfp_jax.checkpoint.names import Name
+
+FORMAT, VERSION = "rrfp-jax checkpoint", 1
+COMMIT = "commit.json"
+_STEP = re.compile(r"step_(\d{8,})")
+_DATA = re.compile(r"data-[0-9a-f]+")
+_TEMPORARY = re.compile(re.escape(COMMIT) + r"\.[0-9a-f]+\.tmp")
+
+
+class Unusable(ValueError):
+    """A checkpoint that cannot be restored; the message says in one sentence why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRecord:
+    """What a part consists of."""
+
+    layers: tuple[str, ...]
+    arrays: Mapping[Name, tuple[str, tuple[int, ...]]]
+    """Dtype and shape of every array that has elements."""
+    files: Mapping[str, FileSum]
+    """By path relative to the part's directory."""
+
+    def write(self, path: Path) -> str:
+        """Write the record, and return its checksum."""
+        data = canonical_json(
+            {
+                "layers": list(self.layers),
+                "arrays": [[list(name), dtype, list(shape)] for name, (dtype, shape) in self.arrays.items()],
+                "files": self.files,
+            }
+        )
+        write_whole(path, data)
+        return hashlib.sha256(data).hexdigest()
+
+    @classmethod
+    def read(cls, path: Path, checksum: str) -> "PartRecord":
+        """Read what :meth:`write` wrote; raises Unusable for anything else."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise Unusable(f"{path.name} cannot be read ({error.strerror})") from None
+        if hashlib.sha256(data).hexdigest() != checksum:
+            raise Unusable(f"{path.name} is damaged")
+        content = json.loads(data)
+        return cls(
+            layers=tuple(content["layers"]),
+            arrays={tuple(name): (dtype, tuple(shape)) for name, dtype, shape in content["arrays"]},
+            files={name: FileSum(*of) for name, of in content["files"].items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """What ``commit.json`` says."""
+
+    step: int
+    data: str
+    """Name of the directory with the parts."""
+    parts: Mapping[str, str]
+    """Checksum of every part's record."""
+    layout: Mapping[str, Any]
+    """How the run that saved was laid out; for people."""
+    host: Mapping[str, Any]
+    """What the run keeps beside arrays."""
+
+    def write(self, directory: Path) -> None:
+        """Commit the step."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "data": self.data,
+            "parts": dict(self.parts),
+            "layout": dict(self.layout),
+            "host": dict(self.host),
+        }
+        data = {"content": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+        write_whole(directory / COMMIT, json.dumps(data, indent=1).encode())
+
+    @classmethod
+    def read(cls, directory: Path) -> "Commit":
+        """Read what :meth:`write` wrote; raises Unusable for anything else."""
+        try:
+            data = json.loads((directory / COMMIT).read_bytes())
+        except FileNotFoundError:
+            raise Unusable("it was never committed") from None
+        except OSError as error:
+            raise Unusable(f"{COMMIT} cannot be read ({error.strerror})") from None
+        except ValueError:
+            raise Unusable(f"{COMMIT} is damaged") from None
+        content = data.get("content") if isinstance(data, dict) else None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise Unusable("it is no checkpoint of this package")
+        if hashlib.sha256(canonical_json(content)).hexdigest() != data.get("sha256"):
+            raise Unusable(f"{COMMIT} is damaged")
+        if content.get("version") != VERSION:
+            raise Unusable(f"it has format version {content.get('version')}, this package reads {VERSION}")
+        fields = {name: content[name] for name in ("step", "data", "parts", "layout", "host")}
+        if step_of(directory) != fields["step"]:
+            raise Unusable(f"it is a copy of step {fields['step']} under another name")
+        return cls(**fields)
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where a step is kept."""
+    return root / f"step_{step:08d}"
+
+
+def step_of(directory: Path) -> int | None:
+    """The step that a directory's name says, or None."""
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether a step's directory holds nothing but what this package puts there, so that it may be removed."""
+    return all(
+        entry.name == COMMIT or _DATA.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
+        for entry in directory.iterdir()
+    )
+
+
+def check_file(path: Path, expected: FileSum) -> str | None:
+    """What is wrong with a file, or None."""
+    try:
+        found = sum_file(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if found.num_bytes != expected.num_bytes:
+        return f"has {found.num_bytes} bytes instead of {expected.num_bytes}"
+    return None if found == expected else "is damaged"

@@ -1,0 +1,92 @@
+"""Which process and device does what: ``num_stages x data x tensor`` devices, dealt out to ranks in order.
+
+A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on ``tensor`` devices. Devices are
+numbered with the tensor axis innermost, then data, then stages, and dealt out to the ranks (processes) in that order,
+the same number to each. So a rank may host several units, and a unit may span several ranks, which then form its
+*group*.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of parallelism and the number of processes. Raises ValueError where they do not fit together."""
+
+    num_stages: int
+    data: int = 1
+    """Replicas of the whole pipeline, each with its own share of the microbatches."""
+    tensor: int = 1
+    """Devices that share each layer of a stage."""
+    num_ranks: int = 1
+    """Processes."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "data", "tensor", "num_ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.num_devices % self.num_ranks:
+            raise ValueError(
+                f"{self.num_stages} stages x data {self.data} x tensor {self.tensor} need {self.num_devices} devices, "
+                f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
+                f"divides {self.num_devices}"
+            )
+
+    @property
+    def num_units(self) -> int:
+        return self.num_stages * self.data
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_units * self.tensor
+
+    @property
+    def devices_per_rank(self) -> int:
+        return self.num_devices // self.num_ranks
+
+    def unit(self, stage: int, replica: int) -> int:
+        """The number of a unit; replica 0 comes first, so that without data parallelism units are stages."""
+        return replica * self.num_stages + stage
+
+    def stage_of(self, unit: int) -> int:
+        return unit % self.num_stages
+
+    def replica_of(self, unit: int) -> int:
+        return unit // self.num_stages
+
+    def devices_of(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of a unit's devices, along its tensor axis."""
+        first = (self.stage_of(unit) * self.data + self.replica_of(unit)) * self.tensor
+        return tuple(range(first, first + self.tensor))
+
+    def rank_of_device(self, device: int) -> int:
+        return device // self.devices_per_rank
+
+    def ranks_of(self, unit: int) -> tuple[int, ...]:
+        """The ranks that hold a unit's devices, ascending; the first one leads the group."""
+        return self._ranks_of[unit]
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """The units of which a rank holds devices, ascending."""
+        return tuple(unit for unit in range(self.num_units) if rank in self._ranks_of[unit])
+
+    def units_of_stage(self, stage: int) -> tuple[int, ...]:
+        """All replicas of a stage."""
+        return tuple(self.unit(stage, replica) for replica in range(self.data))
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold devices of any replica of a stage, ascending."""
+        return tuple(sorted({rank for unit in self.units_of_stage(stage) for rank in self._ranks_of[unit]}))
+
+    @cached_property
+    def _ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(dict.fromkeys(self.rank_of_device(device) for device in self.devices_of(unit)))
+            for unit in range(self.num_units)
+        )
+
+    def describe(self) -> str:
+        """For messages: ``2 stages x data 2 x tensor 2 on 4 processes``."""
+        processes = "process" if self.num_ranks == 1 else "processes"
+        return f"{self.num_stages} stages x data {self.data} x tensor {self.tensor} on {self.num_ranks} {processes}"

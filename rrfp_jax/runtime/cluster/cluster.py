@@ -1,0 +1,221 @@
+"""A rank's way into its run: come together, connect, watch the others, and only then start JAX.
+
+The order keeps every failure visible. Before the rendezvous is complete nothing can hang for longer than its deadline;
+from :meth:`Cluster.connect` on, the death of another rank is noticed on a thread of its own, also while this one waits
+inside JAX or compiles.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Self
+
+from rrfp_jax.runtime.cluster.config import ClusterConfig
+from rrfp_jax.runtime.cluster.loop import LoopThread
+from rrfp_jax.runtime.cluster.membership import Membership
+from rrfp_jax.runtime.exit_codes import PEER_LOST
+from rrfp_jax.runtime.network import (
+    Hello,
+    Member,
+    NetworkSettings,
+    PeerAddress,
+    PeerNetwork,
+    RendezvousFailed,
+    RunKey,
+    meet,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+_PAUSE_S = 0.1
+_MORE_LOSSES_S = 0.2
+
+
+class StartFailed(RuntimeError):
+    """The processes of the run could not be brought together; the text says who is missing and what differs."""
+
+
+def join(
+    membership: Membership, configuration: Mapping[str, Any], config: ClusterConfig, *, key: RunKey | None = None
+) -> "Cluster":
+    """Meet all other ranks; returns when all have come with the same configuration.
+
+    Args:
+        configuration: what must be the same on all ranks, as plain data.
+        key: the run's; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
+
+    Raises:
+        StartFailed: where ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
+        ValueError: where no usable key is given, or the interface is none of this host.
+    """
+    key = RunKey.from_environment() if key is None else key
+    network = PeerNetwork(
+        rank=membership.rank,
+        num_ranks=membership.num_ranks,
+        key=key,
+        settings=NetworkSettings(
+            interface=membership.interface or config.interface,
+            silence_deadline_s=config.silence_deadline_s,
+            encrypt_arrays=config.encrypt_arrays,
+        ),
+    )
+    member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
+    # Ranks of different versions may compile different programs and then wait for each other.
+    hello = Hello.of(member, membership.num_ranks, {**configuration, "version of jax": version("jax")})
+    try:
+        members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
+        addresses = {other.rank: PeerAddress(**other.address) for other in members}
+    except BaseException as error:
+        network.close(linger_s=0)
+        if isinstance(error, RendezvousFailed):
+            raise StartFailed(str(error)) from error
+        raise
+    return Cluster(membership, config, network, addresses, tuple(other.host for other in members))
+
+
+class Cluster:
+    """This process's place among all that have met. Made by :func:`join`; close it, or use it as a context manager.
+
+    ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
+    ``addresses`` and ``hosts`` say where each rank is.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        config: ClusterConfig,
+        network: PeerNetwork,
+        addresses: Mapping[int, PeerAddress],
+        hosts: tuple[str, ...],
+    ) -> None:
+        self.rank, self.num_ranks = membership.rank, membership.num_ranks
+        self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
+        self.loop = LoopThread()
+        self._config = config
+        self._on_lost: Callable[[int, str], None] = self._give_up
+        self._on_left: Callable[[int], None] = lambda rank: self._give_up(rank, "it has ended")
+        self._losses: list[str] = []
+        self._is_connecting = self._is_connected = False
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    def watch(self, lost: Callable[[int, str], None], left: Callable[[int], None] | None = None) -> None:
+        """Hand over who is told, on the event loop, of a rank that died and of one that ended in good order.
+
+        Until somebody takes over, either ends this process with exit code 5 and one sentence.
+        """
+        self._on_lost, self._on_left = lost, left or (lambda rank: None)
+
+    def connect(self) -> None:
+        """Start the network on ``loop`` and wait until every connection stands.
+
+        Raises:
+            StartFailed: where another rank cannot be reached, or ends meanwhile.
+        """
+        self._is_connecting = True
+        self.network.start(
+            self.loop.loop,
+            self.addresses,
+            lost=self._lost,
+            left=self._left,
+        )
+        try:
+            self.network.wait_connected(self._config.start_deadline_s)
+        except ConnectionError as error:
+            raise StartFailed(str(error)) from error
+        self._is_connecting, self._is_connected = False, True
+
+    def initialize_jax(
+        self, platform: str | None, num_local_devices: int, *, pinned: bool = False
+    ) -> tuple["jax.Device", ...]:
+        """Start JAX in all processes together; after :meth:`connect`, before anything else uses JAX's devices.
+
+        Args:
+            platform: ``cpu`` for virtual devices, else as JAX names it; None: what JAX finds.
+            num_local_devices: how many devices this rank, as every other, must have.
+            pinned: fix the size of XLA's CPU thread pools unless ``NPROC`` does, so that sums do not depend on it.
+
+        Returns:
+            This rank's first ``num_local_devices`` devices.
+
+        Raises:
+            ValueError: where a rank has too few devices.
+            StartFailed: where the coordination service cannot be reached.
+        """
+        if not self._is_connected:
+            raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
+        from rrfp_jax.runtime.cluster.start_jax import start_jax
+
+        self._await_coordinator()
+        return start_jax(
+            self.membership,
+            self.hosts,
+            platform=platform,
+            num_local=num_local_devices,
+            listen_on=self._own_host(),
+            timeout_s=self._config.start_deadline_s,
+            pinned=pinned,
+        )
+
+    def close(self) -> None:
+        """Say farewell to the others and free sockets and threads; JAX's backends stay until the process ends."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.watch(lambda rank, reason: None)
+        self.network.close()
+        self.loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own_host(self) -> str:
+        return self.network.address.messages.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def _await_coordinator(self) -> None:
+        """JAX would go on trying without a word."""
+        host, _, port = self.membership.coordinator.rpartition(":")
+        until_s = time.monotonic() + self._config.start_deadline_s
+        while True:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=self._config.start_deadline_s).close()
+                return
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    raise StartFailed(
+                        f"rank {self.rank} cannot reach the coordination service at {self.membership.coordinator}: "
+                        f"{error.strerror or error}"
+                    ) from error
+            time.sleep(_PAUSE_S)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self._on_lost(rank, reason)
+
+    def _left(self, rank: int) -> None:
+        self._on_left(rank)
+
+    def _give_up(self, rank: int, reason: str) -> None:
+        if self._is_connecting:
+            return  # connect raises
+        if not self._losses:
+            # Others end for the same reason, and may be noticed before the rank that was first.
+            self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
+        self._losses.append(f"rank {rank} ({reason})")
+
+    def _end(self) -> None:
+        text = f"error: rank {self.rank} lost {', '.join(self._losses)} before the run had begun"
+        with suppress(OSError):
+            sys.stdout.flush()
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+        os._exit(PEER_LOST)

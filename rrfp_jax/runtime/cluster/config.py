@@ -1,0 +1,38 @@
+"""How the processes of a run find and watch each other; the same on all ranks."""
+
+import math
+from dataclasses import dataclass
+
+from rrfp_jax.runtime.network.sockets import LOOPBACK
+
+HEARTBEAT_TIMEOUT_S = 24 * 3600
+"""After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
+after :class:`ClusterConfig`'s ``silence_deadline_s``, so that the ranks notice first and end by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The processes of a run, where there are several."""
+
+    silence_deadline_s: float = 60.0
+    """How long another process may be silent before it counts as lost; a closed connection is noticed at once."""
+    start_deadline_s: float = 300.0
+    """How long all processes may take to come together."""
+    interface: str = LOOPBACK
+    """Address or name (``eth0``) of the network interface that the processes listen on."""
+    encrypt_arrays: bool = True
+    """False sends arrays authenticated only by their head and not encrypted: faster, for networks that are trusted."""
+    detect: bool = False
+    """Ask JAX (SLURM, Kubernetes, Open MPI) for this process's rank and the number of ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("silence_deadline_s", "start_deadline_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
+        if self.silence_deadline_s > (limit := HEARTBEAT_TIMEOUT_S / 24):
+            raise ValueError(
+                f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "
+                "which ends processes without a report, must come later"
+            )
+        if not self.interface.strip():
+            raise ValueError("interface is empty: give an address or a name as eth0, or 127.0.0.1 for one machine")

@@ -1,0 +1,55 @@
+"""An asyncio event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_STOP_TIMEOUT_S = 5.0
+
+
+class LoopThread:
+    """Runs ``loop`` from the start until :meth:`close`, in a daemon thread."""
+
+    def __init__(self, name: str = "rrfp-loop") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls are still carried out."""
+        return self._thread.is_alive()
+
+    def call(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
+        """Call ``function(*args)`` on the loop and return its result or raise its error; from any thread.
+
+        Raises:
+            RuntimeError: where the loop is closed.
+            TimeoutError: where the call has not ended within ``timeout_s``; it may still do so later.
+        """
+        if threading.current_thread() is self._thread:
+            return function(*args)
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return future.result(timeout_s)
+
+    def close(self) -> None:
+        """End the loop after the call it is in; what is scheduled for later is dropped. May be called again."""
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()

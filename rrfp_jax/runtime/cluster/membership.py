@@ -1,0 +1,107 @@
+"""Which rank a process is, and where the run meets: what a launcher tells the processes it starts, by environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
+RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
+ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
+_YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A process's place in a run."""
+
+    rank: int
+    num_ranks: int
+    rendezvous: str
+    """Where all ranks meet, ``tcp://host:port``."""
+    coordinator: str
+    """JAX's coordination service, ``host:port``."""
+    attempt: int = 0
+    """How often the launcher has restarted the run."""
+    interface: str | None = None
+    """This host's network interface, where it is not the one that the configuration names for all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(
+                f"{RANK} is {self.rank} and {NUM_RANKS} {self.num_ranks}: ranks count from 0 to {self.num_ranks - 1}"
+            )
+        if not self.rendezvous.startswith("tcp://") or not _has_port(self.rendezvous):
+            raise ValueError(f"{RENDEZVOUS} is '{self.rendezvous}': give tcp://host:port")
+        if not _has_port(self.coordinator):
+            raise ValueError(f"{COORDINATOR} is '{self.coordinator}': give host:port")
+        if self.attempt < 0:
+            raise ValueError(f"{ATTEMPT} is {self.attempt}: give 0 or more")
+
+    def environment(self) -> dict[str, str]:
+        """The variables that :func:`membership_from` reads; the run key comes beside them."""
+        variables = {
+            RANK: str(self.rank),
+            NUM_RANKS: str(self.num_ranks),
+            RENDEZVOUS: self.rendezvous,
+            COORDINATOR: self.coordinator,
+            ATTEMPT: str(self.attempt),
+        }
+        return variables if self.interface is None else variables | {INTERFACE: self.interface}
+
+
+def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Membership | None:
+    """This process's place; None where nothing says that it is one of several.
+
+    Args:
+        detect: ask JAX for the rank and the number of ranks, where ``RRFP_RANK`` does not tell them. ``RRFP_DETECT=1``
+            does the same.
+
+    Raises:
+        ValueError: where the environment is incomplete or malformed, or JAX detects nothing.
+    """
+    detect = _flag(environ, DETECT) or detect
+    if RANK not in environ and not detect:
+        if stray := [name for name in (NUM_RANKS, RENDEZVOUS, COORDINATOR) if name in environ]:
+            raise ValueError(f"{' and '.join(stray)} set but not {RANK}: set it too, or {DETECT}=1")
+        return None
+    if RANK in environ:
+        rank, num_ranks = _number(environ, RANK), _number(environ, NUM_RANKS)
+    else:
+        from rrfp_jax.runtime.cluster.detection import detect_rank
+
+        rank, num_ranks = detect_rank()
+    return Membership(
+        rank=rank,
+        num_ranks=num_ranks,
+        rendezvous=_text(environ, RENDEZVOUS),
+        coordinator=_text(environ, COORDINATOR),
+        attempt=_number(environ, ATTEMPT) if ATTEMPT in environ else 0,
+        interface=environ.get(INTERFACE) or None,
+    )
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ValueError(
+            f"this process is one of several, but {name} is not set: start it with python -m experiments.launch, or "
+            "give it the value that the supervisor prints"
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{name} is '{text}': give a number")
+    return int(text)
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "").lower()
+    if text not in (*_YES, *_NO):
+        raise ValueError(f"{name} is '{text}': give 1 or 0")
+    return text in _YES
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host.removeprefix("tcp://")) and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16

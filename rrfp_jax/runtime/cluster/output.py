@@ -1,0 +1,71 @@
+"""What the processes print, line by line, each line with its process's name."""
+
+import os
+import threading
+from typing import IO, BinaryIO
+
+PREFIXES = ("auto", "always", "never")
+_MAX_PART_BYTES = 1 << 20
+"""Of a longer line, this much is copied at a time."""
+
+
+class Output:
+    """Copies lines to this process's own streams.
+
+    Args:
+        prefix: ``always`` puts ``[rank 2]`` before every line, ``never`` before none, and standard output stays
+            standard output, errors stay errors. ``auto`` is as ``always`` on a terminal; elsewhere standard output is
+            rank 0's alone, unchanged, so that programs can read it, and what others print goes to the errors.
+    """
+
+    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, *, prefix: str) -> None:
+        if prefix not in PREFIXES:
+            raise ValueError(f"prefix is '{prefix}': give {', '.join(PREFIXES)}")
+        self._stdout, self._stderr = stdout, stderr
+        self._is_pure = prefix == "auto" and not stdout.isatty()
+        self._marks = prefix != "never"
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, name: str, stdout: IO[bytes], stderr: IO[bytes], *, is_main: bool) -> None:
+        """Copy both pipes of a process until they close; ``is_main`` for rank 0."""
+        mark = f"[{name}] ".encode() if self._marks else b""
+        if self._is_pure:
+            self._copy(stdout, *((self._stdout, b"") if is_main else (self._stderr, mark)))
+        else:
+            self._copy(stdout, self._stdout, mark)
+        self._copy(stderr, self._stderr, mark)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._write(self._stderr, f"[launcher] {text}\n".encode())
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all pipes are closed and copied."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+
+    def _copy(self, source: IO[bytes], target: BinaryIO, mark: bytes) -> None:
+        thread = threading.Thread(target=self._run, args=(source, target, mark), name="rrfp-output", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, source: IO[bytes], target: BinaryIO, mark: bytes) -> None:
+        goes_on = False
+        with source:
+            while part := source.readline(_MAX_PART_BYTES):
+                self._write(target, part if goes_on else mark + part)
+                goes_on = not part.endswith(b"\n")
+        if goes_on and mark:
+            self._write(target, b"\n")
+
+    def _write(self, target: BinaryIO, data: bytes) -> None:
+        """Where nobody reads any longer, lines go nowhere: a process that prints must not stop for that."""
+        with self._lock:
+            try:
+                target.write(data)
+                target.flush()
+            except BrokenPipeError:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), target.fileno())

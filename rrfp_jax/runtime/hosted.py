@@ -1,0 +1,221 @@
+"""The part of a model that this process hosts: on which devices, with which programs, from which state.
+
+Chunks go by two numbers. The *base* number is the model's own, from 0 to C-1; programs, shapes and layers know no
+other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), which arbiters and messages know, chunk
+``c`` of replica ``r`` is ``r * C + c``.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Sharding
+
+from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.connect import connect
+from rrfp_jax.programs.grid import StageGrid
+from rrfp_jax.programs.initial import ChunkState, initial_state, pick, state_specs
+from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state, shared_state_specs
+from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
+from rrfp_jax.programs.shardings import unit_shardings
+from rrfp_jax.programs.specs import accumulator_spec, gradient_spec
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.tasks import PipelineGraph, Placement
+
+
+@dataclass
+class HostedState:
+    """What the hosted chunks carry from step to step."""
+
+    chunks: dict[int, ChunkState]
+    """By number in the pipeline of all replicas."""
+    shared: dict[int, Any]
+    """By base number, the optimizer states that the replicas of a stage share; empty unless they do."""
+
+
+@dataclass(frozen=True)
+class HostedPrograms:
+    """The compiled programs of the hosted chunks."""
+
+    shapes: tuple[ChunkShapes, ...]
+    """Of every chunk of the model."""
+    chunks: dict[int, ChunkPrograms]
+    """By number in the pipeline of all replicas."""
+    replicas: dict[int, ReplicaPrograms]
+    """By base number; empty without data parallelism."""
+
+
+class HostedModel:
+    """Knows where the model's chunks lie, and makes state and programs of those that lie here."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        placement: Placement,
+        process: Process,
+        *,
+        optimizer: optax.GradientTransformation,
+        shard_optimizer: bool,
+        ordered: bool,
+        seed: int,
+        remat: Sequence[Remat],
+    ) -> None:
+        self.chunks, self.placement, self._process = tuple(chunks), placement, process
+        self._optimizer, self._shard_optimizer, self._ordered = optimizer, shard_optimizer, ordered
+        self._seed, self._remat = seed, tuple(remat)
+        layout = process.layout
+        self.grids = [
+            StageGrid([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
+            for stage in range(layout.num_stages)
+        ]
+        """The devices of every stage, those of other processes included."""
+        self.copies = Replication(num_chunks=len(self.chunks), num_microbatches=1, num_replicas=layout.data)
+        hosted = set(process.units)
+        self.base_chunks = tuple(
+            c for c in range(len(self.chunks)) if hosted & set(layout.units_of_stage(self._stage(c)))
+        )
+        """Base numbers of the hosted chunks, ascending."""
+
+    def _stage(self, base: int) -> int:
+        return self.placement.stage_of_chunk[base]
+
+    def _grid(self, base: int) -> StageGrid:
+        return self.grids[self._stage(base)]
+
+    def numbers(self, base: int) -> dict[int, int]:
+        """For every hosted replica of a chunk, its number in the pipeline of all replicas."""
+        return {replica: self.copies.chunk(base, replica) for replica in self._grid(base).local_replicas}
+
+    def boundary(self, chunk: int) -> Sharding:
+        """How the activations of a chunk, by its number among all replicas, lie on its unit."""
+        return self._grid(self.copies.base(chunk)).unit_sharding(self.copies.replica(chunk))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
+        """The state to start from; ``graph`` is that of one replica."""
+        state = HostedState({}, {})
+        for base in self.base_chunks:
+            trains = graph.has_backward(base)
+            for replica, number in self.numbers(base).items():
+                state.chunks[number] = initial_state(
+                    self.chunks,
+                    base,
+                    key,
+                    self._optimizer,
+                    self._grid(base).unit_sharding(replica),
+                    trains=trains,
+                    shard_optimizer=self._shard_optimizer,
+                )
+            if self._shard_optimizer and trains and jax.tree.leaves(state.chunks[number].params):
+                params = {replica: state.chunks[n].params for replica, n in self.numbers(base).items()}
+                state.shared[base] = initial_shared_state(self.chunks, base, self._optimizer, self._grid(base), params)
+        return state
+
+    def state_specs(self, graph: PipelineGraph) -> HostedState:
+        """What ``initial_state`` returns as specs with shardings; nothing is computed."""
+        state = HostedState({}, {})
+        for base in self.base_chunks:
+            trains = graph.has_backward(base)
+            for replica, number in self.numbers(base).items():
+                state.chunks[number] = state_specs(
+                    self.chunks,
+                    base,
+                    self._optimizer,
+                    self._grid(base).unit_sharding(replica),
+                    trains=trains,
+                    shard_optimizer=self._shard_optimizer,
+                )
+            if self._shard_optimizer and trains and jax.tree.leaves(state.chunks[number].params):
+                state.shared[base] = shared_state_specs(self.chunks, base, self._optimizer, self._grid(base))
+        return state
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Bring up the connections behind collectives; all processes call it at the same point."""
+        layout = self._process.layout
+        if layout.data > 1 or layout.tensor > 1:
+            connect(self.grids)
+
+    def compile(self, graph: PipelineGraph, batch: BatchSpec) -> HostedPrograms:
+        """Compile everything for batches of these shapes; ``graph`` is that of one replica.
+
+        Raises ValueError where chunks, graph and batch do not fit.
+        """
+        shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
+        programs = HostedPrograms(shapes, {}, {})
+
+        def compile_one(base: int) -> tuple[int, ReplicaPrograms | None, dict[int, ChunkPrograms]]:
+            replicas = self._compile_replicas(base, graph)
+            compiled: dict[int, ChunkPrograms] = {}
+            for replica, number in self.numbers(base).items():
+                compiled[number] = compile_chunk(
+                    base,
+                    self.chunks,
+                    graph,
+                    shapes,
+                    optimizer=self._optimizer,
+                    sharding=self._grid(base).unit_sharding(replica),
+                    seed=self._seed,
+                    remat=self._remat[base],
+                    replicas=replicas,
+                    twin=next(iter(compiled.values()), None),
+                )
+            return base, replicas, compiled
+
+        # XLA releases the GIL while it compiles
+        with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
+            for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
+                programs.chunks.update(compiled)
+                if replicas is not None:
+                    programs.replicas[base] = replicas
+        return programs
+
+    def _compile_replicas(self, base: int, graph: PipelineGraph) -> ReplicaPrograms | None:
+        if self._process.layout.data == 1:
+            return None
+        return ReplicaPrograms(
+            base,
+            self.chunks,
+            graph,
+            optimizer=self._optimizer,
+            grid=self._grid(base),
+            ordered=self._ordered,
+            shard_optimizer=self._shard_optimizer,
+        )
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def edge(self, message: Message, shapes: Sequence[ChunkShapes]) -> Edge | None:
+        """What a message between chunks carries; None for plain data."""
+        source, target = message.source, message.target
+        base = self.copies.base(source)
+        if message.kind is MessageKind.SHARED:
+            return self._tie(source, target, shapes)
+        carried = shapes[base].outputs
+        if message.kind is MessageKind.GRADIENT:
+            carried = gradient_spec(shapes[self.copies.base(target)].outputs)
+        return Edge(spec=carried, source=self.boundary(source), target=self.boundary(target))
+
+    def _tie(self, source: int, target: int, shapes: Sequence[ChunkShapes]) -> Edge | None:
+        """Copies in another replica are told only that gradients are complete: these are summed by a collective."""
+        if self.copies.replica(source) != self.copies.replica(target):
+            return None
+        base = self.copies.base(source)
+        names = tuple(sorted(self.chunks[base].shared))
+
+        def lie(chunk: int) -> Mapping[str, Any]:
+            # the sender's partition at both ends: its layers need not be all of the receiver's
+            return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
+
+        return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))

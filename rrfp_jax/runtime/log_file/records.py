@@ -1,0 +1,129 @@
+"""What a file of event logs holds: all that rebuilds a process's arbiters and feeds them again without JAX."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp_jax.arbitration import Event, Instruction, RunTask
+from rrfp_jax.arbitration.saved import SavedArbiter, SavedState, save_arbiter, save_state
+from rrfp_jax.runtime.event_log import EventLog, Segment
+from rrfp_jax.runtime.report import WaitForReport
+from rrfp_jax.tasks import PipelineGraph, Placement, Task
+
+Entry = tuple[Event, tuple[Instruction, ...]]
+"""An event and the instructions that answered it."""
+
+
+class Started(NamedTuple):
+    """The task that a stage's thread was in when the log was taken."""
+
+    step: int
+    task: Task
+    start_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentLog:
+    """Events from one step's end to the next, with the arbiter's state before the first of them."""
+
+    state: SavedState
+    opened_s: float | None
+    """The time of the event before the first; None where there was none."""
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLog:
+    """The newest segments of one stage."""
+
+    arbiter: SavedArbiter
+    segments: tuple[SegmentLog, ...]
+    started: Started | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Why a run was given up, as its process's report says."""
+
+    summary: str
+    failed_stages: tuple[int, ...]
+    """The stages of this process in which a task raised an error."""
+    lost_ranks: tuple[int, ...]
+    lost_stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """The logs of the stages that one process hosts, at least one. Times are seconds on that process's clock."""
+
+    rank: int
+    clock_offset_s: float
+    """What to add to this process's clock to have rank 0's."""
+    taken_s: float
+    """When the log was taken."""
+    ending: Ending | None
+    """None where the run was not given up."""
+    graph: PipelineGraph
+    placement: Placement
+    stages: tuple[StageLog, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("the log is of no stage at all")
+
+
+def take_log(
+    logs: Mapping[int, EventLog],
+    started: Mapping[int, tuple[RunTask, float]] | None = None,
+    *,
+    report: WaitForReport | None = None,
+    rank: int = 0,
+    clock_offset_s: float = 0.0,
+    taken_s: float | None = None,
+) -> RunLog:
+    """The logs of a process as records, from any thread; what is logged meanwhile may be missing at the end.
+
+    Args:
+        logs: one or more event logs, by stage.
+        started: the instruction that each busy stage's thread is in, and its start (``time.perf_counter``).
+        report: why the run was given up.
+        rank, clock_offset_s: of this process; see :class:`RunLog`.
+        taken_s: the time of all this, in seconds on the clock of the events; None: now.
+    """
+    first = next(iter(logs.values())).segments[-1].arbiter
+    return RunLog(
+        rank=rank,
+        clock_offset_s=clock_offset_s,
+        taken_s=time.perf_counter() if taken_s is None else taken_s,
+        ending=None if report is None else _ending(report, rank),
+        graph=first.graph,
+        placement=first.placement,
+        stages=tuple(_stage(log, (started or {}).get(stage)) for stage, log in sorted(logs.items())),
+    )
+
+
+def _ending(report: WaitForReport, rank: int) -> Ending:
+    return Ending(
+        summary=report.summary,
+        failed_stages=tuple(state.stage for state in report.stages if state.failed and state.rank in (None, rank)),
+        lost_ranks=report.lost_ranks,
+        lost_stages=report.lost_stages,
+    )
+
+
+def _stage(log: EventLog, started: tuple[RunTask, float] | None) -> StageLog:
+    segments = list(log.segments)
+    return StageLog(
+        arbiter=save_arbiter(segments[0].arbiter),
+        segments=tuple(map(_segment, segments)),
+        started=started and Started(started[0].step, started[0].task, started[1]),
+    )
+
+
+def _segment(segment: Segment) -> SegmentLog:
+    return SegmentLog(
+        state=save_state(segment.arbiter),
+        opened_s=segment.opened_s,
+        entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
+    )

@@ -1,0 +1,268 @@
+"""This process's part in a run: which units it hosts, on which devices, and how it reaches the others, if any.
+
+A run of one process needs nothing but devices. In a run of several, :class:`Process` takes the steps that must come in
+this order: subscribe to what others may send, connect and watch them, start JAX in all processes together.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from rrfp_jax.arbitration import Message, MessageKind, StageArbiter, stage_plan
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.cluster import Cluster
+from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.runtime.executor import StageExecutor
+from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.report import RunFailed
+from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Selection
+from rrfp_jax.tasks import Placement
+
+EdgeOf = Callable[[Message], Edge | None]
+_FAREWELL_S = 1.0
+_CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT)
+
+
+class Process:
+    """One process of a run.
+
+    Args:
+        layout: the degrees of parallelism and the number of processes.
+        cluster: this process's place among several, joined and not yet connected; None: it is the only one.
+        transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
+        start_deadline_s: how long the others may take to compile and connect before this one gives up.
+        on_failure: called on the event loop, beside the futures that fail, when a run is given up.
+
+    Raises ValueError where the cluster is not of the layout's size.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        cluster: Cluster | None = None,
+        *,
+        transport: Selection = "auto",
+        start_deadline_s: float = 3600.0,
+        on_failure: Callable[[RunFailed], None] | None = None,
+    ) -> None:
+        num_ranks = 1 if cluster is None else cluster.num_ranks
+        if layout.num_ranks != num_ranks:
+            raise ValueError(f"the layout is for {layout.describe()}, but {num_ranks} have been started")
+        self.layout, self.cluster = layout, cluster
+        self.rank = 0 if cluster is None else cluster.rank
+        self.units = layout.units_of(self.rank)
+        """The units of which this process hosts devices."""
+        self.peers = None if cluster is None else Peers(cluster.network, layout)
+        self._selection, self._start_deadline_s, self._on_failure = transport, start_deadline_s, on_failure
+        self._devices: tuple[jax.Device, ...] | None = None
+        self._runtime: PipelineRuntime | None = None
+        self._transport: PipelineTransport | None = None
+        """Of a run of several processes: the same for every runtime started here."""
+        self._latest: PipelineTransport | None = None
+        self._edge: EdgeOf = lambda message: None
+        self._deliver: Deliver | None = None
+        self._num_gatherings = 0
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def connect(self, placement: Placement) -> None:
+        """Reach all other processes, and notice from now on when one dies. Raises StartFailed.
+
+        ``placement`` is that of all replicas.
+        """
+        if self.cluster is None:
+            return
+        self._transport = self._make_transport(placement)
+        self.cluster.connect()
+        assert self.peers is not None
+        self.peers.synchronise()
+
+    def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
+        """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
+        if self.cluster is not None:
+            self.cluster.initialize_jax(platform, self.layout.devices_per_rank, pinned=pinned)
+        if self._transport is not None:
+            self._transport.connect(self._start_deadline_s)
+
+    def use_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Say which devices the layout's are, in its order; by default each process's first ones."""
+        if len(devices) != self.layout.num_devices:
+            raise ValueError(
+                f"{len(devices)} devices are given for {self.layout.describe()}: give {self.layout.num_devices}"
+            )
+        self._devices = tuple(devices)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Every device of the layout, those of other processes included."""
+        if self._devices is None:
+            self._devices = _first_devices(self.layout)
+        return self._devices
+
+    def devices_of(self, unit: int) -> list[jax.Device]:
+        """A unit's devices along its tensor axis."""
+        return [self.devices[index] for index in self.layout.devices_of(unit)]
+
+    def members(self) -> dict[int, tuple[int, int]]:
+        """For every hosted unit, which member of how many of its group this process is."""
+        groups = {unit: self.layout.ranks_of(unit) for unit in self.units}
+        return {unit: (ranks.index(self.rank), len(ranks)) for unit, ranks in groups.items()}
+
+    def is_leader(self, unit: int) -> bool:
+        """Whether this process is the one that speaks for a unit."""
+        return self.layout.ranks_of(unit)[0] == self.rank
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        arbiters: Sequence[StageArbiter],
+        make_stage: Callable[[int, Ship], StageExecutor],
+        *,
+        edge: EdgeOf,
+        progress_deadline_s: float,
+        log_steps: int,
+    ) -> PipelineRuntime:
+        """Start the hosted units' actors, and wait until all processes have started theirs.
+
+        Args:
+            arbiters: one for each hosted unit.
+            make_stage: builds a unit's executor.
+            edge: what a message carries and how it lies at both ends; None for plain data.
+
+        Raises RunFailed where another process is lost meanwhile.
+        """
+        placement = arbiters[0].placement
+        self._edge = lambda message: None if message.kind in _CONTROL_ONLY else edge(message)
+        is_alone = self._transport is None
+        transport = self._make_transport(placement) if self._transport is None else self._transport
+        self._latest = transport
+        transport.prepare(_messages(arbiters))
+
+        def make_transport(deliver: Deliver) -> PipelineTransport:
+            self._deliver = deliver
+            return transport
+
+        runtime = PipelineRuntime(
+            arbiters,
+            [make_stage(arbiter.stage, transport.ship) for arbiter in arbiters],
+            make_transport,
+            progress_deadline_s=progress_deadline_s,
+            log_steps=log_steps,
+            loop=None if self.cluster is None else self.cluster.loop,
+            peers=self.peers,
+            on_failure=self._on_failure,
+            on_close=transport.close if is_alone else None,
+        )
+        self._runtime = runtime
+        if self.cluster is not None:
+            self.cluster.watch(self._lost, self._left)
+            self.gather("start")
+        return runtime
+
+    @property
+    def peak_transport_bytes(self) -> int:
+        """The most that this process has held of messages on their way to or from other processes."""
+        return 0 if self._latest is None else self._latest.held.peak
+
+    def gather(self, name: str, data: Any = None) -> dict[int, Any]:
+        """Everybody's plain data, by rank, once all have brought theirs; raises RunFailed where one is lost.
+
+        All processes call this in the same order, from one thread.
+        """
+        if self.peers is None:
+            return {0: data}
+        self._num_gatherings += 1
+        try:
+            return self.peers.gather(f"{name} {self._num_gatherings}", data, deadline_s=self._start_deadline_s)
+        except ConnectionError as error:
+            if self._runtime is None:
+                raise
+            raise self._runtime.wait_for_failure(str(error)) from error
+
+    def finish(self) -> None:
+        """End in good order: wait until all processes have come so far, and leave. Raises RunFailed as ``gather``."""
+        self.gather("end")
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run; others that are not done yet take it for a failure."""
+        if self.cluster is not None:
+            self.cluster.watch(lambda rank, reason: None)
+        if self._transport is not None:
+            self._transport.close()
+        if self.cluster is not None:
+            self.cluster.close()
+
+    @staticmethod
+    def clock() -> float:
+        """The clock of all recorded times, in seconds."""
+        return time.perf_counter()
+
+    def _make_transport(self, placement: Placement) -> PipelineTransport:
+        return PipelineTransport(
+            layout=self.layout,
+            placement=placement,
+            rank=self.rank,
+            network=None if self.cluster is None else self.cluster.network,
+            edge=lambda message: self._edge(message),  # noqa: PLW0108 - known only when a pipeline starts
+            deliver=self._deliver_to_runtime,
+            failed=self._transport_failed,
+            selection=self._selection,
+        )
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _deliver_to_runtime(self, unit: int, step: int, message: Message, payload: Any) -> None:
+        assert self._deliver is not None, "a message came before all processes had started"
+        self._deliver(unit, step, message, payload)
+
+    def _transport_failed(self, error: Exception) -> None:
+        assert self._runtime is not None
+        self._runtime.transport_failed(error)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        assert self.peers is not None
+        self.peers.lose(f"rank {rank} was lost: {reason}")
+        if self._runtime is not None:
+            self._runtime.lost(rank, reason)
+
+    def _left(self, rank: int) -> None:
+        """A rank has ended in good order; what it said before may still be on the way, so wait for that."""
+        assert self.cluster is not None
+        self.cluster.loop.loop.call_later(_FAREWELL_S, self._has_left, rank)
+
+    def _has_left(self, rank: int) -> None:
+        assert self.peers is not None
+        if self._runtime is not None and self._runtime.is_under_way():
+            self._lost(rank, "it ended while a step was under way")
+        else:
+            self.peers.lose(f"rank {rank} has ended")
+
+
+def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
+    """What the units exchange between chunks, one for each way, so that all is worked out before the first step."""
+    ways: dict[tuple[MessageKind, int, int], Message] = {}
+    for arbiter in arbiters:
+        plan = stage_plan(arbiter.graph, arbiter.placement, arbiter.stage, arbiter.rules)
+        sent = (message for sends in plan.sends for message, _ in sends)
+        for message in (*sent, *plan.arrivals):
+            ways.setdefault(message[:3], message)
+    return list(ways.values())
+
+
+def _first_devices(layout: Layout) -> tuple[jax.Device, ...]:
+    by_rank: dict[int, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        by_rank.setdefault(device.process_index, []).append(device)
+    wanted = layout.devices_per_rank
+    for rank in range(layout.num_ranks):
+        if len(by_rank.get(rank, ())) < wanted:
+            raise ValueError(
+                f"{layout.describe()} need {wanted} devices for each process, but rank {rank} has "
+                f"{len(by_rank.get(rank, ()))}: lower the degrees of parallelism, or take platform cpu for virtual ones"
+            )
+    return tuple(device for rank in range(layout.num_ranks) for device in by_rank[rank][:wanted])

@@ -1,0 +1,203 @@
+"""Edges: what arrays travel between two chunks, how they lie at both ends, and what this rank has to do about it.
+
+All is worked out once per edge, before the first message: a message costs a few dictionary look-ups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.transports.boxes import Box, box_of, shape_of, slices_within
+from rrfp_jax.runtime.transports.routes import LeafPiece, Spread, route_message
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edge:
+    """What travels from one chunk to another.
+
+    Shardings are one for all leaves, or a pytree of the structure of ``spec``. Their devices are those of the unit at
+    that end, in the order of ``Layout.devices_of``. Where the ends are in different processes which are not joined by
+    ``jax.distributed``, give any sharding of the right shape: only its index map is read.
+    """
+
+    spec: Any
+    """A pytree of arrays' shapes and dtypes (``jax.ShapeDtypeStruct``)."""
+    source: Any
+    """How the sending program leaves them."""
+    target: Any
+    """How the receiving program wants them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of an edge."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source_sharding: jax.sharding.Sharding
+    target_sharding: jax.sharding.Sharding
+    source: Spread
+    target: Spread
+    is_source_on_host: bool
+    """Whether the sending devices share the host's memory."""
+    is_whole_on_host: bool
+    """Whether programs at the target take it as one NumPy array: each of their devices shares the host's memory and
+    holds all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One piece of a message, as this rank cuts it out or pastes it in."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    num_bytes: int
+    device: int
+    """Which of this rank's devices of the unit holds it: the position among them."""
+    within: tuple[slice, ...] | None
+    """Where it lies in the shard of that device; None: it is the whole shard."""
+    in_array: tuple[slice, ...] | None
+    """Where it lies in the whole array; None: it is all of it."""
+    shard: Box
+    """The box of the shard."""
+
+
+class EdgePlan:
+    """What this rank sends and receives over an edge.
+
+    Raises ValueError where shardings do not fit the spec or the units.
+    """
+
+    def __init__(self, edge: Edge, layout: Layout, source_unit: int, target_unit: int, rank: int) -> None:
+        specs, treedef = jax.tree.flatten(edge.spec)
+        self.treedef: Any = treedef
+        self.edge, self.rank = edge, rank
+        self.source_unit, self.target_unit = source_unit, target_unit
+        self.source_ranks, self.target_ranks = layout.ranks_of(source_unit), layout.ranks_of(target_unit)
+        sources, targets = _per_leaf(edge.source, specs, edge.spec), _per_leaf(edge.target, specs, edge.spec)
+        self.leaves = tuple(
+            Leaf(
+                shape=tuple(spec.shape),
+                dtype=np.dtype(spec.dtype),
+                source_sharding=source,
+                target_sharding=target,
+                source=_spread(source, spec.shape, layout, source_unit),
+                target=_spread(target, spec.shape, layout, target_unit),
+                is_source_on_host=is_on_host(source),
+                is_whole_on_host=target.is_fully_replicated and is_on_host(target),
+            )
+            for spec, source, target in zip(specs, sources, targets, strict=True)
+        )
+        routes = route_message(
+            [(leaf.source, leaf.target) for leaf in self.leaves], self.source_ranks, self.target_ranks
+        )
+        self.outgoing: Mapping[int, tuple[Slot, ...]] = {
+            receiver: tuple(self._cut(piece) for piece in pieces)
+            for (sender, receiver), pieces in routes.items()
+            if sender == rank
+        }
+        """By receiving rank, what to cut out of this rank's shards."""
+        self.incoming: Mapping[int, tuple[Slot, ...]] = {
+            sender: tuple(self._paste(piece) for piece in pieces)
+            for (sender, receiver), pieces in routes.items()
+            if receiver == rank
+        }
+        """By sending rank, what to paste into this rank's shards."""
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether one part brings every array as a whole, as programs take it."""
+        leaves = list(range(len(self.leaves)))
+        return (
+            all(leaf.is_whole_on_host for leaf in self.leaves)
+            and len(self.incoming) == 1
+            and all([slot.leaf for slot in slots] == leaves for slots in self.incoming.values())
+            and all(slot.in_array is None for slots in self.incoming.values() for slot in slots)
+        )
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the payload is one array, not a container of some."""
+        return self.treedef == jax.tree.structure(0)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether both units lie wholly on this rank."""
+        return self.source_ranks == self.target_ranks == (self.rank,)
+
+    @cached_property
+    def stays(self) -> bool:
+        """Whether the arrays are already where and how they are wanted."""
+        return self.source_unit == self.target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
+
+    @cached_property
+    def incoming_bytes(self) -> int:
+        """What a message brings to this rank."""
+        return sum(num_bytes_of(slots) for slots in self.incoming.values())
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Whether the devices at the target share the host's memory."""
+        return all(is_on_host(leaf.target_sharding) for leaf in self.leaves)
+
+    def _cut(self, piece: LeafPiece) -> Slot:
+        return self._slot(piece, piece.piece.source, self.leaves[piece.leaf].source)
+
+    def _paste(self, piece: LeafPiece) -> Slot:
+        return self._slot(piece, piece.piece.target, self.leaves[piece.leaf].target)
+
+    def _slot(self, piece: LeafPiece, shard: Box, spread: Spread) -> Slot:
+        leaf, box = self.leaves[piece.leaf], piece.piece.box
+        shape = shape_of(box)
+        return Slot(
+            leaf=piece.leaf,
+            shape=shape,
+            dtype=leaf.dtype,
+            num_bytes=int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize,
+            device=spread.index_at(self.rank, shard),
+            within=slices_within(box, shard),
+            in_array=slices_within(box, tuple((0, size) for size in leaf.shape)),
+            shard=shard,
+        )
+
+
+def is_on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether the devices of a sharding work in the host's own memory."""
+    devices: set[Any] = sharding.device_set
+    return all(device.platform == "cpu" for device in devices)
+
+
+def local_devices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[jax.Device]:
+    """This process's devices of a sharding, in its order."""
+    return list(sharding.addressable_devices_indices_map(shape))
+
+
+def num_bytes_of(slots: Sequence[Slot]) -> int:
+    return sum(slot.num_bytes for slot in slots)
+
+
+def _per_leaf(shardings: Any, specs: list[Any], spec: Any) -> list[jax.sharding.Sharding]:
+    if isinstance(shardings, jax.sharding.Sharding):
+        return [shardings] * len(specs)
+    structure: Any
+    leaves, structure = jax.tree.flatten(shardings)
+    if structure != jax.tree.structure(spec):
+        raise ValueError(f"shardings have the structure {structure}, the arrays {jax.tree.structure(spec)}: match them")
+    return leaves
+
+
+def _spread(sharding: jax.sharding.Sharding, shape: tuple[int, ...], layout: Layout, unit: int) -> Spread:
+    boxes = tuple(box_of(index, shape) for index in sharding.devices_indices_map(tuple(shape)).values())
+    devices = layout.devices_of(unit)
+    if len(boxes) != len(devices):
+        raise ValueError(
+            f"a sharding over {len(boxes)} devices is given for unit {unit}, which has {len(devices)}: "
+            "give one over the devices of the unit"
+        )
+    return Spread(boxes=boxes, ranks=tuple(layout.rank_of_device(device) for device in devices))

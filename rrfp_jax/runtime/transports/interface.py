@@ -1,0 +1,78 @@
+"""What the runtime asks of a transport, and what its remote half has to do."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.runtime.transports.edges import EdgePlan
+from rrfp_jax.runtime.transports.parts import Key
+
+Deliver = Callable[[int, int, Message, Any], None]
+"""Called on the event loop with the receiving unit, the step, the message and its payload."""
+
+Failed = Callable[[Exception], None]
+"""Called on the event loop with what makes the transport useless: the run cannot go on."""
+
+
+class TransportFailed(RuntimeError):
+    """Data could not be fetched or put on a device; says which, and from whom."""
+
+
+class Transport(Protocol):
+    """Carries payloads between units, in any order; each message is known by step and identity."""
+
+    def ship(self, payload: Any, stage: int, message: Message) -> Any:
+        """Bring a finished task's output into the form in which ``send`` takes it; called on the compute thread.
+
+        For a message that stays in its unit this is the form in which the receiving task takes it.
+        """
+
+    def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
+        """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks."""
+
+
+class Held(NamedTuple):
+    """Bytes that a transport holds."""
+
+    sent: int
+    """Sent or offered, and not confirmed by the receiver."""
+    received: int
+    """Arrived, and not delivered: not all parts are here, or they are being assembled."""
+    peak: int
+    """The most of both together since the last ``reset_peak``."""
+
+
+class HeldBytes:
+    """Counts what a transport holds; used on the event loop only, read anywhere."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = self.peak = 0
+
+    def add(self, *, sent: int = 0, received: int = 0) -> None:
+        self.sent += sent
+        self.received += received
+        self.peak = max(self.peak, self.sent + self.received)
+
+    def snapshot(self) -> Held:
+        return Held(self.sent, self.received, self.peak)
+
+    def reset_peak(self) -> None:
+        self.peak = self.sent + self.received
+
+
+class Remote(Protocol):
+    """Carries the parts of messages to other processes."""
+
+    def prepare(self, plan: EdgePlan) -> None:
+        """Compile what the parts of this edge need; called before the first of them, on any thread."""
+
+    def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
+        """Get a part ready to be sent, from the arrays of a payload; called on the compute thread."""
+
+    def send(self, receiver: int, key: Key, offered: Any) -> None:
+        """Send what ``offer`` returned; called on the event loop."""
+
+    def connect(self, timeout_s: float) -> None:
+        """Reach all peers; called once, when network and JAX have started, not on the loop. Raises ConnectionError."""
+
+    def close(self) -> None: ...

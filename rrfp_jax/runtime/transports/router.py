@@ -1,0 +1,210 @@
+"""The transport of a process: each part of a message takes the nearest way to each rank that needs it.
+
+Between units of this process payloads are handed over (as views of NumPy's where devices share the host's memory, else
+by ``device_put``); between processes they go through sockets or JAX's transfer servers. Plain data, such as reports
+and verdicts, always goes through sockets, from the rank of the sending unit that
+:func:`~rrfp_jax.runtime.transports.routes.sender_for` names.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork, decode, encode
+from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf
+from rrfp_jax.runtime.transports.inbox import Inbox
+from rrfp_jax.runtime.transports.interface import Deliver, Failed, Held, HeldBytes, Remote, TransportFailed
+from rrfp_jax.runtime.transports.parts import Key, on_host
+from rrfp_jax.runtime.transports.sockets import SocketsRemote
+from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
+from rrfp_jax.runtime.transports.workers import Workers
+from rrfp_jax.tasks import Placement
+
+Selection = Literal["auto", "sockets", "transfer"]
+"""How arrays travel between processes. ``auto`` is ``sockets``: it works on every backend, its connections prove who
+speaks, and it costs less processor time than transfer servers. ``transfer`` saves large arrays the way through the
+host's memory and through sockets; what is small goes through sockets anyway."""
+
+EAGER_BYTES = 1 << 16
+"""Up to so many bytes, sockets cost less than a transfer, even encrypted."""
+
+_CONTROL = "control"
+_NUM_WORKERS = 2
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class _Shipment(NamedTuple):
+    """A payload on its way: what every receiving rank gets."""
+
+    plan: EdgePlan
+    parts: list[tuple[int, Any]]
+
+
+class PipelineTransport:
+    """Carries the messages of all units of this process.
+
+    Args:
+        layout, placement: which rank hosts which unit, and which chunk belongs to which unit.
+        rank: this process.
+        network: how to reach the others; this subscribes to topics, so it must not have started. None where there are
+            no others.
+        edge: what a message carries, and how it lies at both ends; None for plain data.
+        deliver: called on the event loop with every message for a unit of this rank.
+        failed: called on the event loop with an error after which messages are missing.
+        selection: how arrays travel between processes.
+        eager_bytes: with ``transfer``, parts of up to so many bytes go through sockets nevertheless.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        rank: int,
+        network: PeerNetwork | None,
+        edge: EdgeOf,
+        deliver: Deliver,
+        failed: Failed,
+        selection: Selection = "auto",
+        eager_bytes: int = EAGER_BYTES,
+    ) -> None:
+        check_selection(selection)
+        if network is None and layout.num_ranks > 1:
+            raise ValueError(f"{layout.describe()} need a network: give the PeerNetwork of rank {rank}")
+        self._rank, self._network = rank, network
+        self._deliver, self._failed = deliver, failed
+        self._ways = Ways(layout, placement, rank, edge, self._prepare)
+        self._held = HeldBytes()
+        self._workers = Workers("rrfp-assemble", _NUM_WORKERS, self._worker_failed)
+        self._inbox = Inbox(deliver, self._workers, self._held)
+        self._remote: Remote | None = None
+        if network is not None:
+            network.subscribe(_CONTROL, self._receive_control)
+            self._remote = self._make_remote(network, selection, eager_bytes)
+
+    def _make_remote(self, network: PeerNetwork, selection: Selection, eager_bytes: int) -> Remote:
+        common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self._held}
+        sockets = SocketsRemote(network, workers=self._workers, **common)
+        if selection != "transfer":
+            return sockets
+        from rrfp_jax.runtime.transports.transfer import TransferRemote  # not part of every build of JAX
+
+        return TransferRemote(network, sockets, eager_bytes=eager_bytes, failed=self._failed, **common)
+
+    # -- called from any thread --------------------------------------------------------------------------------------
+
+    def prepare(self, messages: Iterable[Message]) -> None:
+        """Forget all edges and steps so far, and work out the routes of these messages ahead of the first one.
+
+        To be called while no message is under way. Raises ValueError for edges that cannot be.
+        """
+        self._ways.forget()
+        self._inbox.forget()
+        for message in messages:
+            self._ways.of(message)
+
+    def connect(self, timeout_s: float) -> None:
+        """Reach all peers; call once, when network and JAX have started, not on the loop. Raises ConnectionError."""
+        if self._remote is not None:
+            self._remote.connect(timeout_s)
+
+    def close(self) -> None:
+        """Stop the threads; messages that are under way are lost."""
+        if self._remote is not None:
+            self._remote.close()
+        self._workers.close(_CLOSE_TIMEOUT_S)
+
+    @property
+    def held(self) -> Held:
+        """Bytes on their way, and their peak."""
+        return self._held.snapshot()
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self._held.reset_peak()
+
+    def _prepare(self, plan: EdgePlan) -> None:
+        if self._remote is not None:
+            self._remote.prepare(plan)
+
+    # -- on the compute thread ---------------------------------------------------------------------------------------
+
+    def ship(self, payload: Any, stage: int, message: Message) -> Any:  # noqa: ARG002 - the message says it too
+        """See :meth:`Transport.ship`. Raises ValueError where the arrays are not what the edge says."""
+        plan, shards, *_ = self._ways.of(message)
+        if plan is None or shards is None:
+            return payload
+        leaves = shards.flatten(payload)
+        if plan.is_local or plan.stays:
+            handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
+            return plan.treedef.unflatten(handed)
+        return _Shipment(plan, [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing])
+
+    def _offer(self, plan: EdgePlan, receiver: int, leaves: list[Any]) -> Any:
+        if receiver == self._rank:
+            return [on_host(slot, leaves[slot.leaf]) for slot in plan.outgoing[receiver]]
+        assert self._remote is not None
+        return self._remote.offer(plan, receiver, leaves)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
+        """See :meth:`Transport.send`."""
+        if isinstance(payload, _Shipment):
+            key = Key(step, message)
+            for receiver, offered in payload.parts:
+                self._send_part(payload.plan, receiver, key, offered)
+            return
+        way = self._ways.of(message)
+        if way.plan is not None:
+            self._deliver(stage, step, message, payload)
+        else:
+            self._send_control(way, step, message, payload)
+
+    def _send_part(self, plan: EdgePlan, receiver: int, key: Key, offered: Any) -> None:
+        if receiver == self._rank:
+            self._inbox.part(plan, key, self._rank, offered)
+        else:
+            assert self._remote is not None
+            self._remote.send(receiver, key, offered)
+
+    def _send_control(self, way: Way, step: int, message: Message, payload: Any) -> None:
+        header: dict[str, Any] | None = None
+        frames: list[memoryview] = []
+        for receiver in way.receivers:
+            if receiver == self._rank:
+                self._deliver(way.target_unit, step, message, payload)
+                continue
+            assert self._network is not None
+            if header is None:
+                header, frames = encode(step, message, payload)
+            self._network.send(receiver, _CONTROL, header, frames)
+
+    def _receive_control(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:
+        envelope = decode(header, frames)
+        way = self._ways.expected(envelope.message)
+        if way.plan is not None:
+            raise MalformedMessage(f"rank {sender} sends plain data as the message '{envelope.message}'")
+        self._deliver(way.target_unit, envelope.step, envelope.message, envelope.payload)
+
+    def _worker_failed(self, error: Exception) -> None:
+        failure = TransportFailed(f"rank {self._rank} could not put data where it belongs: {error!r}")
+        failure.__cause__ = error
+        self._failed(failure)
+
+
+def check_selection(selection: str) -> None:
+    """Raise ValueError for a transport that does not exist."""
+    if selection not in get_args(Selection):
+        raise ValueError(f"the transport is '{selection}': choose one of {', '.join(get_args(Selection))}")
+
+
+def _handed_over(leaf: Leaf, value: Any, stays: bool) -> Any:
+    """A value within this process, as the receiving program takes it."""
+    if leaf.is_whole_on_host:
+        return np.asarray(value)
+    return value if stays else jax.device_put(value, leaf.target_sharding)

@@ -1,0 +1,225 @@
+"""Parts through JAX's transfer servers: the receiver fetches arrays from the sender's device to its own.
+
+The sender offers its arrays under a number, then tells the receiver, who pulls them, waits for their arrival on a
+thread of its own, and confirms. (In this order, and with a thread per wait: pulls that are posted ahead of their offers
+can wait for each other for ever.) An offered array is owned here until the confirmation, which travels with the next
+offer that goes that way, or after a moment.
+
+Small parts go through sockets, whole, as message libraries send them too: a pull costs several times what it takes to
+carry 64 KiB along, encrypted, with the message that would announce it.
+
+Transfer servers prove nothing and encrypt nothing: whoever can reach their port can fetch what is offered.
+
+This is the only module that uses ``jax.experimental.transfer``.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import transfer
+
+from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
+from rrfp_jax.runtime.network.plain import field
+from rrfp_jax.runtime.transports.assembly import assemble
+from rrfp_jax.runtime.transports.cuts import Cut, pull_spec
+from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
+from rrfp_jax.runtime.transports.inbox import Inbox
+from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, TransportFailed
+from rrfp_jax.runtime.transports.parts import Key, key_from_plain, key_to_plain
+from rrfp_jax.runtime.transports.sockets import SocketsRemote
+from rrfp_jax.runtime.transports.ways import Ways
+from rrfp_jax.runtime.transports.workers import Workers
+
+_ADDRESS, _OFFER, _CONFIRMATION = "transfer-address", "transfer-offer", "transfer-confirmation"
+_KEY, _NUMBER, _CONFIRMED = "k", "n", "c"
+_NUM_WAITING = 4
+_CLOSE_TIMEOUT_S = 1.0
+_CONFIRM_BYTES = 1 << 16
+_CONFIRM_DELAY_S = 0.05
+
+
+class Offer(NamedTuple):
+    """Arrays that a peer may fetch."""
+
+    number: int
+    arrays: list[Any]
+    num_bytes: int
+
+
+class _Owed:
+    """What was fetched from a peer and has not been confirmed to it."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.num_bytes = 0
+
+    def add(self, number: int, num_bytes: int) -> None:
+        self.numbers.append(number)
+        self.num_bytes += num_bytes
+
+    def take(self) -> list[int]:
+        numbers, self.numbers, self.num_bytes = self.numbers, [], 0
+        return numbers
+
+
+class TransferRemote:
+    """Offers arrays to other ranks and fetches theirs, over the network's interface. To be made before it starts.
+
+    Args:
+        sockets: for parts of up to ``eager_bytes``.
+    """
+
+    def __init__(
+        self,
+        network: PeerNetwork,
+        sockets: SocketsRemote,
+        *,
+        eager_bytes: int,
+        ways: Ways,
+        inbox: Inbox,
+        held: HeldBytes,
+        failed: Failed,
+    ) -> None:
+        self._network, self._ways, self._inbox, self._held = network, ways, inbox, held
+        self._sockets, self._eager_bytes = sockets, eager_bytes
+        self._server: Any = None
+        self._addresses: dict[int, str] = {}
+        self._connections: dict[int, Any] = {}
+        self._connecting = threading.Lock()
+        self._all_known = threading.Event()
+        self._numbers = itertools.count()
+        self._offers: dict[int, Offer] = {}
+        self._owed = {rank: _Owed() for rank in range(network.num_ranks) if rank != network.rank}
+        self._is_confirming_soon = False
+        self._cuts: dict[tuple[EdgePlan, int], list[Cut]] = {}
+        self._specs: dict[tuple[EdgePlan, int], list[jax.ShapeDtypeStruct]] = {}
+        self._workers = Workers("rrfp-pull", _NUM_WAITING, failed)
+        network.subscribe(_ADDRESS, self._receive_address)
+        network.subscribe(_OFFER, self._receive_offer)
+        network.subscribe(_CONFIRMATION, self._receive_confirmation)
+
+    def prepare(self, plan: EdgePlan) -> None:
+        self._sockets.prepare(plan)
+        for receiver, slots in plan.outgoing.items():
+            if num_bytes_of(slots) <= self._eager_bytes:
+                continue
+            self._cuts[plan, receiver] = [Cut(plan, slot) for slot in slots]
+        for sender, slots in plan.incoming.items():
+            self._specs[plan, sender] = [pull_spec(plan, slot) for slot in slots]
+
+    def connect(self, timeout_s: float) -> None:
+        interface = self._network.address.messages.removeprefix("tcp://").rpartition(":")[0]
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(client, f"{interface}:0", [f"{interface}:0"])
+        address = self._server.address()
+        for rank in self._owed:
+            self._network.send_threadsafe(rank, _ADDRESS, {_ADDRESS: address})
+        if self._owed and not self._all_known.wait(timeout_s):
+            missing = sorted(self._owed.keys() - self._addresses.keys())
+            raise ConnectionError(f"no transfer server's address came from ranks {missing} within {timeout_s} s")
+        for rank in self._owed:
+            self._connection(rank)
+
+    def close(self) -> None:
+        self._workers.close(_CLOSE_TIMEOUT_S)
+
+    # -- on the compute thread ---------------------------------------------------------------------------------------
+
+    def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
+        num_bytes = num_bytes_of(plan.outgoing[receiver])
+        if num_bytes <= self._eager_bytes:
+            return self._sockets.offer(plan, receiver, leaves)
+        arrays = [cut(leaves[cut.slot.leaf]) for cut in self._cuts[plan, receiver]]
+        offer = Offer(next(self._numbers), arrays, num_bytes)
+        self._offers[offer.number] = offer
+        self._server.await_pull(offer.number, arrays)
+        return offer
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def send(self, receiver: int, key: Key, offered: Any) -> None:
+        if not isinstance(offered, Offer):
+            self._sockets.send(receiver, key, offered)
+            return
+        self._held.add(sent=offered.num_bytes)
+        confirmed = self._owed[receiver].take()
+        header = {_KEY: key_to_plain(*key), _NUMBER: offered.number, _CONFIRMED: confirmed}
+        self._network.send(receiver, _OFFER, header)
+
+    def _receive_address(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
+        self._addresses[sender] = field(header, _ADDRESS, str)
+        if len(self._addresses) == len(self._owed):
+            self._all_known.set()
+
+    def _receive_offer(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
+        self._confirmed(header)
+        key, number = key_from_plain(header, _KEY), field(header, _NUMBER, int)
+        plan = self._ways.plan_from(key.message, sender)
+        if number < 0 or sender not in self._addresses or not plan.incoming[sender]:
+            raise MalformedMessage(f"offer {number} of rank {sender} does not fit the message '{key.message}'")
+        self._held.add(received=num_bytes_of(plan.incoming[sender]))
+        self._workers.submit(
+            lambda: self._fetch(plan, key, sender, number), lambda came: self._fetched(plan, key, sender, number, came)
+        )
+
+    def _fetched(self, plan: EdgePlan, key: Key, sender: int, number: int, came: tuple[list[Any], Any]) -> None:
+        num_bytes = num_bytes_of(plan.incoming[sender])
+        self._held.add(received=-num_bytes)
+        self._owe(sender, number, num_bytes)
+        pieces, payload = came
+        if len(plan.incoming) == 1:
+            self._inbox.whole(plan, key, payload)
+        else:
+            self._inbox.part(plan, key, sender, pieces)
+
+    # -- confirmations -----------------------------------------------------------------------------------------------
+
+    def _owe(self, sender: int, number: int, num_bytes: int) -> None:
+        owed = self._owed[sender]
+        owed.add(number, num_bytes)
+        if owed.num_bytes >= _CONFIRM_BYTES:
+            self._network.send(sender, _CONFIRMATION, {_CONFIRMED: owed.take()})
+        elif not self._is_confirming_soon:
+            self._is_confirming_soon = True
+            asyncio.get_running_loop().call_later(_CONFIRM_DELAY_S, self._confirm_all)
+
+    def _confirm_all(self) -> None:
+        self._is_confirming_soon = False
+        for rank, owed in self._owed.items():
+            if owed.numbers:
+                self._network.send(rank, _CONFIRMATION, {_CONFIRMED: owed.take()})
+
+    def _receive_confirmation(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
+        self._confirmed(header)
+
+    def _confirmed(self, header: dict[str, Any]) -> None:
+        for number in field(header, _CONFIRMED, list):
+            offer = self._offers.pop(number, None) if type(number) is int else None
+            if offer is None:
+                raise MalformedMessage(f"offer {number!r:.40} is confirmed, which is not out")
+            self._held.add(sent=-offer.num_bytes)
+
+    # -- on a waiting thread -----------------------------------------------------------------------------------------
+
+    def _connection(self, rank: int) -> Any:
+        with self._connecting:
+            if rank not in self._connections:
+                self._connections[rank] = self._server.connect(self._addresses[rank])
+            return self._connections[rank]
+
+    def _fetch(self, plan: EdgePlan, key: Key, sender: int, number: int) -> tuple[list[Any], Any]:
+        """The pieces of an offer, and the payload where they are all there is of the message."""
+        try:
+            pieces = self._connection(sender).pull(number, self._specs[plan, sender])
+            for piece in pieces:
+                piece.block_until_ready()
+        except Exception as error:
+            raise TransportFailed(
+                f"rank {self._network.rank} could not fetch the {key.message} (step {key.step}) from rank {sender}: "
+                f"{error}"
+            ) from error
+        return pieces, assemble(plan, {sender: pieces}) if len(plan.incoming) == 1 else None

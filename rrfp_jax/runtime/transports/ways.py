@@ -1,0 +1,99 @@
+"""Where messages go: the units and ranks at both ends of each edge, worked out once and looked up from then on."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.network import MalformedMessage
+from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
+from rrfp_jax.runtime.transports.parts import Shards
+from rrfp_jax.runtime.transports.routes import sender_for
+from rrfp_jax.tasks import Placement
+
+EdgeOf = Callable[[Message], Edge | None]
+"""What a message carries; None: plain data. Depends on kind, source and target only, and may be called on any
+thread."""
+
+_BETWEEN_UNITS = (MessageKind.REPORT, MessageKind.VERDICT)
+
+
+class Way(NamedTuple):
+    """How the messages between two chunks, or two units, go."""
+
+    plan: EdgePlan | None
+    """None: they carry plain data."""
+    shards: Shards | None
+    target_unit: int
+    receivers: tuple[int, ...]
+    """The ranks that get plain data from this one."""
+    is_to_here: bool
+    """Whether this rank has devices of the target."""
+
+
+class Ways:
+    """The ways of all messages, seen from one rank. May be used on any thread.
+
+    Args:
+        prepare: called with each new plan, before it is used.
+    """
+
+    def __init__(
+        self, layout: Layout, placement: Placement, rank: int, edge: EdgeOf, prepare: Callable[[EdgePlan], None]
+    ) -> None:
+        self._layout, self._placement, self._rank, self._edge = layout, placement, rank, edge
+        self._prepare = prepare
+        self._known: dict[tuple[MessageKind, int, int], Way] = {}
+
+    def of(self, message: Message) -> Way:
+        """Raises ValueError where the edge does not fit its units."""
+        which = message[:3]
+        way = self._known.get(which)
+        if way is None:
+            way = self._known[which] = self._make(message)
+        return way
+
+    def forget(self) -> None:
+        """Work out every way anew: edges have changed."""
+        self._known.clear()
+
+    def expected(self, message: Message) -> Way:
+        """The way of a message that has come. Raises MalformedMessage where it is not for a unit of this rank."""
+        way = self._known.get(message[:3])
+        if way is None:
+            numbered = self._layout.num_units if message.kind in _BETWEEN_UNITS else self._placement.num_chunks
+            way = self.of(message) if max(message.source, message.target) < numbered else None
+        if way is None or not way.is_to_here:
+            raise MalformedMessage(f"the message '{message}' is not for rank {self._rank}")
+        return way
+
+    def plan_from(self, message: Message, sender: int) -> EdgePlan:
+        """The plan of a message that has come. Raises MalformedMessage where ``sender`` has no part in it."""
+        plan = self.expected(message).plan
+        if plan is None or sender not in plan.incoming:
+            raise MalformedMessage(f"rank {sender} sends no part of the message '{message}'")
+        return plan
+
+    def units_of(self, message: Message) -> tuple[int, int]:
+        """The sending and the receiving unit."""
+        if message.kind in _BETWEEN_UNITS:
+            return message.source, message.target
+        stage_of = self._placement.stage_of_chunk
+        return stage_of[message.source], stage_of[message.target]
+
+    def _make(self, message: Message) -> Way:
+        source, target = self.units_of(message)
+        sources, targets = self._layout.ranks_of(source), self._layout.ranks_of(target)
+        receivers = tuple(rank for rank in targets if sender_for(sources, targets, rank) == self._rank)
+        edge = self._edge(message)
+        if edge is None:
+            return Way(None, None, target, receivers, self._rank in targets)
+        plan = EdgePlan(edge, self._layout, source, target, self._rank)
+        if source == target and not (plan.is_local or plan.stays):
+            raise ValueError(
+                f"unit {source} spans processes and hands chunk {message.source}'s output to its own chunk "
+                f"{message.target} in another sharding: give both the same"
+            )
+        if not (plan.is_local or plan.stays):
+            self._prepare(plan)
+        return Way(plan, Shards(plan), target, receivers, self._rank in targets)

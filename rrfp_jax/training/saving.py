@@ -1,0 +1,85 @@
+"""When a run saves its state, and how it goes on from what was saved."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, Saved, layer_owners
+from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.programs.shapes import param_specs
+
+
+class RunSaver:
+    """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
+
+    Args:
+        directory: of the run's checkpoints, shared by all processes.
+        pipeline: may be stepped already.
+        every: save after every so many steps; None: not by steps.
+        minutes: save where so many minutes have passed since the last save; None: not by time.
+        keep: how many committed steps stay.
+    """
+
+    def __init__(
+        self, directory: Path, pipeline: Pipeline, *, every: int | None, minutes: float | None, keep: int
+    ) -> None:
+        self._pipeline, self._every, self._minutes = pipeline, every, minutes
+        process, chunks = pipeline.process, pipeline.chunks
+        self._layers = {
+            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.has_backward(index))
+            for index, chunk in enumerate(chunks)
+        }
+        owners = layer_owners(
+            [param_specs(chunk) for chunk in chunks],
+            pipeline.placement.stage_of_chunk,
+            process.layout,
+            process.devices,
+            shard_optimizer=pipeline.shards_optimizer,
+        )
+        self._checkpoints = Checkpoints(
+            directory,
+            owners,
+            keep=keep,
+            coordinator=process.peers,
+            layout={"describe": process.layout.describe(), "stage_of_chunk": list(pipeline.placement.stage_of_chunk)},
+        )
+        self._last_s = time.monotonic()
+        self._last_step: int | None = None
+
+    def newest(self) -> Found | None:
+        """The newest step that can be restored."""
+        return self._checkpoints.newest()
+
+    def restore(self, found: Found) -> PipelineState:
+        """The pipeline's state as it was saved; raises ValueError where model or optimizer differ."""
+        specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
+        states = self._checkpoints.restore(found, specs)
+        self._last_step = found.step
+        return self._pipeline.restore(states, found.step)
+
+    def is_time(self) -> bool:
+        """Whether this process finds that enough minutes have passed."""
+        return self._minutes is not None and time.monotonic() - self._last_s >= 60 * self._minutes
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after ``step`` steps is to be saved whatever the time."""
+        return self._every is not None and step % self._every == 0
+
+    def save(self, state: PipelineState, host: Mapping[str, Any]) -> None:
+        """Save in the background, with plain data beside; the pipeline may go on once this returns."""
+        if state.step == self._last_step:
+            return
+        held = self._pipeline.chunk_states(state)
+        self._checkpoints.save(state.step, [(self._layers[chunk], each) for chunk, each in held], host)
+        self._last_s, self._last_step = time.monotonic(), state.step
+
+    def wait(self) -> Saved | None:
+        """Wait for the save under way; returns how the last one ended."""
+        return self._checkpoints.wait()
+
+    def close(self) -> Saved | None:
+        """Wait for the save under way and end; returns how the last one ended."""
+        last = self._checkpoints.wait()
+        self._checkpoints.close()
+        return last

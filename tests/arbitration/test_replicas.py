@@ -1,0 +1,80 @@
+"""Data parallelism as a larger pipeline: numbers, graphs, tables, and what the arbiters make of them."""
+
+import pytest
+
+from rrfp_jax.arbitration import Agreement, Message, MessageKind, Ordering, StepRules, stage_plan
+from rrfp_jax.arbitration.hints import BF, FB
+from rrfp_jax.arbitration.replicas import microbatches_per_replica, replicated_graph, replicated_placement, replication
+from rrfp_jax.checking import explore
+from rrfp_jax.checking.setting import Setting
+from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
+
+
+def test_each_replica_runs_its_own_microbatches() -> None:
+    graph = replicated_graph(chain(2, 3), 2)
+    assert [graph.microbatches(chunk) for chunk in range(4)] == [(0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5)]
+    assert graph.predecessors(3) == (2,)
+    assert graph.sharing(1) == [1, 3]
+    assert replicated_placement(looped(2, 2), 2).stage_of_chunk == (0, 1, 0, 1, 2, 3, 2, 3)
+
+
+def test_tied_chunks_are_shared_by_all_copies_in_all_replicas() -> None:
+    graph = replicated_graph(chain(3, 1, shared=((0, 2),)), 2)
+    assert graph.sharing(0) == [0, 2, 3, 5]
+    assert graph.sharing(1) == [1, 4]
+
+
+def test_absent_pairs_keep_the_numbers_of_the_step() -> None:
+    copies = replication(chain(2, 3), 2)
+    assert copies.pairs([(1, 2), (0, 4)]) == {(1, 2), (2, 4)}
+    assert copies.task(Task(TaskKind.W, 1, 2), 1) == Task(TaskKind.W, 3, 5)
+    assert copies.task(Task(TaskKind.U, 1), 1) == Task(TaskKind.U, 3)
+
+
+def test_a_reduction_waits_for_the_gradients_of_every_replica() -> None:
+    graph, placement = replicated_graph(chain(2, 1), 2), replicated_placement(linear(2), 2)
+    plan = stage_plan(graph, placement, 1, StepRules(agreement=Agreement.NONE))
+    node = plan.index[Task(TaskKind.R, 1)]
+    assert Message(MessageKind.SHARED, 3, 1) in plan.prerequisites(node)
+
+
+def test_in_lockstep_all_reductions_come_before_the_updates_and_both_ascend() -> None:
+    rules = StepRules(agreement=Agreement.LOSS, lockstep=True)
+    plan = stage_plan(replicated_graph(chain(4, 1), 2), replicated_placement(looped(2, 2), 2), 2, rules)
+    update = {chunk: set(plan.prerequisites(plan.index[Task(TaskKind.U, chunk)])) for chunk in (4, 6)}
+    assert plan.index[Task(TaskKind.R, 6)] in update[4]
+    assert plan.index[Task(TaskKind.U, 4)] in update[6]
+
+
+@pytest.mark.parametrize("consume", ["ready", "strict"])
+def test_a_table_is_followed_by_every_replica(consume: str) -> None:
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=3))
+    order = Ordering(table=table, consume=consume).resolve(table.placement, table.graph, num_replicas=2)
+    assert order.table is not None
+    order.table.validate()
+    assert [str(task) for task in order.table.orders[2]] == ["2F3", "2F4", "2B3", "2F5", "2B4", "2B5"]
+    assert order.windows == (2, 1, 2, 1) if consume == "strict" else (32,) * 4
+
+
+@pytest.mark.parametrize("agreement", list(Agreement))
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("per_stage", [1, 2])
+def test_replicas_end_every_step_in_lockstep(agreement: Agreement, window: int, per_stage: int) -> None:
+    """Every interleaving of two replicas of one stage, and of two stages where the space stays small."""
+    num_stages = 2 if per_stage == 1 and window == 1 else 1
+    base = chain(num_stages * per_stage, 1)
+    setting = Setting(
+        graph=replicated_graph(base, 2),
+        placement=replicated_placement(looped(num_stages, per_stage), 2),
+        windows=(window,) * (num_stages * 2),
+        policies=(BF, FB) * num_stages,
+        rules=StepRules(agreement=agreement, lockstep=True),
+    )
+    assert explore(setting).num_states > 1
+
+
+def test_microbatches_must_divide() -> None:
+    assert microbatches_per_replica(8, 2) == 4
+    with pytest.raises(ValueError, match=r"9 microbatches cannot be dealt out evenly to 2.*multiple of 2"):
+        microbatches_per_replica(9, 2)

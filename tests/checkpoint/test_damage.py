@@ -1,0 +1,139 @@
+"""What is corrupt, incomplete or not ours is recognised, with one sentence, and never taken for a checkpoint."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import optax
+import pytest
+
+from rrfp_jax.checkpoint import Checkpoints, Unusable
+from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
+
+PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    """Steps 1 and 2 are committed."""
+    made = opened(tmp_path, PIECES)
+    assert save(made, 1, PIECES) is None
+    assert save(made, 2, PIECES) is None
+    return made
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def expect_refused(checkpoints: Checkpoints, sentence: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Step 2 is skipped with the sentence, and refused with it where it is asked for."""
+    assert newest_step(checkpoints) == 1
+    (record,) = caplog.records
+    with pytest.raises(Unusable) as refusal:
+        checkpoints.find(2)
+    assert str(refusal.value) == record.getMessage()
+    assert sentence in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert bits(restored(checkpoints, PIECES)) == bits(trained(PIECES, 1))
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, Path.unlink])
+def test_every_file_of_a_step_is_guarded(
+    checkpoints: Checkpoints,
+    damage: Callable[[Path], None],
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = checkpoints.directory / "step_00000002"
+    whole = tmp_path_factory.mktemp("whole") / "step"
+    shutil.copytree(directory, whole)
+    files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        damage(directory / file)
+        expect_refused(checkpoints, "step 2 cannot be restored from", caplog)
+        caplog.clear()
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+    assert newest_step(checkpoints) == 2
+
+
+def test_sentences_say_what_is_wrong(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    directory = checkpoints.directory / "step_00000002"
+    commit = json.loads((directory / "commit.json").read_text())
+
+    def refused(sentence: str) -> None:
+        expect_refused(checkpoints, sentence, caplog)
+        caplog.clear()
+
+    (directory / "commit.json").write_text(json.dumps(commit)[:-9])
+    refused("commit.json is damaged")
+    (directory / "commit.json").write_text(json.dumps({"step": 2}))
+    refused("it is no checkpoint of this package")
+    commit["content"]["host"] = {"step": 3}
+    (directory / "commit.json").write_text(json.dumps(commit))
+    refused("commit.json is damaged")
+    (directory / "commit.json").unlink()
+    refused("it was never committed")
+    shutil.rmtree(directory)
+    shutil.copytree(checkpoints.directory / "step_00000001", directory)
+    refused("it is a copy of step 1 under another name")
+
+
+def test_a_later_format_is_refused(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    import hashlib
+
+    from rrfp_jax.checkpoint.files import canonical_json
+
+    path = checkpoints.directory / "step_00000002" / "commit.json"
+    content = json.loads(path.read_text())["content"] | {"version": 99}
+    path.write_text(json.dumps({"content": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}))
+    expect_refused(checkpoints, "it has format version 99, this package reads 1", caplog)
+
+
+def test_a_damaged_step_is_saved_again_when_the_run_comes_back_to_it(checkpoints: Checkpoints) -> None:
+    for path in (checkpoints.directory / "step_00000002").rglob("manifest.ocdbt"):
+        truncate(path)
+    assert newest_step(checkpoints) == 1
+    checkpoints.close()
+    resumed = opened(checkpoints.directory, PIECES)
+    assert save(resumed, 2, PIECES) is None
+    assert bits(restored(resumed, PIECES, 2)) == bits(trained(PIECES, 2))
+    resumed.close()
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "step_00000005" / "default"
+    foreign.mkdir(parents=True)
+    (foreign / "array").write_text("somebody else's")
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "step_00000004").write_text("a file")
+    unfinished = tmp_path / "step_00000006" / "data-0123abcd"
+    unfinished.mkdir(parents=True)
+    checkpoints = opened(tmp_path, PIECES, keep=1)
+    assert not unfinished.parent.exists()
+    with pytest.raises(Unusable, match="it was never committed"):
+        checkpoints.find(5)
+    assert checkpoints.newest() is None
+    for step in (7, 8):
+        assert save(checkpoints, step, PIECES) is None
+    assert (foreign / "array").read_text() == "somebody else's"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "step_00000004",
+        "step_00000005",
+        "step_00000008",
+        "step_3",
+    ]
+    checkpoints.close()

@@ -1,0 +1,76 @@
+"""How a language model is cut over devices: as Megatron does, with one sum per attention and MLP."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.language_model import language_model
+from rrfp_jax.programs.grid import StageGrid
+from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.shardings import param_partition, place
+
+CONFIG = LanguageModelConfig(vocab_size=12, hidden=8, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=12)
+COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None), PartitionSpec()
+
+
+def partition_of(config: LanguageModelConfig, num_shards: int) -> Any:
+    return param_partition(language_model(config).split(1), 0, num_shards)
+
+
+def test_columns_rows_and_words() -> None:
+    cut = partition_of(CONFIG, 2)
+    assert cut["layers.0"]["attention"] == {
+        "query": {"kernel": COLUMNS},
+        "key": {"kernel": COLUMNS},
+        "value": {"kernel": COLUMNS},
+        "output": {"kernel": ROWS},
+    }
+    assert cut["layers.0"]["mlp"] == {"gate": {"kernel": COLUMNS}, "up": {"kernel": COLUMNS}, "down": {"kernel": ROWS}}
+    assert cut["embedding"] == {"table": ROWS}
+    assert cut["head"] == {"kernel": COLUMNS}
+    for norm in (cut["final_norm"], cut["layers.0"]["attention_norm"], cut["layers.0"]["mlp_norm"]):
+        assert set(norm.values()) == {WHOLE}
+
+
+def test_what_does_not_divide_is_whole() -> None:
+    cut = partition_of(replace(CONFIG, vocab_size=13), 4)
+    assert cut["layers.0"]["attention"]["query"]["kernel"] == COLUMNS
+    assert {cut["layers.0"]["attention"][name]["kernel"] for name in ("key", "value")} == {WHOLE}
+    assert cut["embedding"]["table"] == cut["head"]["kernel"] == WHOLE
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), [("num_heads", 3, 4), ("mlp_dim", 13, 14)])
+def test_heads_and_mlp_must_divide(name: str, value: int, remedy: int) -> None:
+    config = replace(CONFIG, num_kv_heads=1, head_dim=4, **{name: value})
+    with pytest.raises(ValueError, match=rf"{name} {value} does not divide over tensor 2: .* or {name} {remedy}$"):
+        partition_of(config, 2)
+
+
+@pytest.mark.parametrize(("kv_heads", "vocab_size", "tensor"), [(2, 12, 2), (1, 13, 4)])
+def test_the_loss_does_not_depend_on_the_cut(kv_heads: int, vocab_size: int, tensor: int) -> None:
+    """And where all divides, whole activations are summed once per embedding, attention and MLP, and none gathered."""
+    config = replace(CONFIG, num_kv_heads=kv_heads, vocab_size=vocab_size, init_std=0.3)
+    (chunk,) = language_model(config).split(1)
+    boundary = StageGrid([jax.devices()[:tensor]]).unit_sharding(0)
+    assert isinstance(boundary, NamedSharding)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda spec: 0.3 * rng.standard_normal(spec.shape, np.float32), param_specs(chunk))
+    leaves = {name: rng.integers(0, vocab_size, (2, 5), np.int32) for name in ("tokens", "targets")}
+    leaves["weights"] = np.ones((2, 5), np.float32)
+
+    def loss(params: Any, leaves: Any) -> Any:
+        return chunk.apply(params, None, leaves, key=None)[0]
+
+    at_params = place(param_partition([chunk], 0, tensor), boundary)
+    program = jax.jit(loss, in_shardings=(at_params, boundary), out_shardings=boundary).lower(params, leaves).compile()
+    np.testing.assert_allclose(program(params, leaves), jax.jit(loss)(params, leaves), rtol=1e-6)
+    if kv_heads % tensor == 0:
+        text = program.as_text()
+        assert len(re.findall(r"f32\[2,5,8\]\S* all-reduce\(", text)) == 3
+        assert not re.search(r" (all-gather|all-to-all|collective-permute)\(", text)

@@ -1,0 +1,105 @@
+"""What a group of processes trains: the cases of ``programs/trainer.py``, and the results that it leaves."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.tasks import Placement, linear, looped
+from tests.multiprocess.launching import launched
+
+_FILE = "cases.json"
+_PATIENCE_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    name: str
+    model: str = "tied"
+    """See :mod:`tests.multiprocess.models`."""
+    cut: tuple[int, ...] = ()
+    """Layers of each chunk, where the model can be cut."""
+    num_stages: int
+    data: int = 1
+    tensor: int = 1
+    num_ranks: int
+    transport: str = "sockets"
+    num_steps: int = 10
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the pipeline."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(num_stages=self.num_stages, data=self.data, tensor=self.tensor, num_ranks=self.num_ranks)
+
+    @property
+    def placement(self) -> Placement:
+        num_chunks = max(len(self.cut), self.num_stages)
+        return (
+            linear(self.num_stages)
+            if num_chunks == self.num_stages
+            else looped(self.num_stages, num_chunks // self.num_stages)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+
+def read_cases(folder: Path) -> list[Case]:
+    """The cases of a folder."""
+    return [Case(**{**case, "cut": tuple(case["cut"])}) for case in json.loads((folder / _FILE).read_text())]
+
+
+def result_file(folder: Path, case: Case, rank: int) -> Path:
+    """Where a rank writes what it got."""
+    return folder / f"{case.name}.{rank}.pickle"
+
+
+def train_together(cases: Sequence[Case], folder: Path) -> dict[str, tuple[list[float], dict[str, Any]]]:
+    """Losses and final parameters by case, all trained by one group of processes.
+
+    Checks that every rank has the same losses, and that all copies of a parameter are equal bit for bit.
+    """
+    (folder / _FILE).write_text(json.dumps([case.as_dict() for case in cases]))
+    with launched(
+        "--processes", cases[0].num_ranks, "--", __import__("os").environ.get("TR", "trainer"), folder
+    ) as launcher:
+        assert launcher.wait(_PATIENCE_S) == 0, launcher.text
+    __import__("os").environ.get("TR") and print(launcher.text)
+    return {case.name: _result(folder, case) for case in cases}
+
+
+def _result(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
+    results = [pickle.loads(result_file(folder, case, rank).read_bytes()) for rank in range(case.num_ranks)]
+    losses = results[0][0]
+    assert all(other == losses for other, _ in results), case.name
+    whole: dict[tuple[str, ...], np.ndarray] = {}
+    known: dict[tuple[str, ...], np.ndarray] = {}
+    for _, chunks in results:
+        for chunk in chunks:
+            for path, (shape, shards) in chunk.items():
+                for bounds, values in shards:
+                    place = tuple(slice(*each) for each in bounds)
+                    array = whole.setdefault(path, np.zeros(shape, values.dtype))
+                    is_known = known.setdefault(path, np.zeros(shape, bool))
+                    np.testing.assert_array_equal(array[place][is_known[place]], values[is_known[place]], str(path))
+                    array[place], is_known[place] = values, True
+    assert all(each.all() for each in known.values()), case.name
+    return losses, _tree(whole)
+
+
+def _tree(leaves: dict[tuple[str, ...], np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

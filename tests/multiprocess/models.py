@@ -1,0 +1,124 @@
+"""Small models and their batches, made alike in the test and in every rank."""
+
+import zlib
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.models.partition import COLUMNS, ROWS
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.shapes import param_specs
+from tests import long_sums
+from tests.multiprocess.cases import Case
+from tests.plain_loop import train_plainly
+from tests.programs.toys import VOCAB, embedding, head, mlp
+
+NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 8, 2, 8
+PLAIN, LONG_SUMS = "plain", "long sums"
+
+
+def make_chunks(case: Case) -> list[Chunk]:
+    """The case's model in its cut; parameters start the same whatever the cut."""
+    if case.model == LONG_SUMS:
+        return long_sums.make_chunks()
+    if case.model == PLAIN:
+        return [_with_constant_init(chunk) for chunk in _plain_chunks(case.cut)]
+    config = LanguageModelConfig(
+        vocab_size=12,
+        hidden=16,
+        num_layers=sum(case.cut),
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=24,
+        init_std=0.3,
+        tie_embeddings=case.model == "tied",
+    )
+    return [_with_constant_init(chunk) for chunk in language_model(config).split(layers_per_chunk=list(case.cut))]
+
+
+def _plain_chunks(cut: tuple[int, ...]) -> list[Chunk]:
+    """Embedding, layers without attention, and a tied head: quick to compile."""
+    layers = [_dense(layer) for layer in range(sum(cut))]
+    ends = [sum(cut[:number]) for number in range(len(cut) + 1)]
+    parts = [layers[start:end] for start, end in pairwise(ends)]
+    parts[0].insert(0, embedding(shared=True))
+    parts[-1].append(head("embedding", shared=True))
+    return [_joined(part) for part in parts]
+
+
+def _dense(layer: int) -> Chunk:
+    cuts = {"up": COLUMNS, "bias": PartitionSpec("tensor"), "down": ROWS}
+    return replace(mlp(layer), partition=lambda params, _: {name: cuts for name in params})
+
+
+def _joined(parts: list[Chunk]) -> Chunk:
+    """One chunk of several that follow each other."""
+    names = [tuple(param_specs(part)) for part in parts]
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        for part, own in zip(parts, names, strict=True):
+            inputs = part.apply({name: params[name] for name in own}, inputs, leaves, key=key)
+        return inputs
+
+    def partition(params: Any, num_shards: int) -> Any:
+        specs = jax.tree.map(lambda _: PartitionSpec(), params)
+        for part, own in zip(parts, names, strict=True):
+            if part.partition is not None:
+                specs |= part.partition({name: params[name] for name in own}, num_shards)
+        return specs
+
+    return Chunk(
+        name=" ".join(part.name for part in parts),
+        init=lambda key: {name: layer for part in parts for name, layer in part.init(key).items()},
+        apply=apply,
+        leaves=tuple(leaf for part in parts for leaf in part.leaves),
+        shared=frozenset.union(*(part.shared for part in parts)) if len(parts) else frozenset(),
+        partition=partition,
+    )
+
+
+def _with_constant_init(chunk: Chunk) -> Chunk:
+    """The chunk with numbers that compile quickly, and to the same bits in every process."""
+
+    def numbers(path: Any, leaf: Any) -> np.ndarray:
+        values = np.random.default_rng(zlib.crc32(str(path).encode())).normal(0, 0.3, leaf.shape)
+        return (values + (len(leaf.shape) == 1)).astype(leaf.dtype)  # vectors are scales
+
+    params = jax.tree.map_with_path(numbers, param_specs(chunk))
+    return replace(chunk, init=lambda key: jax.tree.map(jnp.asarray, params))
+
+
+def make_batches(case: Case) -> list[dict[str, np.ndarray]]:
+    """Counting sequences; microbatches differ much in weight, and one of the first step weighs nothing."""
+    if case.model == LONG_SUMS:
+        return [long_sums.make_batch()] * case.num_steps
+    rng = np.random.default_rng(0)
+    batches = []
+    for step in range(case.num_steps):
+        start = rng.integers(0, VOCAB, (NUM_MICROBATCHES, NUM_SEQUENCES, 1))
+        sequence = ((start + np.arange(LENGTH + 1)) % VOCAB).astype(np.int32)
+        share = rng.random((NUM_MICROBATCHES, 1, 1))
+        weights = (rng.random((NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH)) < share).astype(np.float32)
+        weights[1] *= step > 0
+        batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
+    return batches
+
+
+def make_optimizer(case: Case) -> optax.GradientTransformation:
+    return optax.adam(1e-2) if case.model == LONG_SUMS else optax.adamw(1e-3, weight_decay=0.01)
+
+
+def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
+    """The same without a pipeline."""
+    chunks = make_chunks(case)
+    params: dict[str, Any] = {}
+    for chunk in chunks:
+        params |= chunk.init(jax.random.key(0))
+    return train_plainly(chunks, params, make_optimizer(case), make_batches(case))

@@ -1,0 +1,44 @@
+"""A rank without JAX: joins the run, connects, says so, and then waits to be ended."""
+
+import argparse
+import os
+import sys
+import time
+
+from rrfp_jax.runtime.cluster import ClusterConfig, StartFailed, join, membership_from
+
+FOREVER_S = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--silence-deadline-s", type=float, default=2.0)
+    parser.add_argument("--start-deadline-s", type=float, default=60.0)
+    parser.add_argument("--other-configuration", type=int, metavar="RANK")
+    parser.add_argument("--absent", type=int, metavar="RANK", help="never come to the rendezvous")
+    parser.add_argument("--run-s", type=float, default=FOREVER_S)
+    parser.add_argument("--take-over", action="store_true")
+    arguments = parser.parse_args()
+    membership = membership_from(os.environ)
+    assert membership is not None
+    if arguments.absent == membership.rank:
+        time.sleep(FOREVER_S)
+    learning_rate = 0.2 if arguments.other_configuration == membership.rank else 0.1
+    config = ClusterConfig(silence_deadline_s=arguments.silence_deadline_s, start_deadline_s=arguments.start_deadline_s)
+    try:
+        cluster = join(membership, {"optimizer": {"learning_rate": learning_rate}}, config)
+        cluster.connect()
+    except StartFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 6
+    with cluster:
+        if arguments.take_over:
+            cluster.watch(lambda rank, reason: os._exit(3))
+        print(f"ready {os.getpid()} {','.join(cluster.hosts)}", flush=True)
+        time.sleep(arguments.run_s)
+        cluster.watch(lambda rank, reason: None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

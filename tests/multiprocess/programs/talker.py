@@ -1,0 +1,55 @@
+"""A rank without JAX or network: prints, and ends as its arguments say."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+RANK, ATTEMPT = int(os.environ["RRFP_RANK"]), int(os.environ["RRFP_ATTEMPT"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fail", nargs=3, type=float, metavar=("RANK", "CODE", "AFTER_S"), action="append", default=[])
+    parser.add_argument("--failing-attempts", type=int, default=1000)
+    parser.add_argument("--run-s", type=float, default=0.0)
+    parser.add_argument("--term-code", type=int, help="end with this code on SIGTERM")
+    parser.add_argument("--stubborn", type=int, metavar="RANK", help="take no notice of SIGINT and SIGTERM")
+    parser.add_argument("--grandchild", action="store_true")
+    parser.add_argument("--chatter", type=int, default=0, metavar="LINES")
+    parser.add_argument("--show", action="append", default=[], metavar="VARIABLE")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
+    if arguments.term_code is not None:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(arguments.term_code))
+    if arguments.stubborn == RANK:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if arguments.grandchild:
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    print(f"hello from {RANK}")
+    print(f"an error line of {RANK}", file=sys.stderr)
+    shown = {name: os.environ.get(name) for name in arguments.show}
+    print(json.dumps({"rank": RANK, "attempt": ATTEMPT, **shown}), flush=True)
+    for number in range(arguments.chatter):
+        print("chatter", number, flush=True)
+        time.sleep(0.02)
+    return _work(arguments)
+
+
+def _work(arguments: argparse.Namespace) -> int:
+    started_s = time.monotonic()
+    for rank, code, after_s in arguments.fail:
+        if rank == RANK and arguments.failing_attempts > ATTEMPT:
+            time.sleep(after_s)
+            return int(code)
+    while time.monotonic() < started_s + arguments.run_s:
+        time.sleep(0.02)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

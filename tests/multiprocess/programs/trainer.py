@@ -1,0 +1,120 @@
+"""Ranks that train small models in several layouts, one after another, and write down what each came to.
+
+The first case takes all ranks and meets at the launcher's rendezvous. Later ones may take fewer ranks, the lowest, and
+meet at rendezvous that rank 0 hosts; so several layouts share one start of processes.
+"""
+
+import argparse
+import os
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rrfp_jax.arbitration.replicas import replicated_placement
+from rrfp_jax.runtime.cluster import Cluster, ClusterConfig, Membership, join, membership_from
+from rrfp_jax.runtime.network import RendezvousServer, RunKey
+from tests.multiprocess.cases import Case, read_cases, result_file
+
+PATIENCE_S = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="where the cases are, and where results go")
+    folder = parser.parse_args().folder
+    cases = read_cases(folder)
+    own = membership_from(os.environ)
+    assert own is not None
+    with _more_rendezvous(own, cases[1:], folder) as addresses:
+        for number, case in enumerate(cases):
+            if own.rank < case.num_ranks:
+                place = own if not number else replace(own, num_ranks=case.num_ranks, rendezvous=addresses[number - 1])
+                result = _train(case, place, num_devices=max(case.layout.devices_per_rank for case in cases))
+                result_file(folder, case, own.rank).write_bytes(pickle.dumps(result))
+
+
+@contextmanager
+def _more_rendezvous(own: Membership, cases: Sequence[Case], folder: Path) -> Iterator[list[str]]:
+    """Addresses, one for each case; the servers are rank 0's."""
+    file = folder / "addresses"
+    with ExitStack() as stack:
+        if not own.rank:
+            key = RunKey.from_environment()
+            servers = [RendezvousServer(case.num_ranks, key, deadline_s=10 * PATIENCE_S) for case in cases]
+            for server in servers:
+                stack.enter_context(server)
+            unfinished = folder / "addresses.new"
+            unfinished.write_text("\n".join(server.address for server in servers))
+            unfinished.rename(file)
+        while not file.exists():
+            time.sleep(0.05)
+        yield file.read_text().split()
+
+
+def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
+    """Losses, and the pieces of all parameters that lie here, by layer and path."""
+    import jax
+
+    from rrfp_jax.pipeline import Pipeline
+    from rrfp_jax.runtime.process import Process
+    from tests.multiprocess.models import make_batches, make_chunks, make_optimizer
+
+    jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
+    cluster = join(place, case.as_dict(), ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S))
+    _start_jax_once(cluster, num_devices)
+    process = Process(case.layout, cluster, transport=case.transport, start_deadline_s=PATIENCE_S)
+    process.connect(replicated_placement(case.placement, case.data))
+    process.start_jax("cpu")
+    pipeline = Pipeline(
+        make_chunks(case), placement=case.placement, process=process, optimizer=make_optimizer(case), **case.options
+    )
+    with pipeline:
+        state = pipeline.init(jax.random.key(0))
+        results = []
+        for batch in make_batches(case):
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        losses = [metrics.result().loss for metrics in results]
+        pieces = [_pieces(held.params) for _, held in pipeline.chunk_states(state)]
+    process.finish()
+    return losses, pieces
+
+
+def _start_jax_once(cluster: Cluster, num_devices: int) -> None:
+    """JAX can be started once only, with as many devices as the largest case needs."""
+    import jax
+    from jax._src import distributed
+
+    if distributed.global_state.client is not None:
+        cluster.initialize_jax = lambda *_, **__: tuple(jax.local_devices())  # type: ignore[method-assign]
+    else:
+        start = cluster.initialize_jax
+        cluster.initialize_jax = lambda platform, _, **options: start(platform, num_devices, **options)  # type: ignore[method-assign]
+
+
+def _pieces(params: Any) -> dict[tuple[str, ...], tuple[tuple[int, ...], list[Any]]]:
+    """By path, the shape of a parameter and its shards: where each begins and ends, and its values."""
+    import jax
+    import numpy as np
+
+    return {
+        tuple(key.key for key in path): (
+            leaf.shape,
+            [
+                (
+                    [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)],
+                    np.array(shard.data),
+                )
+                for shard in leaf.addressable_shards
+            ],
+        )
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+
+
+if __name__ == "__main__":
+    main()

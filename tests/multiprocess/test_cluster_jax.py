@@ -1,0 +1,66 @@
+"""Ranks with JAX: computing together, and ending without JAX's own watch aborting anybody."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.multiprocess.launching import Launched, eventually, launched
+
+
+def pids(launcher: Launched, num_ranks: int) -> list[int]:
+    """The process ids of all ranks, once they have computed together."""
+    return launcher.numbers(r'"pid": (\d+)', num_ranks)
+
+
+def test_ranks_compute_together_and_none_waits_for_another_at_the_end():
+    with launched("--processes", 2, "--", "summing", "--last-lingers-s", 3) as launcher:
+        pids(launcher, 2)
+        assert eventually(lambda: list(launcher.ranks()) == [1], 2.5)
+        assert launcher.wait() == 0
+    rows = [json.loads(line[line.index("{") :]) for line in launcher.lines if '"sum"' in line]
+    assert [row["sum"] for row in rows] == [6.0, 6.0]
+    assert sorted(row["rank"] for row in rows) == [0, 1]
+    assert json.loads(launcher.stdout[-1])["rank"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_noticed_by_us_before_jax_aborts(victim: int):
+    with launched("--processes", 3, "--", "summing", "--wait-s", 600) as launcher:
+        pids(launcher, 3)
+        pid = launcher.ranks()[victim]
+        started_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert launcher.wait() == 137
+        assert time.monotonic() - started_s < 2.0
+        assert not launcher.living()
+    assert "code 5, lost another rank" in launcher.text
+    assert "SIGABRT" not in launcher.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_others_wait_for_it_inside_jax():
+    with launched("--processes", 3, "--", "summing", "--die-before-devices", 2) as launcher:
+        assert launcher.wait() == 134
+    assert "ranks 0-1: code 5, lost another rank" in launcher.text
+
+
+@pytest.mark.slow
+def test_a_rank_with_too_few_devices_is_named():
+    with launched("--processes", 2, "--", "summing", "--devices-of-last", 1) as launcher:
+        assert launcher.wait() == 2
+    assert "needs 2 devices on each of 2 ranks (4 in all), but rank 1 has 1" in launcher.text
+
+
+@pytest.mark.slow
+def test_the_death_of_the_coordination_service_is_told_apart():
+    with launched("--processes", 2, "--", "summing", "--wait-s", 600) as launcher:
+        pids(launcher, 2)
+        (service,) = launcher.running("coordination_process")
+        os.kill(service, signal.SIGKILL)
+        assert launcher.wait() == 134
+        assert not launcher.living()
+    assert "the coordination service ended with code 137: JAX now aborts all ranks" in launcher.own_lines()

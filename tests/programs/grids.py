@@ -1,0 +1,185 @@
+"""A driver that trains with the programs of stages x data x tensor by hand, task after task.
+
+Every chunk is a stage. Of a process group each process runs the units of which it holds devices, all in the same order.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rrfp_jax.programs.agreement import StageReport, Verdict, agree
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.grid import StageGrid
+from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.replica_programs import ReplicaPrograms
+from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.tasks import PipelineGraph
+from tests.programs.toys import microbatch_spec
+
+Unit = tuple[int, int]
+"""(replica, chunk)."""
+
+
+def grids_of(devices: Sequence[jax.Device], num_stages: int, data: int, tensor: int) -> list[StageGrid]:
+    """One grid per stage, the tensor axis innermost, then data, then stages."""
+    rows = np.array(devices[: num_stages * data * tensor]).reshape(num_stages, data, tensor)
+    return [StageGrid(list(stage)) for stage in rows]
+
+
+class GridTrainer:
+    """A whole training run of a chain of chunks, one stage each."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        grids: Sequence[StageGrid],
+        batch: dict[str, np.ndarray],
+        optimizer: optax.GradientTransformation,
+        *,
+        remat: Remat = "none",
+        ordered: bool = False,
+        shard_optimizer: bool = False,
+        gather: Callable[[StageReport], Iterable[StageReport]] = lambda report: [report],
+    ) -> None:
+        self.graph, self.grids, self.gather = graph, grids, gather
+        self.replicas = grids[0].local_replicas
+        shapes = derive_shapes(chunks, graph, microbatch_spec(batch))
+        options = {"optimizer": optimizer, "ordered": ordered, "shard_optimizer": shard_optimizer}
+        self.joint = [
+            ReplicaPrograms(c, chunks, graph, grid=grid, **options) if grid.data > 1 else None
+            for c, grid in enumerate(grids)
+        ]
+        self.programs: dict[Unit, ChunkPrograms] = {}
+        for c, grid in enumerate(grids):
+            for r in self.replicas:
+                self.programs[r, c] = compile_chunk(
+                    c,
+                    chunks,
+                    graph,
+                    shapes,
+                    optimizer=optimizer,
+                    sharding=grid.unit_sharding(r),
+                    remat=remat,
+                    replicas=self.joint[c],
+                    twin=self.programs.get((self.replicas[0], c)),
+                )
+        self.held = {unit: each.initial_state(jax.random.key(0)) for unit, each in self.programs.items()}
+        self.shared_states = [
+            joint.initial_optimizer_state(self.of_replicas(c, "params")) if joint is not None else ()
+            for c, joint in enumerate(self.joint)
+        ]
+
+    def of_replicas(self, chunk: int, field: str) -> dict[int, Any]:
+        """A field of the state of every local replica of a chunk."""
+        return {r: getattr(self.held[r, chunk], field) for r in self.replicas}
+
+    def step(self, batch: dict[str, np.ndarray], *, apply: bool = True) -> Verdict:
+        """One step; every replica runs its share of the microbatches."""
+        for each, held in self.held.items():
+            held.derived = self.programs[each].prepare(held.params)
+        per_replica = self.graph.num_microbatches // self.grids[0].data
+        losses = [
+            (m, *self._run_microbatch(r, m, batch))
+            for r in self.replicas
+            for m in range(r * per_replica, (r + 1) * per_replica)
+        ]
+        report = StageReport(squared_norms=self.reduce(), losses=tuple(losses))
+        verdict = agree(self.gather(report), clip_norm=1.0)
+        self.update(verdict.scale, apply and verdict.apply)
+        return verdict
+
+    def _run_microbatch(self, replica: int, microbatch: int, batch: dict[str, np.ndarray]) -> tuple[int, float, float]:
+        """(chunk, loss sum, weight)."""
+        last, stashes, owed = self.graph.num_chunks - 1, {}, {}
+        outputs: Any = None
+        for c in range(last + 1):
+            programs, held = self.programs[replica, c], self.held[replica, c]
+            leaves = {name: batch[name][microbatch] for name in programs.chunk.leaves}
+            inputs = () if c == 0 else (views(outputs),)
+            outputs, stashes[c] = programs.forward(held.params, inputs, leaves, derived=held.derived)
+        grads: tuple[Any, ...] = ()
+        for c in reversed(range(last + 1)):
+            programs, held = self.programs[replica, c], self.held[replica, c]
+            if c in self.graph.split:
+                grads, owed[c] = programs.input_gradient(held.params, stashes.pop(c), grads, derived=held.derived)
+            else:
+                grads, held.accumulators = programs.backward(
+                    held.params, stashes.pop(c), grads, held.accumulators, derived=held.derived
+                )
+            grads = views(grads)
+        for c, debt in owed.items():
+            programs, held = self.programs[replica, c], self.held[replica, c]
+            held.accumulators = programs.weight_gradient(held.params, debt, held.accumulators, derived=held.derived)
+        loss, weight = outputs
+        return last, float(loss), float(weight)
+
+    def reduce(self) -> tuple[tuple[int, float], ...]:
+        """R of every chunk: (chunk, squared norm)."""
+        parts = {unit: each.shared_part(self.held[unit].accumulators) for unit, each in self.programs.items()}
+        self.gradients: list[Any] = []
+        norms = []
+        for c, joint in enumerate(self.joint):
+            sharing = self.graph.sharing(c)
+            shared = {
+                r: tuple(moved(parts[r, o], self.programs[r, c].shardings.params) for o in sharing)
+                if len(sharing) > 1
+                else ()
+                for r in self.replicas
+            }
+            if joint is None:
+                (r,), gradients = self.replicas, None
+                sums = {}
+                sums[r], norm = self.programs[r, c].reduce(self.held[r, c].accumulators, shared[r])
+            else:
+                sums, gradients, norm = joint.all_reduce(self.of_replicas(c, "accumulators"), shared)
+            for r in self.replicas:
+                self.held[r, c].accumulators = sums[r]
+            self.gradients.append(gradients)
+            norms.append((c, float(norm)))
+        return tuple(norms)
+
+    def update(self, scale: float, apply: bool) -> None:
+        """U of every chunk."""
+        for c, joint in enumerate(self.joint):
+            if joint is not None and joint.shards_optimizer:
+                params, self.shared_states[c] = joint.update(
+                    self.of_replicas(c, "params"), self.gradients[c], self.shared_states[c], scale, apply
+                )
+                for r in self.replicas:
+                    self.held[r, c].params = params[r]
+                continue
+            for r in self.replicas:
+                held = self.held[r, c]
+                held.params, held.optimizer_state, held.accumulators = self.programs[r, c].update(
+                    held.params, held.optimizer_state, held.accumulators, scale, apply
+                )
+
+    def params(self, replica: int) -> dict[str, Any]:
+        """The whole model's parameters in one replica."""
+        whole: dict[str, Any] = {}
+        for c in range(self.graph.num_chunks):
+            gathered = jax.jit(lambda params: params, out_shardings=self.programs[replica, c].sharding)
+            whole |= {n: v for n, v in views(gathered(self.held[replica, c].params)).items() if n not in whole}
+        return whole
+
+
+def views(tree: Any) -> Any:
+    """What is whole on every device, as NumPy arrays."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), tree)
+
+
+def moved(layers: dict[str, Any], shardings: dict[str, Any]) -> dict[str, Any]:
+    """The shards of some layers on the devices of another unit that is cut in the same way."""
+    return {name: jax.tree.map(_moved, layer, shardings[name]) for name, layer in layers.items()}
+
+
+def _moved(array: jax.Array, sharding: Any) -> jax.Array:
+    devices = [d for d in sharding._device_assignment if d.process_index == jax.process_index()]
+    shards = sorted(array.addressable_shards, key=lambda s: array.sharding._device_assignment.index(s.device))
+    pieces = [jax.device_put(shard.data, device) for shard, device in zip(shards, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)

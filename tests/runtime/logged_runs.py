@@ -1,0 +1,114 @@
+"""Runs of bare arbiters in drawn interleavings, logged as the runtime logs them."""
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from rrfp_jax.arbitration import (
+    Agreement,
+    Event,
+    FinishStep,
+    GroupHeard,
+    InputArrived,
+    Instruction,
+    Message,
+    RunTask,
+    Send,
+    StageArbiter,
+    StepRules,
+    StepStarted,
+    TaskFinished,
+    TellGroup,
+    hint_by_name,
+    ready,
+)
+from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.tasks import chain, linear
+
+Place = tuple[int, int]
+"""A stage and a member of its group."""
+Draw = Callable[[int], int]
+"""``draw(n)`` gives a number from 0 to n - 1."""
+
+
+def first_of(_: int) -> int:
+    return 0
+
+
+def arbiter_of(stage: int, *, num_stages: int = 3, num_microbatches: int = 3, hint: str = "bf") -> StageArbiter:
+    """One stage of a chain without R and U, window 2."""
+    return StageArbiter(
+        chain(num_stages, num_microbatches),
+        linear(num_stages),
+        stage,
+        consumption=ready(hint_by_name(hint)),
+        window=2,
+        rules=StepRules(updates=False, agreement=Agreement.ALL),
+    )
+
+
+class LoggedRun:
+    """Carries out what arbiters instruct, one drawn event after another, each at its own second.
+
+    Args:
+        lost: messages that never arrive.
+    """
+
+    def __init__(
+        self,
+        arbiters: Mapping[Place, StageArbiter],
+        *,
+        log_steps: int = 2,
+        draw: Draw = first_of,
+        lost: frozenset[Message] = frozenset(),
+    ) -> None:
+        self.arbiters, self.draw, self.lost = arbiters, draw, lost
+        self.logs = {place: EventLog(arbiter, log_steps) for place, arbiter in arbiters.items()}
+        self.pending: list[tuple[Place, Event]] = []
+        self.now_s = 0.0
+
+    def start(self, num_steps: int, absences: tuple[frozenset[tuple[int, int]], ...] = (frozenset(),)) -> "LoggedRun":
+        """Post the starts of all steps; those of a stage stay in order."""
+        for step in range(num_steps):
+            self.pending += [(place, StepStarted(step, 0.0, absences[step % len(absences)])) for place in self.arbiters]
+        return self
+
+    def run(self, num_events: float = inf) -> "LoggedRun":
+        """Carry out everything, or so many events."""
+        while self.pending and self.now_s < num_events:
+            self.take(*self.draw_event())
+        return self
+
+    def draw_event(self) -> tuple[Place, Event]:
+        """What happens next; the starts of a place come in their order, whichever of them is drawn."""
+        number = self.draw(len(self.pending))
+        place, event = self.pending[number]
+        if isinstance(event, StepStarted):
+            number = next(n for n, (p, e) in enumerate(self.pending) if p == place and isinstance(e, StepStarted))
+        self.now_s += 1.0
+        place, event = self.pending.pop(number)
+        return place, event._replace(time_s=self.now_s)
+
+    def take(self, place: Place, event: Event) -> None:
+        arbiter, instructions = self.arbiters[place], list[Instruction]()
+        try:
+            instructions = arbiter.handle(event)
+        finally:
+            self.logs[place].append(event, instructions)
+        for instruction in instructions:
+            self._carry_out(place, instruction)
+        if any(isinstance(instruction, FinishStep) for instruction in instructions):
+            self.logs[place].roll(arbiter)
+
+    def _carry_out(self, place: Place, instruction: Instruction) -> None:
+        stage, member = place
+        match instruction:
+            case RunTask(step, task):
+                self.pending.append((place, TaskFinished(step, 0.0, task)))
+            case Send(step, message, receiver) if message not in self.lost:
+                self.pending += [(p, InputArrived(step, 0.0, message)) for p in self._deliveries(receiver, member)]
+            case TellGroup(step, other, note):
+                self.pending.append(((stage, other), GroupHeard(step, 0.0, member, note)))
+
+    def _deliveries(self, receiver: int, member: int) -> list[Place]:
+        """Every member of the receiving stage gets one copy of its own, from the sender's first member."""
+        return [] if member else [place for place in self.arbiters if place[0] == receiver]

@@ -1,0 +1,279 @@
+"""Arrays of every kind arrive through every transport as the receiving program wants them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.transports import Edge, PipelineTransport
+from rrfp_jax.tasks import linear
+from tests.runtime.network.mesh import eventually
+from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
+
+PAIR = Layout(num_stages=2, num_ranks=2)
+WIDE_PAIR = Layout(num_stages=2, tensor=4, num_ranks=2)
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "int8", "uint16", "int32", "int4"]
+each_way = pytest.mark.parametrize("selection", ["sockets", "transfer"])
+
+
+def single_edge(payload: Any, devices: tuple[int, int] = (0, 1)) -> dict[Any, Edge]:
+    """An edge between two units of one device each."""
+    source, target = ([jax.devices()[device]] for device in devices)
+    return {ACTIVATION[:3]: Edge(spec=spec_of(payload), source=unit_sharding(source), target=unit_sharding(target))}
+
+
+def same(got: Any, wanted: Any) -> None:
+    """The same structure, shapes, dtypes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def payload_of_everything() -> Any:
+    arrays = {name: jnp.arange(-6, 6).astype(name).reshape(3, 4) for name in DTYPES}
+    more = {
+        "scalar": jnp.float32(1.5),
+        "empty": jnp.zeros((0, 7), jnp.bfloat16),
+        "medium": jnp.arange(50_000, dtype=jnp.float32).reshape(5, -1),
+        "large": jnp.arange(1 << 22, dtype=jnp.float32).reshape(1 << 11, -1),
+    }
+    return {"arrays": arrays, "nested": (more, [None, (), {"x": jnp.ones((2, 3, 5))}])}
+
+
+@each_way
+@pytest.mark.parametrize("encrypt_arrays", [True, False], ids=["encrypted", "clear"])
+def test_every_dtype_size_and_container_arrives(selection: str, encrypt_arrays: bool) -> None:
+    payload = jax.device_put(payload_of_everything(), jax.devices()[0])
+    with connected(PAIR, single_edge(payload), selection, encrypt_arrays=encrypt_arrays) as ranks:
+        ranks.send(0, 1, payload, step=5)
+        stage, step, message, got = ranks[1].next()
+        assert (stage, step, message) == (1, 5, ACTIVATION)
+        same(got, payload)
+        for large in (got["nested"][0]["large"], got["nested"][0]["medium"]):
+            assert large.__array_interface__["data"][0] % 64 == 0  # so that a program takes it without a copy
+        held = [ranks[r].transport for r in (0, 1)]
+        assert held[0].held.sent == 0 or eventually(lambda: held[0].held.sent == 0)
+        assert held[0].held.peak >= 16 << 20
+        assert held[1].held.received == 0
+
+
+SHARDINGS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "replicated": ((4,), ()),
+    "rows": ((4,), ("a",)),
+    "columns": ((4,), (None, "a")),
+    "rows by 2": ((2, 2), ("a",)),
+    "columns by 2": ((2, 2), (None, "b")),
+    "both": ((2, 2), ("b", "a")),
+}
+
+
+def sharding_named(name: str, devices: list[jax.Device]) -> Sharding:
+    grid, axes = SHARDINGS[name]
+    return NamedSharding(Mesh(np.array(devices).reshape(grid), ("a", "b")[: len(grid)]), PartitionSpec(*axes))
+
+
+@each_way
+def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str) -> None:
+    devices = jax.devices()
+    value = jnp.arange(8 * 12, dtype=jnp.bfloat16).reshape(8, 12)
+    with connected(WIDE_PAIR, edges := {}, selection) as ranks:
+        # cutting on the device needs a program for each piece, so only some pairs go by transfer
+        for source in SHARDINGS:
+            for target in SHARDINGS if selection == "sockets" else ("replicated", "columns by 2"):
+                here, there = sharding_named(source, devices[:4]), sharding_named(target, devices[4:])
+                edges[ACTIVATION[:3]] = Edge(spec=spec_of(value), source=here, target=there)
+                ranks[0].transport.prepare([ACTIVATION])
+                ranks[1].transport.prepare([ACTIVATION])
+                ranks.send(0, 1, jax.device_put(value, here))
+                got = ranks[1].next()[3]
+                same(got, value)
+                program = jax.jit(lambda x: x + 1, in_shardings=there, out_shardings=there)
+                same(program.lower(spec_of(value)).compile()(got), value + 1)
+                if target != "replicated":
+                    assert got.sharding.is_equivalent_to(there, 2)
+
+
+def test_only_what_a_rank_needs_travels() -> None:
+    devices = jax.devices()
+    value = jnp.ones((256, 256), jnp.float32)
+    for target, num_copies in (("replicated", 1), ("rows", 1), ("rows by 2", 1)):
+        edge = Edge(
+            spec=spec_of(value),
+            source=sharding_named("replicated", devices[:4]),
+            target=sharding_named(target, devices[4:]),
+        )
+        with connected(WIDE_PAIR, {ACTIVATION[:3]: edge}) as ranks:
+            ranks.send(0, 1, jax.device_put(value, edge.source))
+            ranks[1].next()
+            assert ranks[0].transport.held.peak == num_copies * value.nbytes
+
+
+def test_within_a_process_arrays_are_handed_over_at_once() -> None:
+    devices = jax.devices()
+    layout = Layout(num_stages=2)
+    value = jax.device_put(jnp.arange(5.0), devices[0])
+    with connected(layout, single_edge(value)) as ranks:
+        transport = ranks[0].transport
+        shipped = transport.ship(value, 1, ACTIVATION)
+        transport.send(1, 2, ACTIVATION, shipped)
+        assert ranks[0].next()[:3] == (1, 2, ACTIVATION)
+        assert shipped.__array_interface__["data"] == np.asarray(value).__array_interface__["data"]
+
+
+def test_within_a_process_shardings_may_differ_too() -> None:
+    devices = jax.devices()
+    value = jnp.arange(48.0).reshape(8, 6)
+    source, target = sharding_named("rows", devices[:4]), sharding_named("columns by 2", devices[4:])
+    layout = Layout(num_stages=2, tensor=4)
+    with connected(layout, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=source, target=target)}) as ranks:
+        ranks.send(0, 1, jax.device_put(value, source))
+        got = ranks[0].next()[3]
+        assert got.sharding.is_equivalent_to(target, 2)
+        same(got, value)
+
+
+def test_what_stays_in_a_unit_stays_where_it_is() -> None:
+    devices = jax.devices()
+    value = jnp.arange(48.0).reshape(8, 6)
+    rows = sharding_named("rows", devices[:4])
+    here = Message(MessageKind.ACTIVATION, 0, 0, 0)
+    edge = Edge(spec=spec_of(value), source=rows, target=rows)
+    with connected(Layout(num_stages=1, tensor=4), {here[:3]: edge}) as ranks:
+        lying = jax.device_put(value, rows)
+        assert ranks[0].transport.ship(lying, 0, here) is lying
+
+
+@each_way
+def test_messages_may_come_again_and_in_any_order(selection: str) -> None:
+    values = [jax.device_put(jnp.full((n,), n, jnp.float32), jax.devices()[0]) for n in (4, 4, 4)]
+    with connected(PAIR, single_edge(values[0]), selection) as ranks:
+        transport = ranks[0].transport
+        messages = [ACTIVATION._replace(microbatch=m) for m in (2, 0, 1)]
+        shipped = [transport.ship(value, 1, m) for value, m in zip(values, messages, strict=True)]
+        for step, (message, each) in enumerate(zip(reversed(messages), reversed(shipped), strict=True)):
+            ranks.on_loop(lambda step=step, message=message, each=each: transport.send(1, step, message, each))
+        came = sorted(ranks[1].next()[1:3] for _ in messages)
+        assert came == sorted(zip(range(3), reversed(messages), strict=True))
+
+
+def test_small_parts_need_no_transfer() -> None:
+    devices = jax.devices()
+    small = jax.device_put(jnp.arange(4.0), devices[0])
+    large = jax.device_put(jnp.arange(4096.0), devices[0])
+    back = Message(MessageKind.GRADIENT, 0, 1, 0)
+    edges = single_edge(small) | {back[:3]: single_edge(large)[ACTIVATION[:3]]}
+    with connected(PAIR, edges, "transfer", eager_bytes=1000) as ranks:
+        shipped = [ranks[0].transport.ship(*each) for each in ((small, 1, ACTIVATION), (large, 1, back))]
+        assert [type(each.parts[0][1]).__name__ for each in shipped] == ["Packed", "Offer"]
+        for value, message in ((small, ACTIVATION), (large, back)):
+            ranks.send(0, 1, value, message)
+            same(ranks[1].next()[3], value)
+
+
+@each_way
+def test_numpy_arrays_travel_too(selection: str) -> None:
+    payload = {"a": np.arange(6.0, dtype=np.float32), "b": np.ones((300, 300), ml_dtypes.bfloat16)}
+    with connected(PAIR, single_edge(payload), selection) as ranks:
+        ranks.send(0, 1, payload)
+        same(ranks[1].next()[3], payload)
+
+
+def test_plain_data_goes_to_the_receiving_unit() -> None:
+    report = Message(MessageKind.REPORT, 1, 0)
+    shared = Message(MessageKind.SHARED, 0, 1)
+    data = {"losses": [(0, 1, 2.5, 8.0)], "nothing": None, "flags": (True, "x")}
+    with connected(PAIR, {}) as ranks:
+        ranks.send(1, 0, data, report, step=7)
+        assert ranks[0].next() == (0, 7, report, data)
+        ranks.send(0, 1, None, shared)
+        assert ranks[1].next() == (1, 0, shared, None)
+
+
+def test_a_payload_that_is_not_the_edges_is_refused() -> None:
+    value = jax.device_put(jnp.ones((4, 6)), jax.devices()[0])
+    with connected(PAIR, single_edge(value)) as ranks:
+        ship = ranks[0].transport.ship
+        for bad, words in (
+            ({"x": value}, "structure"),
+            (value.astype(jnp.bfloat16), "shapes and dtypes"),
+            (value[:2], "shapes and dtypes"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                ship(bad, 1, ACTIVATION)
+    rows = sharding_named("rows", jax.devices()[:4])
+    wide = jax.device_put(jnp.ones((4, 8)), sharding_named("columns", jax.devices()[:4]))
+    edge = Edge(spec=spec_of(wide), source=rows, target=sharding_named("rows", jax.devices()[4:]))
+    with connected(WIDE_PAIR, {ACTIVATION[:3]: edge}) as ranks, pytest.raises(ValueError, match="lies as"):
+        ranks[0].transport.ship(wide, 1, ACTIVATION)
+
+
+def test_an_edge_that_does_not_fit_its_units_is_refused() -> None:
+    value = jnp.ones((4, 6))
+    with connected(WIDE_PAIR, single_edge(value)) as ranks, pytest.raises(ValueError, match="has 4"):
+        ranks[0].transport.prepare([ACTIVATION])
+
+
+@each_way
+def test_garbage_is_dropped(selection: str) -> None:
+    """Whatever another rank sends, it is dropped or refused, and the next message arrives."""
+    value = jax.device_put(jnp.arange(4.0), jax.devices()[0])
+    with connected(PAIR, single_edge(value), selection) as ranks:
+        network = ranks[0].network
+        assert network is not None
+        topics = ["part"] if selection == "sockets" else ["transfer-offer", "transfer-confirmation"]
+        identity = [0, 0, 0, 1, 3]
+        for topic in [*topics, "control"]:
+            for header in (
+                {},
+                {"k": identity},
+                {"k": [0, 0, 0, 9, 3], "d": bytes(16), "n": 1, "c": []},
+                {"k": [0, 99, 0, 1, 3], "d": bytes(16), "n": 1, "c": []},
+                {"k": identity, "d": bytes(15), "n": -1, "c": []},
+                {"k": identity, "d": bytes(17), "n": "x", "c": [7]},
+                {"k": identity[:3], "d": bytes(16), "n": 1, "c": [None]},
+                {"step": 0, "message": ["activation", 0, 1, 3], "tree": ["value", 1]},
+                {"step": 0, "message": ["report", 0, 7, -1], "tree": ["value", 1]},
+                {"step": 0, "message": ["report", 1, 0, -1], "tree": ["value", 1]},
+            ):
+                network.send_threadsafe(1, topic, header)
+        ranks.send(0, 1, value)
+        assert ranks[1].next()[2] == ACTIVATION
+        assert ranks[1].none_came()
+        receiver = ranks[1].network
+        assert receiver is not None
+        assert receiver.traffic().num_dropped == (20 if selection == "sockets" else 27)
+
+
+def test_a_transport_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="auto, sockets, transfer"):
+        PipelineTransport(
+            layout=Layout(num_stages=1),
+            placement=linear(1),
+            rank=0,
+            network=None,
+            edge=lambda message: None,
+            deliver=lambda *_: None,
+            failed=lambda error: None,
+            selection="pigeon",  # type: ignore[arg-type]
+        )
+
+
+def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    value = jax.device_put(jnp.ones((1 << 16,)), jax.devices()[0])
+    with connected(PAIR, single_edge(value)) as ranks:
+        monkeypatch.setattr("rrfp_jax.runtime.transports.inbox.assemble", fail)
+        ranks.send(0, 1, value)
+        failure = ranks[1].failures.get(timeout=10)
+        assert "rank 1" in str(failure)
+        assert "out of memory" in str(failure)

@@ -1,0 +1,122 @@
+"""Replicas and tensor-parallel stages train what the plain loop trains, in one process."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.tasks import linear, looped
+from tests.plain_loop import assert_same_training, train_plainly
+
+NUM_STEPS = 6
+NUM_MICROBATCHES = 4
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+
+
+def make_batches() -> list[dict[str, np.ndarray]]:
+    """Counting sequences; microbatches differ much in weight."""
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(NUM_STEPS):
+        start = rng.integers(0, 32, (NUM_MICROBATCHES, 2, 1))
+        sequence = ((start + np.arange(9)) % 32).astype(np.int32)
+        share = rng.random((NUM_MICROBATCHES, 1, 1))
+        weights = (rng.random((NUM_MICROBATCHES, 2, 8)) < share).astype(np.float32)
+        batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
+    return batches
+
+
+def make_chunks(num_chunks: int, *, tied: bool) -> list[Any]:
+    config = LanguageModelConfig(
+        vocab_size=32,
+        hidden=16,
+        num_layers=num_chunks,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_dim=32,
+        init_std=0.1,
+        tie_embeddings=tied,
+    )
+    return language_model(config).split(num_chunks)
+
+
+def train(pipeline: Pipeline, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], Any]:
+    with pipeline:
+        state = pipeline.init(jax.random.key(1))
+        results = []
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        params = jax.tree.map(np.array, pipeline.params(state))
+        return [metrics.result().loss for metrics in results], params
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def expected(request: pytest.FixtureRequest) -> tuple[list[Any], Any]:
+    chunks = make_chunks(2, tied=request.param)
+    initial = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
+    params = jax.tree.map(np.array, initial.params(initial.init(jax.random.key(1))))
+    return chunks, train_plainly(chunks, params, OPTIMIZER, make_batches())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2},
+        {"data": 2, "shard_optimizer": True},
+        {"tensor": 2},
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "shard_optimizer": True, "backward": "split", "hint": "bfw"},
+        {"data": 4, "window": 1},
+        {"data": 2, "clip_norm": None, "skip_nonfinite": False},
+        {"data": 2, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_every_layout_trains_what_the_plain_loop_does(expected: tuple[list[Any], Any], layout: dict[str, Any]) -> None:
+    chunks, (losses, params) = expected
+    if "clip_norm" in layout:
+        initial = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
+        start = jax.tree.map(np.array, initial.params(initial.init(jax.random.key(1))))
+        losses, params = train_plainly(chunks, start, OPTIMIZER, make_batches(), clip_norm=None)
+    pipeline = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, progress_deadline_s=60, **layout)
+    assert_same_training(*train(pipeline, make_batches()), losses, params)
+
+
+def test_several_chunks_per_stage_with_replicas() -> None:
+    chunks = make_chunks(4, tied=True)
+    plain = Pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER)
+    expected = train(plain, make_batches())
+    replicas = Pipeline(chunks, placement=looped(2, 2), data=2, shard_optimizer=True, optimizer=OPTIMIZER)
+    losses, params = train(replicas, make_batches())
+    assert_same_training(losses, params, *expected)
+
+
+def test_a_shared_optimizer_state_is_shared_out() -> None:
+    chunks = make_chunks(2, tied=False)
+    peaks = []
+    for shard in (False, True):
+        with Pipeline(chunks, placement=linear(2), data=2, optimizer=OPTIMIZER, shard_optimizer=shard) as pipeline:
+            pipeline.init(jax.random.key(0))
+            pipeline.prepare(make_batches()[0])
+            peaks.append([forecast.fixed for forecast in pipeline.forecast])
+    num_params = pipeline.num_params()
+    for whole, shared, size in zip(*[peak[:2] for peak in peaks], num_params, strict=True):
+        assert shared < whole - 3 * size  # two moments of 4 bytes, half of which are elsewhere
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": 3}, r"2 stages x data 3 x tensor 1|cannot be dealt out evenly to 3"),
+        ({"shard_optimizer": True}, "give data at least 2"),
+        ({"data": 8}, r"need 16 devices for each process"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(Pipeline(make_chunks(2, tied=False), placement=linear(2), optimizer=OPTIMIZER, **options), make_batches())
