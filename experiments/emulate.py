@@ -13,12 +13,13 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments.durations import Durations, load_durations, parse_durations_ms
-from experiments.emulate_figures import process_figures
+from experiments.emulate_figures import agreement_us_per_task, process_figures
 from experiments.errors import checking_input, run_command
 from experiments.ordering import add_ordering_arguments, parse_ordering
 from experiments.outputs import check_outputs, draw
@@ -34,15 +35,16 @@ EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 """Emulated chunks have no parameters; as in training, the next step starts once all stages have agreed."""
 
 
-_PRIVATE = ("json", "timeline", "trace")
+_PRIVATE = ("events", "json", "timeline", "trace")
 """What ranks may be told differently."""
+_LOG_STEPS = 10
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
     with checking_input():
-        check_outputs(timeline=arguments.timeline, trace=arguments.trace)
+        check_outputs(timeline=arguments.timeline, trace=arguments.trace, events=arguments.events)
         if not 0 < arguments.progress_deadline_s < math.inf:
             raise ValueError(
                 f"progress-deadline-s is {arguments.progress_deadline_s}: give a positive number of seconds"
@@ -77,7 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         process=process,
         activation_bytes=arguments.activation_bytes,
         progress_deadline_s=arguments.progress_deadline_s,
+        log_steps=_LOG_STEPS,
+        events=arguments.events and Path(arguments.events),
     )
+    agreement_us = agreement_us_per_task(process, arbiters, emulation)
     process.finish()
     if process.rank:
         return 0
@@ -86,6 +91,8 @@ def main(argv: list[str] | None = None) -> int:
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }
+    if agreement_us is not None:
+        figures["agreement_us_per_task"] = agreement_us
     if arguments.json:
         print(json.dumps(figures), flush=True)
     else:
@@ -136,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the last step")
+    output.add_argument("--events", metavar="FILE.json.gz", help="write the last events, for experiments.replay")
     output.add_argument("--trace", metavar="FILE.json", help="write all steps for ui.perfetto.dev")
     return parser
 

@@ -2,7 +2,9 @@
 
 from statistics import fmean
 
+from rrfp_jax.arbitration import Launch, RunTask, StageArbiter, agreement_overhead, launches
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.tasks import Task
 from rrfp_jax.testing import Emulation
 
 
@@ -29,3 +31,42 @@ def num_rank_tasks(process: Process, emulation: Emulation) -> int:
     last = emulation.timeline.steps()[-1]
     spans = [span for span in emulation.timeline.spans if span.step == last and span.task.microbatch >= 0]
     return sum(len(layout.ranks_of(span.stage)) for span in spans)
+
+
+def agreement_us_per_task(process: Process, arbiters: list[StageArbiter], emulation: Emulation) -> float | None:
+    """What agreement within groups costs each task; None where no stage spans processes. All processes call this.
+
+    The time between a task's launch on the last process of its stage and the moment when it was ready on all of them
+    and all of them were idle; the mean over the steps that the event logs hold, the first excepted.
+    """
+    groups = {
+        unit: ranks for unit in range(process.layout.num_units) if len(ranks := process.layout.ranks_of(unit)) > 1
+    }
+    later_s = 0.0 if process.peers is None else process.peers.clock_offset_s
+    told = [
+        [arbiter.stage, run.step, str(run.task), launch.launch_s + later_s, launch.could_launch_s + later_s]
+        for arbiter in arbiters
+        if arbiter.stage in groups
+        for run, launch in _launches(arbiter, emulation).items()
+        if run.step
+    ]
+    everybody = process.gather("launches", told)
+    if not groups:
+        return None
+    costs_s = [cost_s for unit, ranks in groups.items() for cost_s in _costs_s([everybody[r] for r in ranks], unit)]
+    return fmean(costs_s) * 1e6
+
+
+def _launches(arbiter: StageArbiter, emulation: Emulation) -> dict[RunTask, Launch]:
+    return launches(arbiter, [entry for segment in emulation.logs[arbiter.stage].segments for entry in segment.entries])
+
+
+def _costs_s(members: list[list[list]], unit: int) -> list[float]:
+    return list(
+        agreement_overhead(
+            [
+                {RunTask(step, Task.parse(task)): Launch(*times) for of, step, task, *times in told if of == unit}
+                for told in members
+            ]
+        ).values()
+    )

@@ -10,12 +10,14 @@ _PAGES = (".html", ".htm")
 _PICTURES = (".png", ".svg")
 
 
-def check_outputs(*, timeline: str | None, trace: str | None) -> None:
+def check_outputs(*, timeline: str | None, trace: str | None, events: str | None = None) -> None:
     """Raise ValueError on names that cannot be written, so that a long run is not lost to one."""
     if timeline is not None:
         _check_ending("timeline", timeline, (*_PICTURES, *_PAGES), ".png, .svg or .html")
     if trace is not None:
         _check_ending("trace", trace, (".json",), ".json")
+    if events is not None:
+        _check_ending("events", events, (".gz",), ".json.gz")
 
 
 def _check_ending(what: str, path: str, endings: Sequence[str], advice: str) -> None:

@@ -25,6 +25,7 @@ import yaml
 
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.errors import checking_input, run_command
+from rrfp_jax.runtime.cluster.membership import STARTED
 from rrfp_jax.runtime.exit_codes import DONE, PREEMPTED
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
     """Check everything, then train; returns the exit code."""
     from experiments.assembly import assemble
     from rrfp_jax.runtime import RunFailed
-    from rrfp_jax.training.run_directory import RunDirectory, new_run_path
+    from rrfp_jax.training.run_directory import RunDirectory
 
     with checking_input():
-        path = Path(config.run.run_dir or os.environ.get("RRFP_RUN_DIR") or new_run_path(name, datetime.now()))
+        path = Path(config.run.run_dir or _default_path(name))
         RunDirectory(path).check()
         run = assemble(config, path)
         run.console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
@@ -85,6 +86,14 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
         return PREEMPTED
     return DONE
+
+
+def _default_path(name: str) -> Path:
+    """A new folder; the same one for every attempt that a launcher makes."""
+    from rrfp_jax.training.run_directory import new_run_path
+
+    started = os.environ.get(STARTED)
+    return Path("runs") / f"{name}-{started}" if started else new_run_path(name, datetime.now())
 
 
 def _leave_report(run: "Run", failure: "RunFailed") -> None:

@@ -429,6 +429,7 @@ class Pipeline:
                 replicas=replicas.get(self.layout.stage_of(unit)),
                 meter=MemoryMeter(own, self._own_device(unit)),
                 ship=ship,
+                in_transit=self._process.bytes_in_transit,
             )
             return self._wrap_stage(made) if self._wrap_stage else made
 

@@ -65,7 +65,8 @@ def make_pipeline(**options: Any) -> Any:
     from rrfp_jax.pipeline import Pipeline
     from rrfp_jax.tasks import linear
 
-    return Pipeline(make_chunks(), placement=linear(NUM_STAGES), optimizer=optax.adam(1e-2), **options)
+    options.setdefault("placement", linear(NUM_STAGES))
+    return Pipeline(make_chunks(), optimizer=optax.adam(1e-2), **options)
 
 
 def digest(losses: list[float], params: Any) -> str:

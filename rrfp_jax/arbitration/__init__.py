@@ -22,7 +22,7 @@ from rrfp_jax.arbitration.events import (
     TellGroup,
 )
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
-from rrfp_jax.arbitration.group_overhead import agreement_overhead
+from rrfp_jax.arbitration.group_overhead import Launch, agreement_overhead, launches
 from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, Hint, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.ordering import (
     DEFAULT_WINDOW,
@@ -57,6 +57,7 @@ __all__ = [
     "IllegalTransition",
     "InputArrived",
     "Instruction",
+    "Launch",
     "MemberReceived",
     "MemberStarted",
     "Message",
@@ -82,6 +83,7 @@ __all__ = [
     "group_arbiter",
     "hint_by_name",
     "hint_names",
+    "launches",
     "ready",
     "reporting_stages",
     "schedule_hint",

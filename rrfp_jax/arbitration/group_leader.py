@@ -17,7 +17,9 @@ task, in the leader's order. That holds too where tasks are collectives, which e
 started them: the first task that has not ended everywhere comes after tasks that have, so every member starts it.
 
 And the leader has something to choose while any task is left: once all messages sent have arrived on all members, its
-state is that of a stage that is one process, for which :mod:`rrfp_jax.arbitration.window` has the argument.
+state is that of a stage that is one process, for which :mod:`rrfp_jax.arbitration.window` has the argument. A leader
+that looked at itself alone would be safe too, since what is ready on it becomes ready on the others; but then members
+would wait within collectives while they could run something else.
 """
 
 from rrfp_jax.arbitration import story

@@ -5,8 +5,9 @@ finished) and the member was idle (fewer tasks were dispatched and unfinished th
 member's log of events and instructions alone. Times of different members must be of one clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.events import (
@@ -25,19 +26,38 @@ from rrfp_jax.tasks import Task
 Log = Iterable[tuple[Event, Sequence[Instruction]]]
 
 
-def agreement_overhead(arbiter: StageArbiter, logs: Sequence[Log]) -> dict[RunTask, float]:
-    """Seconds between a task's launch on the last member and the moment when all could have launched it.
+class Launch(NamedTuple):
+    """A task's launch on one member, in seconds on the log's clock."""
+
+    launch_s: float
+    could_launch_s: float
+    """When the member was idle and the task ready there."""
+
+
+def launches(arbiter: StageArbiter, log: Log) -> dict[RunTask, Launch]:
+    """When a member launched its tasks, and when it could have.
 
     Args:
-        arbiter: any member's; it tells the stage's tasks and how many of them may be dispatched.
-        logs: one per member, of the same steps. Steps whose start is not in all logs are left out.
+        arbiter: the member's, or any other's of the group; it tells the stage's tasks and how many may be dispatched.
+        log: the member's. Steps whose start is not in it are left out.
     """
-    members = [_Member(arbiter, log) for log in logs]
-    launched = set.intersection(*(set(member.launch_s) for member in members)) if members else set()
+    member = _Member(arbiter, log)
     return {
-        run: max(member.launch_s[run] for member in members) - max(member.could_launch_s(run) for member in members)
-        for run in sorted(launched)
-        if all(run.step in member.plans for member in members)
+        run: Launch(launch_s, member.could_launch_s(run))
+        for run, launch_s in member.launch_s.items()
+        if run.step in member.plans
+    }
+
+
+def agreement_overhead(members: Sequence[Mapping[RunTask, Launch]]) -> dict[RunTask, float]:
+    """Seconds between a task's launch on the last member and the moment when all could have launched it.
+
+    ``members`` has the launches of every member; what some of them did not launch is left out.
+    """
+    common = set.intersection(*map(set, members)) if members else set()
+    return {
+        run: max(member[run].launch_s for member in members) - max(member[run].could_launch_s for member in members)
+        for run in sorted(common)
     }
 
 

@@ -19,6 +19,9 @@ they named no task: no member has a candidate. But a stage with a task left whos
 (:mod:`rrfp_jax.arbitration.window`). Collectives, which end only where all members have started them, change nothing:
 all members start the task of a round that did not fail.
 
+The rounds of a step come to an end: each gives a task, or follows a change of some member's candidate since the last
+one failed, and candidates change only when a message arrives or a task ends.
+
 Its weakness, which the paper names: with B1 and F4 ready on one member and F4 on another, nothing runs until B1 is
 ready there as well, although F4 could. A leader finds F4.
 """

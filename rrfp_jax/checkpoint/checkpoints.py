@@ -216,8 +216,9 @@ def _with_data(attempt: Attempt, data: str) -> Attempt:
 
 
 def _sentence(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    text = (str(error).strip().splitlines() or [""])[0]
+    short = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+    return f"{type(error).__name__}: {short}"
 
 
 def _in_background(work: Callable[[], Saved]) -> "Future[Saved]":

@@ -30,6 +30,8 @@ from rrfp_jax.timeline import Timeline
 
 _CHECKS_PER_DEADLINE = 8
 _STOP_TIMEOUT_S = 5.0
+_STOP_AFTER_FAILURE_S = 0.5
+"""A program that hangs, or waits for a process that is lost, does not end."""
 
 
 class PipelineClosed(RuntimeError):
@@ -183,7 +185,7 @@ class PipelineRuntime:
         self._is_closed = True
         for thread in self._threads.values():
             thread.ask_to_stop()
-        until_s = time.perf_counter() + _STOP_TIMEOUT_S
+        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)

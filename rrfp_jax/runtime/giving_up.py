@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, WaitForReport
+from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, WaitForReport
 
 GATHERING_S = 1.0
 """How long other ranks' reports are waited for, or half the silence deadline where that is less."""
@@ -22,12 +22,12 @@ class Failure:
     kind: type[RunFailed]
     summary: str
     states: list[StageState]
-    """Of this rank's stages, then of those that others tell."""
+    """Of this rank's stages."""
     cause: BaseException | None = None
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died or fell silent, with how that was noticed."""
-    heard_of: set[int] = field(default_factory=set)
-    """Ranks whose states are in."""
+    heard: dict[int, list[StageState]] = field(default_factory=dict)
+    """What other ranks tell of their stages."""
 
     def as_plain(self) -> dict[str, Any]:
         """For the other ranks."""
@@ -40,28 +40,29 @@ class Failure:
 
     def hear(self, rank: int, plain: Mapping[str, Any]) -> None:
         """Add what another rank says."""
-        if rank not in self.heard_of:
-            self.heard_of.add(rank)
-            self.states += [StageState.from_plain(state) for state in plain["states"]]
+        if rank not in self.heard:
+            self.heard[rank] = [StageState.from_plain(state) for state in plain["states"]]
             self.lost.update(map(tuple, plain["lost"]))
 
     def is_complete(self, layout: Layout, rank: int) -> bool:
         """Whether nobody is left to be heard."""
-        return len(self.heard_of | set(self.lost) | {rank}) == layout.num_ranks
+        return len({rank, *self.heard, *self.lost}) == layout.num_ranks
 
     def error(self, layout: Layout | None) -> RunFailed:
         """The error with the whole report."""
-        lost = sorted(self.lost)
-        summary = self.summary
+        states = [*self.states, *(state for heard in self.heard.values() for state in heard)]
+        died = sorted(self.lost.keys() - self.heard.keys())
+        summaries = [self.summary]
         if layout is not None:
-            others = [f"rank {r} ({_hosted(layout, r)}) was lost: {self.lost[r]}" for r in lost]
-            summary = "; ".join(dict.fromkeys([summary, *others]))
-        failure = self.kind(
+            summaries = [*(lost_summary(layout, rank, self.lost[rank]) for rank in died), self.summary]
+        # A collective fails too where a rank of it died, and may be seen to fail first.
+        kind = PeerLost if died and self.kind is TaskFailed else self.kind
+        failure = kind(
             WaitForReport(
-                summary=summary,
-                stages=tuple(sorted(self.states, key=lambda state: (state.stage, state.rank or 0))),
-                lost_ranks=tuple(lost),
-                lost_stages=() if layout is None else tuple(sorted({u for r in lost for u in layout.units_of(r)})),
+                summary="; ".join(dict.fromkeys(summaries)),
+                stages=tuple(sorted(states, key=lambda state: (state.stage, state.rank or 0))),
+                lost_ranks=tuple(died),
+                lost_stages=() if layout is None else tuple(sorted({u for r in died for u in layout.units_of(r)})),
             )
         )
         failure.__cause__ = self.cause
@@ -70,17 +71,22 @@ class Failure:
 
 def lost_rank(layout: Layout, rank: int, reason: str, states: Sequence[StageState]) -> Failure:
     """The failure of a run of which a rank was lost."""
-    summary = f"rank {rank} ({_hosted(layout, rank)}) was lost: {reason}"
-    return Failure(PeerLost, summary, list(states), lost={rank: reason})
+    return Failure(PeerLost, lost_summary(layout, rank, reason), list(states), lost={rank: reason})
 
 
 def failed_rank(rank: int, plain: Mapping[str, Any], states: Sequence[StageState]) -> Failure:
-    """The failure of a run that another rank gave up: no progress is everybody's, a failed task is that rank's."""
-    is_shared = plain["kind"] == NoProgress.__name__
-    kind = NoProgress if is_shared else PeerLost
-    failure = Failure(kind, f"rank {rank} gave up: {plain['summary']}", list(states))
+    """The failure of a run that another rank gave up: a failed task is that rank's, all else is everybody's."""
+    kind = NoProgress if plain["kind"] == NoProgress.__name__ else PeerLost
+    is_its_own = plain["kind"] == TaskFailed.__name__
+    summary = f"rank {rank} gave up: {plain['summary']}" if is_its_own else plain["summary"]
+    failure = Failure(kind, summary, list(states))
     failure.hear(rank, plain)
     return failure
+
+
+def lost_summary(layout: Layout, rank: int, reason: str) -> str:
+    """The sentence on a rank that died or fell silent."""
+    return f"rank {rank} ({_hosted(layout, rank)}) was lost: {reason}"
 
 
 def _hosted(layout: Layout, rank: int) -> str:

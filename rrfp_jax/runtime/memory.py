@@ -84,7 +84,7 @@ class MemoryMeter:
         }
 
     def ran(self, task: Task, inbox_bytes: int) -> None:
-        """A task has run: count what it took and freed, with what lay in the inbox meanwhile."""
+        """A task has run: count what it took and freed, with what lay in the inbox and was on its way meanwhile."""
         which = task.kind, task.chunk
         before = self._held
         self._held += self._taken.get(which, 0)

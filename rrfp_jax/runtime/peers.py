@@ -85,13 +85,14 @@ class Peers:
         self.network.send(0, _OUTCOME, header, [pack(timeline, _MAX_TIMELINE_BYTES)])
 
     def announce(self, failure: Mapping[str, Any]) -> None:
-        """Tell every rank that this one gives up."""
+        """Tell every rank that this one gives up; no gathering can be completed any more."""
+        self.lose(f"rank {self.rank} gave up: {failure.get('summary')}")
         for rank in range(self.layout.num_ranks):
             if rank != self.rank:
                 self.network.send(rank, _FAILURE, {"failure": dict(failure)})
 
     def lose(self, what: str) -> None:
-        """A rank is gone for good: every gathering under way fails."""
+        """A rank is gone for good: every gathering that is not complete fails."""
         self._gone = what
         for gathering in list(self._gatherings.values()):
             gathering.complete.set()
@@ -126,6 +127,8 @@ class Peers:
         or does not come within the deadline.
         """
         gathering = self._gathering(name)
+        if self._gone is not None:
+            gathering.complete.set()
         if self.rank:
             self.network.send_threadsafe(0, _GATHER, {"name": name, "data": data})
         else:

@@ -163,6 +163,10 @@ class Process:
             self.gather("start")
         return runtime
 
+    def bytes_in_transit(self) -> int:
+        """What this process holds of messages on their way to or from other processes."""
+        return 0 if self._latest is None else self._latest.held.sent + self._latest.held.received
+
     @property
     def peak_transport_bytes(self) -> int:
         """The most that this process has held of messages on their way to or from other processes."""

@@ -80,6 +80,7 @@ class ProgramStage:
         replicas: what the stage's replicas do together; None: there is only one.
         meter: counts the memory that the stage holds.
         ship: brings an output into the form in which it travels to a stage.
+        in_transit: how many bytes this process holds of messages to and from others.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class ProgramStage:
         replicas: StageReplicas | None,
         meter: MemoryMeter,
         ship: Ship,
+        in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._graph, self._stage, self._meter = graph, stage, meter
+        self._graph, self._stage, self._meter, self._in_transit = graph, stage, meter, in_transit
         self._programs, self.states = dict(programs), states
         self._update_rules = update_rules
         self._copies, self._replicas = copies, replicas
@@ -177,7 +179,7 @@ class ProgramStage:
 
     def run(self, step: int, task: Task) -> None:
         self._run[task.kind](step, task.chunk, task.microbatch)
-        self._meter.ran(task, self._mailbox.held_bytes)
+        self._meter.ran(task, self._mailbox.held_bytes + self._in_transit())
 
     def _forward(self, step: int, chunk: int, microbatch: int) -> None:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]

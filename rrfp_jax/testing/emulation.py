@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from rrfp_jax.arbitration import Message, StageArbiter
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
@@ -43,6 +45,7 @@ def emulate(
     activation_bytes: int = DEFAULT_ACTIVATION_BYTES,
     progress_deadline_s: float = 60.0,
     log_steps: int = 2,
+    events: Path | None = None,
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep.
 
@@ -52,6 +55,8 @@ def emulate(
         process: this process's part in a run of several; None: all stages are here, and share its devices.
         activation_bytes: the size of what travels between chunks.
         log_steps: how many steps of the event logs are kept.
+        events: where to write the event logs in the end, however the run ends; of several processes each writes its
+            own, with the rank in the name.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
@@ -88,6 +93,8 @@ def emulate(
     try:
         return _run(runtime, process, num_steps)
     finally:
+        if events is not None:
+            write_log(runtime.event_log(), _own_file(events, process))
         runtime.close()
 
 
@@ -105,6 +112,13 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulatio
     cpu_s += _processor_s()
     everybody = process.gather("processor time", cpu_s)
     return Emulation(timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes)
+
+
+def _own_file(events: Path, process: Process) -> Path:
+    if process.layout.num_ranks == 1:
+        return events
+    name, dot, suffixes = events.name.partition(".")
+    return events.with_name(f"{name}-rank{process.rank}{dot}{suffixes}")
 
 
 def _alone(num_stages: int) -> Process:

@@ -21,6 +21,7 @@ from rrfp_jax.arbitration import (
     TellGroup,
     agreement_overhead,
     group_arbiter,
+    launches,
     ready,
 )
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
@@ -42,6 +43,10 @@ def run(task, step=0):
     return RunTask(step, task)
 
 
+def overhead(member, *logs):
+    return agreement_overhead([launches(member, log) for log in logs])
+
+
 def test_counted_from_the_last_input_and_the_last_idle_member_to_the_last_launch():
     early = [
         (StepStarted(0, 0.0), []),
@@ -50,7 +55,7 @@ def test_counted_from_the_last_input_and_the_last_idle_member_to_the_last_launch
         (TaskFinished(0, 9.0, F0), [run(B0)]),
     ]
     late = [(StepStarted(0, 0.0), []), (arrival(2.0, 0), [run(F0)]), (TaskFinished(0, 7.0, F0), [run(B0)])]
-    assert agreement_overhead(arbiter(), [early, late]) == {run(F0): 0.5, run(B0): 0.0}
+    assert overhead(arbiter(), early, late) == {run(F0): 0.5, run(B0): 0.0}
 
 
 def test_a_step_begins_when_the_last_one_has_ended():
@@ -62,14 +67,14 @@ def test_a_step_begins_when_the_last_one_has_ended():
         (TaskFinished(0, 2.0, F0), []),
         (GroupHeard(1, 5.0, 0, None), [run(F0, step=1)]),
     ]
-    assert agreement_overhead(arbiter(), [log]) == {run(F0): 0.0, run(F0, step=1): 3.0}
+    assert overhead(arbiter(), log) == {run(F0): 0.0, run(F0, step=1): 3.0}
 
 
 def test_steps_whose_start_some_log_lacks_are_left_out():
     whole = [(StepStarted(0, 0.0), []), (arrival(1.0, 0), [run(F0)])]
-    assert agreement_overhead(arbiter(), [whole, whole[1:]]) == {}
-    assert agreement_overhead(arbiter(), [whole, whole[:1]]) == {}
-    assert agreement_overhead(arbiter(), []) == {}
+    assert overhead(arbiter(), whole, whole[1:]) == {}
+    assert overhead(arbiter(), whole, whole[:1]) == {}
+    assert overhead(arbiter()) == {}
 
 
 def test_with_tasks_dispatched_ahead_a_member_is_idle_earlier():
@@ -81,7 +86,11 @@ def test_with_tasks_dispatched_ahead_a_member_is_idle_earlier():
         (TaskFinished(0, 4.0, F0), []),
         (GroupHeard(0, 4.5, 0, None), [run(B0)]),
     ]
-    assert agreement_overhead(arbiter(dispatch_ahead=1), [log]) == {run(F0): 0.0, run(F1): 0.5, run(B0): 0.5}
+    assert overhead(arbiter(dispatch_ahead=1), log) == {
+        run(F0): 0.0,
+        run(F1): 0.5,
+        run(B0): 0.5,
+    }
 
 
 def test_gates_count():
@@ -93,7 +102,7 @@ def test_gates_count():
     log.append((TaskFinished(0, 3.0, tasks[2]), []))
     log.append((InputArrived(0, 6.0, Message(MessageKind.REPORT, 1, 0)), []))
     log.append((GroupHeard(0, 6.25, 0, None), [run(tasks[3])]))
-    assert agreement_overhead(coordinator, [log])[run(tasks[3])] == 0.25
+    assert overhead(coordinator, log)[run(tasks[3])] == 0.25
 
 
 def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
@@ -130,7 +139,7 @@ def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
                     free_at_s = max(free_at_s, now_s) + 10.0
                     for other in range(num_members):
                         heappush(queue, (free_at_s, next(order), other, TaskFinished(i.step, 0.0, i.task)))
-    return agreement_overhead(members[0], logs)
+    return overhead(members[0], *logs)
 
 
 @pytest.mark.parametrize("num_members", [2, 3])
@@ -141,7 +150,7 @@ def test_a_choice_costs_one_hop_and_a_leader_hears_of_inputs_by_another(protocol
 
 
 def test_a_choice_made_ahead_costs_nothing():
-    """F1 is chosen together with F0. What a backward waits for is a task of the group itself, so none is chosen early."""
+    """F1 is chosen together with F0. What a backward waits for is the group's own task, so none is chosen early."""
     cost = virtual_run("leader", dispatch_ahead=1)
     assert cost == {run(F0): 2.0, run(F1): 0.0, run(B0): 1.0, run(B1): 1.0}
 

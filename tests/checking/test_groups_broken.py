@@ -1,8 +1,10 @@
-"""Groups broken in one way each must be caught: by complete exploration, and by random walks over their parts."""
+"""Groups broken in one way each must be caught, by complete exploration and by random walks."""
+
+from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, GroupProtocol, RunTask, TellGroup, group_arbiter
+from rrfp_jax.arbitration import HINTS, GroupProtocol, RunTask, StageArbiter, TellGroup, group_arbiter
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.checking import CheckError, Setting, explore, replay
@@ -37,16 +39,6 @@ def setting(broken, **more):
         "protocol": protocol,
     }
     return Setting(**{**common, **more}, make_member=broken_group(broken))
-
-
-class LeadsAlone(LeadingMember):
-    """Chooses from what is ready on itself. Followers start what they were told all the same: slower, not wrong."""
-
-    def _everyone_has(self, step, note, member):
-        return True
-
-    def _has_started_everywhere(self):
-        return True
 
 
 class TellsNobody(LeadingMember):
@@ -93,8 +85,10 @@ class ForgetsEarlyNotes(LeadingMember):
 
 
 class FollowsItsOwnMind(FollowingMember):
+    """Tells the leader everything, and chooses for itself."""
+
     def _dispatch(self, out):
-        LeadingMember.__bases__[0].__bases__[0]._dispatch(self, out)
+        StageArbiter._dispatch(self, out)
 
     def validate(self):
         pass
@@ -165,12 +159,14 @@ class AnswersWithoutNews(ProposingMember):
         return self._refused or super()._candidate()
 
 
-class MovesOnAlone(ProposingMember):
-    """Lets the hint's state advance in a round that failed."""
+class ForgetsItsTurn(ProposingMember):
+    """Does not take over the hint's state from the round that it has won."""
 
     def _settle(self, proposals, out):
+        state = self._hint_state
         super()._settle(proposals, out)
-        self._hint_state = proposals[self.member].hint_state
+        if self.member:
+            self._hint_state = state
 
 
 class WaitsToBeAsked(ProposingMember):
@@ -179,19 +175,55 @@ class WaitsToBeAsked(ProposingMember):
         return super()._candidate() if any(r == self._round for r, _ in kept) else None
 
 
-BROKEN = {
-    TellsNobody: "deadlock: ",
-    NumbersFromOne: "deadlock: ",
-    ChoosesAgain: "deadlock: |not expected",
-    TellsTwice: "member 0 of stage 0 tells member 1 TaskChosen.* twice",
-    ForgetsEarlyNotes: "deadlock: ",
-    FollowsItsOwnMind: "members of stage . diverge",
-    FollowsWithoutLooking: "runs 1B0 before 1F0|beside|before",
-    StartsInOrderOfArrival: "members of stage . diverge",
-    KeepsSilent: "deadlock: ",
-    NeverRetries: "deadlock: ",
-    RunsItsOwnProposal: "members of stage . diverge",
-    AnswersWithoutNews: "deadlock: ",
-    MovesOnAlone: "deadlock: |diverge",
-    WaitsToBeAsked: "deadlock: ",
-}
+NOBODY_AHEAD, AHEAD = {}, {"dispatch_ahead": 1}
+BROKEN = [
+    (TellsNobody, NOBODY_AHEAD, "deadlock: .*member 1 of stage 0"),
+    (TellsOnlyTheFirstFollower, {"groups": (1, 3)}, "deadlock: .*member 2 of stage 1"),
+    (NumbersFromOne, NOBODY_AHEAD, "deadlock: "),
+    (ChoosesAgain, NOBODY_AHEAD, "deadlock: "),
+    (ChoosesAgain, AHEAD, "members of stage 0 diverge: task 0 is 0F0 on member 0, 0F1 on member 1"),
+    (TellsTwice, NOBODY_AHEAD, "member 0 of stage 0 tells member 1 TaskChosen.* twice"),
+    (ForgetsEarlyNotes, NOBODY_AHEAD, "order of arrivals shows"),
+    (FollowsItsOwnMind, NOBODY_AHEAD, "members of stage 1 diverge"),
+    (FollowsWithoutLooking, AHEAD, "member 1 of stage 1 runs 1B0 before 1F0"),
+    (IgnoresItsWindow, {**AHEAD, "windows": (1, 1)}, r"member 1 of stage 0 runs 0F1 and holds microbatches \[0, 1\]"),
+    (StartsInOrderOfArrival, AHEAD, "members of stage 0 diverge"),
+    (StartsInOrderOfArrival, {"collective": False}, "members of stage 0 diverge"),
+    (KeepsSilent, NOBODY_AHEAD, "deadlock: "),
+    (NeverRetries, NOBODY_AHEAD, "deadlock: "),
+    (RunsItsOwnProposal, NOBODY_AHEAD, "members of stage 1 diverge"),
+    (AnswersWithoutNews, NOBODY_AHEAD, "deadlock: "),
+    (ForgetsItsTurn, {"policies": (HINTS["fb"],) * 2}, "deadlock: "),
+    (WaitsToBeAsked, NOBODY_AHEAD, "deadlock: "),
+]
+
+
+@pytest.mark.parametrize(("broken", "more", "what"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_group_is_caught(broken, more, what):
+    with pytest.raises(CheckError, match=what) as error:
+        explore(setting(broken, **more))
+    assert f"{len(error.value.trace):4}. " in str(error.value)
+    assert [stimulus for stimulus, _ in replay(error.value.setting, error.value.trace)] == list(error.value.trace)
+
+
+@pytest.mark.parametrize(("broken", "more"), [case[:2] for case in BROKEN], ids=lambda v: getattr(v, "__name__", ""))
+def test_random_walks_find_it_too(broken, more):
+    with pytest.raises(CheckError):
+        walk(setting(broken, **more, graph=chain(2, 4)), times=200)
+
+
+def walk(walked, *, times):
+    for seed in range(times):
+        random_walk(walked, Random(seed).randrange)
+
+
+def test_the_same_groups_in_one_piece_pass():
+    class Whole(FollowingMember):
+        pass
+
+    class WholeProposing(ProposingMember):
+        pass
+
+    for whole in (Whole, WholeProposing):
+        explore(setting(whole))
+        walk(setting(whole), times=5)

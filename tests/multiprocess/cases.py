@@ -22,11 +22,11 @@ class Case:
     """One training run."""
 
     name: str
-    model: str = "tied"
+    model: str = "plain"
     """See :mod:`tests.multiprocess.models`."""
-    cut: tuple[int, ...] = ()
-    """Layers of each chunk, where the model can be cut."""
     num_stages: int
+    cut: tuple[int, ...]
+    """Layers of each chunk."""
     data: int = 1
     tensor: int = 1
     num_ranks: int
@@ -68,11 +68,8 @@ def train_together(cases: Sequence[Case], folder: Path) -> dict[str, tuple[list[
     Checks that every rank has the same losses, and that all copies of a parameter are equal bit for bit.
     """
     (folder / _FILE).write_text(json.dumps([case.as_dict() for case in cases]))
-    with launched(
-        "--processes", cases[0].num_ranks, "--", __import__("os").environ.get("TR", "trainer"), folder
-    ) as launcher:
+    with launched("--processes", cases[0].num_ranks, "--", "trainer", folder) as launcher:
         assert launcher.wait(_PATIENCE_S) == 0, launcher.text
-    __import__("os").environ.get("TR") and print(launcher.text)
     return {case.name: _result(folder, case) for case in cases}
 
 

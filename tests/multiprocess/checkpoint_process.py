@@ -31,7 +31,7 @@ from rrfp_jax.programs.initial import ChunkState
 Pieces = list[tuple[ChunkLayers, ChunkState]]
 OPTIMIZER = optax.adamw(1e-3)
 NUM_LAYERS = 4
-SHAPES = {"weight": (8, 6), "bias": (6,)}
+SHAPES = {"weight": (32, 24), "bias": (6,)}
 
 
 class Folder:
@@ -168,7 +168,7 @@ def save_on_a_full_disk(checkpoints: Checkpoints, pieces: Pieces, step: int, *, 
     states = [(layers, filled(layers, target, step)) for layers, target in pieces]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if full_here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     checkpoints.save(step, states, {"at": step})
     saved = checkpoints.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -55,7 +55,7 @@ def _plain_chunks(cut: tuple[int, ...]) -> list[Chunk]:
 
 def _dense(layer: int) -> Chunk:
     cuts = {"up": COLUMNS, "bias": PartitionSpec("tensor"), "down": ROWS}
-    return replace(mlp(layer), partition=lambda params, _: {name: cuts for name in params})
+    return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
 
 
 def _joined(parts: list[Chunk]) -> Chunk:

@@ -52,12 +52,13 @@ def train(case: str) -> tuple[list[float], dict[str, Any]]:
     return losses, trainer.params(trainer.replicas[0])
 
 
-def initial_params() -> dict[str, Any]:
-    """The initial parameters of a chunk whose layers both processes share."""
+def initial_params() -> tuple[Any, Any]:
+    """The initial parameters of a chunk whose layers both processes share, and those made on one device."""
     chunks = tuple(language_model(CONFIG).split(1))
     boundary = StageGrid([[devices[0] for devices in np.array(jax.devices()).reshape(2, 2)]]).unit_sharding(0)
     state = initial_state(chunks, 0, jax.random.key(7), OPTIMIZER, boundary, trains=False)
-    return views(jax.jit(lambda params: params, out_shardings=boundary)(state.params))
+    whole = jax.jit(lambda params: params, out_shardings=boundary)(state.params)
+    return views(whole), jax.device_get(jax.jit(chunks[0].init)(jax.random.key(7)))
 
 
 def main(rank: int, coordinator: str, results: str) -> None:

@@ -12,10 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.models.language_model import language_model
 from tests.multiprocess.programs_child import CASES
 from tests.plain_loop import assert_same_training
-from tests.programs.test_grids import CONFIG, trained_plainly
+from tests.programs.test_grids import trained_plainly
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240
@@ -67,7 +66,5 @@ def test_two_processes_equal_the_plain_loop(results: list[Any], reference: Any, 
 
 
 def test_initial_values_do_not_depend_on_the_processes(results: list[Any]) -> None:
-    (chunk,) = language_model(CONFIG).split(1)
-    expected = jax.jit(chunk.init)(jax.random.key(7))
     for each in results:
-        jax.tree.map(np.testing.assert_array_equal, each["initial"], expected)
+        jax.tree.map(np.testing.assert_array_equal, *each["initial"])

@@ -1,10 +1,15 @@
-"""An asyncio event loop in a thread of its own."""
+"""An asyncio event loop in a thread of its own.
 
-import asyncio
+The loop is uvloop's: an iteration costs a few microseconds less than with asyncio's own, and a task of a stage takes
+several.
+"""
+
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+import uvloop
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 5.0
@@ -14,7 +19,7 @@ class LoopThread:
     """Runs ``loop`` from the start until :meth:`close`, in a daemon thread."""
 
     def __init__(self, name: str = "rrfp-loop") -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 

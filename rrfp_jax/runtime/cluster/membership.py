@@ -6,6 +6,8 @@ from dataclasses import dataclass
 RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
 RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
 ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
+STARTED = "RRFP_STARTED"
+"""When a launcher was started, as text that fits into a file name: the same for all of its ranks and attempts."""
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 
 

@@ -1,7 +1,9 @@
 """Run, and run again: the attempts of a launcher, or the supervision of ranks that somebody else starts."""
 
+import os
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from queue import Empty, SimpleQueue
 
 from rrfp_jax.runtime.cluster.attempt import Attempt
@@ -9,7 +11,7 @@ from rrfp_jax.runtime.cluster.children import Guardian
 from rrfp_jax.runtime.cluster.endings import Ending, Endings
 from rrfp_jax.runtime.cluster.events import Event, RankEndedElsewhere, ServiceEnded, Signalled
 from rrfp_jax.runtime.cluster.head import HeadFailed, HostedHead
-from rrfp_jax.runtime.cluster.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS
+from rrfp_jax.runtime.cluster.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS, STARTED
 from rrfp_jax.runtime.cluster.output import Output
 from rrfp_jax.runtime.cluster.settings import LaunchSettings, rank_environment
 from rrfp_jax.runtime.cluster.signals import STOPPING, SignalInbox
@@ -39,7 +41,10 @@ def launch(
 
     Must run on the main thread; returns the exit code of the last attempt.
     """
-    environment = rank_environment(environ, settings.threads)
+    environment = {
+        **rank_environment(environ, settings.threads),
+        STARTED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",
+    }
     guardian = Guardian()
     try:
         with SignalInbox() as inbox:

@@ -1,0 +1,88 @@
+"""Ranks of a real command, one of which goes wrong in some way: ``faulty FAULT RANK emulate ...`` (or ``train``).
+
+Every rank says ``running PID`` when its first task of the second step begins; faults of tasks happen then.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from experiments.errors import run_command
+from rrfp_jax.runtime.network import RunKey
+
+OWN = int(os.environ["RRFP_RANK"])
+FOREVER_S = 600.0
+
+
+def no_fault() -> None:
+    """All is well."""
+
+
+def raise_error() -> None:
+    raise ArithmeticError("an injected error")
+
+
+def exhaust_memory() -> None:
+    """More than any machine has: XLA says RESOURCE_EXHAUSTED, as it does on a device that is full."""
+    import jax.numpy as jnp
+
+    jnp.zeros(1 << 46, jnp.uint8).block_until_ready()
+
+
+def hang() -> None:
+    """In a thread for which the interpreter would wait before it ends."""
+    hung = threading.Thread(target=threading.Event().wait, daemon=False)
+    hung.start()
+    hung.join()
+
+
+IN_A_TASK: dict[str, Callable[[], None]] = {"none": no_fault, "raise": raise_error, "oom": exhaust_memory, "hang": hang}
+
+
+class FaultyStage:
+    """Passes everything on, and does one thing before its first task of step 1."""
+
+    def __init__(self, stage: Any, fault: Callable[[], None]) -> None:
+        self._stage, self._fault, self._has_run = stage, fault, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def run(self, step: int, task: Any) -> None:
+        if step == 1 and not self._has_run:
+            self._has_run = True
+            print("running", os.getpid(), flush=True)
+            self._fault()
+        self._stage.run(step, task)
+
+
+def make_stages_faulty(fault: Callable[[], None]) -> None:
+    from rrfp_jax.runtime.process import Process
+
+    start = Process.start
+
+    def start_faulty(self: Process, arbiters: Any, make_stage: Any, **options: Any) -> Any:
+        return start(self, arbiters, lambda unit, ship: FaultyStage(make_stage(unit, ship), fault), **options)
+
+    Process.start = start_faulty  # type: ignore[method-assign]
+
+
+def main() -> None:
+    fault, rank, command, *arguments = sys.argv[1:]
+    is_faulty = OWN == int(rank)
+    if is_faulty and fault == "absent":
+        time.sleep(FOREVER_S)
+    if is_faulty and fault == "configuration":
+        arguments += ["--window", "3"]
+    if is_faulty and fault == "key":
+        os.environ |= RunKey.generate().environment()
+    make_stages_faulty(IN_A_TASK.get(fault, no_fault) if is_faulty else no_fault)
+    run_command(lambda: import_module(f"experiments.{command}").main(arguments))
+
+
+if __name__ == "__main__":
+    main()

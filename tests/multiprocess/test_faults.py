@@ -1,0 +1,175 @@
+"""Whatever happens to one rank, all end soon, with one report, a code that says why, and nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.runtime.log_file import read_log
+from tests.multiprocess.launching import Launched, launched
+from tests.multiprocess.reports import assert_report, rank_text, survivors_end
+
+SILENCE_S = 5.0
+CLOSED_S = 2.0
+"""Within which a closed connection is noticed."""
+SLACK_S = 3.0
+"""For the others' last words, on a machine that is busy."""
+START_S = 6.0
+
+
+def emulate(fault: str, rank: int, num_ranks: int, *more: object) -> tuple[object, ...]:
+    """The launcher's arguments for an emulated run that does not end by itself."""
+    return (
+        *("--processes", num_ranks, "--start-deadline-s", START_S, "--grace-s", 4, "--"),
+        *("faulty", fault, rank, "emulate", "--num-stages", num_ranks, "--num-microbatches", 4),
+        *("--durations-ms", "5,5,5", "--steps", 100_000, "--silence-deadline-s", SILENCE_S),
+        *("--progress-deadline-s", 4, *more),
+    )
+
+
+def signalled(launcher: Launched, rank: int, number: int, num_ranks: int) -> tuple[int, float]:
+    """Signal a rank once all run: the launcher's code, and the seconds until all other ranks had ended."""
+    launcher.numbers(r"running (\d+)", num_ranks)
+    pids = launcher.ranks()
+    started_s = time.monotonic()
+    os.kill(pids.pop(rank), number)
+    ended_s = survivors_end(pids.values(), started_s)
+    code = launcher.wait()
+    assert not launcher.living()
+    return code, ended_s
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank"), [(2, 0), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_a_killed_rank(num_ranks: int, rank: int) -> None:
+    with launched(*emulate("none", rank, num_ranks)) as launcher:
+        code, ended_s = signalled(launcher, rank, signal.SIGKILL, num_ranks)
+    assert code == 137
+    assert ended_s < CLOSED_S + SLACK_S
+    for other in set(range(num_ranks)) - {rank}:
+        said = f"rank {rank} (stage {rank}) was lost: closed its connection"
+        assert_report(launcher, other, said, num_stages=num_ranks - 1)
+    assert "code 5, lost another rank" in launcher.text
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank"), [(2, 1), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_a_stopped_rank(num_ranks: int, rank: int) -> None:
+    with launched(*emulate("none", rank, num_ranks, "--progress-deadline-s", 60)) as launcher:
+        code, ended_s = signalled(launcher, rank, signal.SIGSTOP, num_ranks)
+    assert code == 5
+    assert 0.5 * SILENCE_S < ended_s < SILENCE_S + SLACK_S
+    for other in set(range(num_ranks)) - {rank}:
+        said = f"rank {rank} (stage {rank}) was lost: silent for 5."
+        culprit = f"all stages that wait do so, directly or not, for stage {rank}"
+        assert_report(launcher, other, said, " waits for the ", f"(stage {rank})", culprit, num_stages=num_ranks - 1)
+    assert f"rank {rank}: stood still (SIGSTOP): the launcher ended it" in launcher.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("oom", "RESOURCE_EXHAUSTED: Out of memory allocating"),
+        pytest.param("raise", "ArithmeticError('an injected error')", marks=pytest.mark.slow),
+    ],
+)
+def test_a_task_that_fails(fault: str, error: str) -> None:
+    with launched(*emulate(fault, 1, 3)) as launcher:
+        assert launcher.wait() == 4
+        assert not launcher.living()
+    summary = f"step 1: 1F0 on stage 1 failed: {'Jax' * (fault == 'oom')}"
+    assert_report(launcher, 1, f"error: {summary}", error, "stage 1 failed in 1F0", num_stages=3)
+    for other in (0, 2):
+        assert_report(launcher, other, f"error: rank 1 gave up: {summary}", error, "stage 1 failed in 1F0", num_stages=3)
+    assert "ranks 0, 2: code 5, lost another rank" in launcher.text
+
+
+@pytest.mark.slow
+def test_a_task_that_never_ends() -> None:
+    with launched(*emulate("hang", 1, 3)) as launcher:
+        assert launcher.wait() == 3
+        assert not launcher.living()
+    for rank in range(3):
+        sayings = ("error: no task finished for 4.", "stage 1 has been running 1F0 for 4.", "stage 2 has been idle")
+        assert_report(launcher, rank, *sayings, num_stages=3)
+    assert "ranks 0-2: code 3, no progress" in launcher.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "sayings"),
+    [
+        ("configuration", {0: 'window is null on ranks 0, 2, "3" on rank 1', 1: 'window is null on ranks 0, 2, "3" on'}),
+        ("absent", {0: "missing: rank 1", 2: "missing: rank 1"}),
+        ("key", {0: "rank 1 ended with code 6", 1: "does not accept this process's run key", 2: "missing: rank 1"}),
+    ],
+)
+def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) -> None:
+    started_s = time.monotonic()
+    with launched(*emulate(fault, 1, 3)) as launcher:
+        assert launcher.wait() == 6
+        assert not launcher.living()
+    assert time.monotonic() - started_s < START_S + 4 + 2 * SLACK_S  # the grace time for the one that never came
+    for rank, saying in sayings.items():
+        assert saying in rank_text(launcher, rank)
+    assert "Traceback" not in launcher.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_of_a_stage_that_spans_several(number: int) -> None:
+    """Its partner waits for it inside a collective."""
+    layout = ("--num-stages", 2, "--tensor", 2, "--progress-deadline-s", 60)
+    with launched(*emulate("none", 1, 4, *layout)) as launcher:
+        code, ended_s = signalled(launcher, 1, number, 4)
+    assert code == (137 if number == signal.SIGKILL else 5)
+    assert ended_s < SLACK_S + (CLOSED_S if number == signal.SIGKILL else SILENCE_S)
+    for other in (0, 2, 3):
+        assert "rank 1 (stage 0) was lost" in rank_text(launcher, other)
+
+
+def test_a_failed_training_run_leaves_its_report_and_its_last_events(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG)
+    folder = tmp_path / "run"
+    arguments = ("--processes", 2, "--grace-s", 10, "--", "faulty", "none", 0, "train", "--config", config)
+    with launched(*arguments, "--run-dir", folder, JAX_DISABLE_MOST_OPTIMIZATIONS="1") as launcher:
+        code, ended_s = signalled(launcher, 0, signal.SIGKILL, 2)
+    assert code == 137
+    assert ended_s < CLOSED_S + SLACK_S
+    assert_report(launcher, 1, "rank 0 (stage 0) was lost: closed its connection", num_stages=1)
+    report = json.loads((folder / "failure.json").read_text())
+    assert report["lost_ranks"] == [0]
+    assert report["lost_stages"] == [0]
+    assert [stage["stage"] for stage in report["stages"]] == [1]
+    log = read_log(folder / "events-rank1.json.gz")
+    assert log.rank == 1
+
+
+@pytest.mark.slow
+def test_ports_are_free_for_the_next_run() -> None:
+    """A run is killed and started again at once, on the same ports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    head = ("--head", f"127.0.0.1:{port}")
+    for _ in range(2):
+        with launched(*head, *emulate("none", 0, 2)) as launcher:
+            code, _ = signalled(launcher, 1, signal.SIGKILL, 2)
+            assert code == 137
+
+
+CONFIG = """
+model: {vocab_size: 256, hidden: 16, num_layers: 2, num_heads: 2, mlp_dim: 16}
+data: {path: README.md, length: 16, batch_size: 4, num_microbatches: 4}
+pipeline: {num_stages: 2, progress_deadline_s: 60}
+optimizer: {learning_rate: 1.0e-3}
+run: {steps: 100000, platform: cpu}
+cluster: {silence_deadline_s: 5}
+"""

@@ -1,0 +1,118 @@
+"""What groups of processes train, in every layout, is what the plain loop trains; in deterministic mode bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.long_sums import make_pipeline, train
+from tests.multiprocess.cases import Case, train_together
+from tests.multiprocess.models import LONG_SUMS, train_reference
+from tests.plain_loop import assert_same_training
+
+PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
+SPLIT = {"hint": "bfw", "window": 2}
+ONE_OF_EACH = [
+    Case(name="2 x 2 x 2 on 8", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=8, options=PROPOSE | SHARDED),
+    Case(name="4 stages on 4", cut=(0, 1, 1, 0), num_stages=4, num_ranks=4, transport="transfer"),
+    Case(name="2 x 2 stages on 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, options=SPLIT),
+    Case(name="tensor 2 on 4", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer"),
+    Case(name="data 2 on 4", cut=(1, 1), num_stages=2, data=2, num_ranks=4),
+]
+LONG = Case(
+    name="long sums on 3",
+    model=LONG_SUMS,
+    cut=(1, 1, 1),
+    num_stages=3,
+    num_ranks=3,
+    options={"deterministic": True, "hint": "f-priority"},
+)
+
+
+def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
+    """Bit for bit, though this process has other devices and runs in another order."""
+    options = {"deterministic": True, "hint": "fb", "data": case.data}
+    losses, params = train(make_pipeline(**options, placement=case.placement), case.num_steps)
+    assert result[0] == losses
+    jax.tree.map(np.testing.assert_array_equal, result[1], params)
+
+
+def test_one_layout_of_each_kind(tmp_path: Path) -> None:
+    results = train_together([*ONE_OF_EACH, LONG], tmp_path)
+    reference = train_reference(ONE_OF_EACH[0])
+    for case in ONE_OF_EACH:
+        assert_same_training(*results[case.name], *reference)
+    same_as_one_process(LONG, results[LONG.name])
+
+
+def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:
+    """The case with a language model of four layers and both transports, tied and untied by turns."""
+    cuts = {4: (1, 1, 1, 1), 2: (2, 2)}
+    options = [case.options | more for more in more_options or ({},)]
+    made = [(transport, more) for transport in ("sockets", "transfer") for more in options]
+    return [
+        replace(
+            case,
+            name=f"{transport} {number}",
+            model=("tied", "untied")[number % 2],
+            cut=cuts[len(case.cut)],
+            transport=transport,
+            options=more,
+        )
+        for number, (transport, more) in enumerate(made)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        language_models(Case(name="", cut=(0,) * 4, num_stages=4, num_ranks=4)),
+        language_models(Case(name="", cut=(0,) * 4, num_stages=4, num_ranks=2), {}, SPLIT),
+        language_models(Case(name="", cut=(0,) * 4, num_stages=2, num_ranks=2), {}, SPLIT),
+        language_models(Case(name="", cut=(0,) * 2, num_stages=2, tensor=2, num_ranks=4), {}, PROPOSE, PROPOSE | SPLIT),
+        language_models(Case(name="", cut=(0,) * 2, num_stages=2, data=2, num_ranks=4), {}, SHARDED, SHARDED | SPLIT),
+        language_models(
+            Case(name="", cut=(0,) * 2, num_stages=2, data=2, tensor=2, num_ranks=8),
+            SHARDED,
+            PROPOSE,
+            PROPOSE | SHARDED,
+        ),
+        language_models(Case(name="", cut=(0,) * 4, num_stages=2, data=2, tensor=2, num_ranks=4), {}, SHARDED),
+    ],
+    ids=[
+        "4 stages on 4",
+        "2 stages on each of 2",
+        "2 chunks on each of 2",
+        "tensor 2 on 4",
+        "data 2 on 4",
+        "2 x 2 x 2 on 8",
+        "2 x 2 x 2 on 4, 2 chunks each",
+    ],
+)
+def test_every_layout_trains_what_the_plain_loop_trains(cases: list[Case], tmp_path: Path) -> None:
+    results = train_together(cases, tmp_path)
+    references = {case.model: train_reference(case) for case in cases}
+    for case in cases:
+        assert_same_training(*results[case.name], *references[case.model])
+
+
+@pytest.mark.slow
+def test_every_number_of_processes_computes_the_same_bits(tmp_path: Path) -> None:
+    twice = replace(LONG, data=2, num_steps=100)
+    cases = [
+        replace(twice, name="twice on 6", num_ranks=6),
+        replace(twice, name="twice on 3", num_ranks=3, options=LONG.options | {"hint": "bfw"}),
+        replace(twice, name="twice on 2", num_ranks=2, transport="transfer"),
+        replace(twice, name="twice, shared, on 6", num_ranks=6, options=LONG.options | SHARDED),
+        replace(LONG, name="once on 3", num_steps=100),
+        replace(LONG, name="once on 1", num_steps=100, num_ranks=1),
+        replace(LONG, name="four times on 4", num_stages=1, data=4, num_ranks=4),
+        replace(LONG, name="four times on 2", num_stages=1, data=4, num_ranks=2, transport="transfer"),
+    ]
+    results = train_together(cases, tmp_path)
+    for case in cases:
+        same_as_one_process(case, results[case.name])
