@@ -9,7 +9,8 @@
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
 times. ``deterministic``: what accumulating in microbatch order costs. ``split``: what splitting a backward costs.
-``transport``: what a message between two processes costs. What is compared runs in turn, several times; medians are
+``transport``: what a message between two processes costs. ``processes``: what a pipeline in several processes costs,
+whether transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several times; medians are
 printed.
 """
 
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_fidelity import bench_fidelity
+from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
 from experiments.bench_transport import bench_transport
@@ -47,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         "deterministic": bench_deterministic,
         "split": bench_split,
         "transport": bench_transport,
+        "processes": bench_processes,
     }
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(parts), help="default: all")

@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
             tensor=arguments.tensor,
             placement=resolved.placement,
             configuration={name: value for name, value in vars(arguments).items() if name not in _PRIVATE},
-            cluster=ClusterConfig(silence_deadline_s=arguments.silence_deadline_s),
+            cluster=ClusterConfig(
+                silence_deadline_s=arguments.silence_deadline_s, encrypt_arrays=arguments.encrypt_arrays == "true"
+            ),
             platform="cpu",
             transport=arguments.transport,
         )
@@ -139,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     between.add_argument(
         "--activation-bytes", type=int, default=32, metavar="N", help="size of what travels (default 32)"
     )
+    between.add_argument("--encrypt-arrays", choices=("true", "false"), default="true", help="default true")
     between.add_argument("--silence-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")

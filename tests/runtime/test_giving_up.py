@@ -1,0 +1,69 @@
+"""One report from what all ranks say."""
+
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.giving_up import Failure, failed_rank, lost_rank
+from rrfp_jax.runtime.report import NoProgress, PeerLost, StageState, TaskFailed
+
+LAYOUT = Layout(num_stages=4, num_ranks=4)
+
+
+def state(stage: int, *, running: str | None = None, waits: tuple[int, ...] = ()) -> StageState:
+    return StageState(
+        stage=stage,
+        step=3,
+        running=running,
+        failed=False,
+        since_s=1.0,
+        idle_reason=None if running else "input",
+        held=(),
+        waits=tuple(f"F waits for stage {other}" for other in waits),
+        waits_for_stages=waits,
+        rank=stage,
+    )
+
+
+def over_the_wire(failure: Failure) -> dict:
+    from rrfp_jax.runtime.network.plain import pack, unpack
+
+    return unpack(pack(failure.as_plain()))
+
+
+def test_a_lost_rank_is_named_and_found_to_be_what_all_wait_for() -> None:
+    mine = lost_rank(LAYOUT, 1, "connection closed", [state(2, waits=(1,))])
+    theirs = lost_rank(LAYOUT, 1, "silent for 5 s", [state(3, waits=(2,))])
+    assert not mine.is_complete(LAYOUT, 2)
+    mine.hear(3, over_the_wire(theirs))
+    mine.hear(3, over_the_wire(theirs))
+    mine.hear(0, over_the_wire(lost_rank(LAYOUT, 1, "connection closed", [state(0, waits=(1,))])))
+    assert mine.is_complete(LAYOUT, 2)
+    error = mine.error(LAYOUT)
+    assert isinstance(error, PeerLost)
+    assert "rank 1 (stage 1) was lost" in str(error)
+    assert [s.stage for s in error.report.stages] == [0, 2, 3]
+    assert error.report.culprits() == (1,)
+    assert (error.report.lost_ranks, error.report.lost_stages) == ((1,), (1,))
+
+
+def test_a_second_loss_is_added_to_the_summary() -> None:
+    failure = lost_rank(LAYOUT, 1, "connection closed", [state(0)])
+    failure.lost.setdefault(2, "connection closed")
+    text = str(failure.error(LAYOUT))
+    assert text.count("rank 1 (stage 1) was lost") == 1
+    assert "rank 2 (stage 2) was lost" in text
+
+
+def test_a_task_that_failed_elsewhere_is_a_lost_peer_here_and_no_progress_is_everybodys() -> None:
+    failed = Failure(TaskFailed, "step 3: 1F2 on stage 1 failed", [state(1, running="1F2")])
+    heard = failed_rank(1, over_the_wire(failed), [state(0)]).error(LAYOUT)
+    assert isinstance(heard, PeerLost)
+    assert "rank 1 gave up: step 3: 1F2 on stage 1 failed" in str(heard)
+    assert {s.stage for s in heard.report.stages} == {0, 1}
+    stalled = Failure(NoProgress, "no task finished for 60 s", [state(1)])
+    assert isinstance(failed_rank(1, over_the_wire(stalled), []).error(LAYOUT), NoProgress)
+
+
+def test_alone_there_is_nobody_to_hear() -> None:
+    error = Failure(TaskFailed, "it failed", [state(0)], ValueError("cause")).error(None)
+    assert isinstance(error, TaskFailed)
+    assert isinstance(error.__cause__, ValueError)
+    assert str(error).startswith("it failed")

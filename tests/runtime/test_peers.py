@@ -1,0 +1,121 @@
+"""What ranks tell each other beside data: notes, outcomes, failures, gatherings, clocks."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rrfp_jax.arbitration import Note, TaskChosen
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.cluster import LoopThread
+from rrfp_jax.runtime.network import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.runtime.peers import PeerFailed, Peers
+from rrfp_jax.tasks import Task
+from tests.runtime.network.mesh import PATIENCE_S, eventually
+
+LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
+CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)
+
+
+class Recorder:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[int, int, int, Note]] = []
+        self.outcomes: list[tuple[int, int, Any, list[Any]]] = []
+        self.failures: list[tuple[int, Mapping[str, Any]]] = []
+
+    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
+        self.notes.append((unit, step, member, note))
+
+    def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
+        self.outcomes.append((unit, step, outcome, timeline))
+
+    def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
+        self.failures.append((rank, failure))
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peers]]:
+    """Three ranks in this process, connected, on one loop; nobody listens yet."""
+    key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5), LoopThread()
+    made = [Peers(PeerNetwork(rank=r, num_ranks=3, key=key, settings=settings), LAYOUT) for r in range(3)]
+    addresses = {each.rank: each.network.address for each in made}
+    try:
+        for each in made:
+            each.network.start(loop.loop, addresses, lost=lambda *_: None)
+        for each in made:
+            each.network.wait_connected(PATIENCE_S)
+        yield made
+    finally:
+        for each in made:
+            each.network.close()
+        loop.close()
+
+
+def on_loop(peers: Peers, call: Any) -> None:
+    done = threading.Event()
+    peers.network.call_soon(lambda: (call(), done.set()))
+    assert done.wait(PATIENCE_S)
+
+
+def test_notes_and_outcomes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -> None:
+    on_loop(peers[1], lambda: peers[1].tell(0, 2, 7, CHOSEN))
+    on_loop(peers[1], lambda: peers[1].report(0, 7, {"loss": 1.5}, [[1, "0F0"]]))
+    time.sleep(0.1)
+    third, first = Recorder(), Recorder()
+    on_loop(peers[2], lambda: peers[2].attach(third))
+    on_loop(peers[0], lambda: peers[0].attach(first))
+    assert eventually(lambda: bool(third.notes and first.outcomes))
+    assert third.notes == [(0, 7, 1, CHOSEN)]
+    assert first.outcomes == [(0, 7, {"loss": 1.5}, [[1, "0F0"]])]
+    on_loop(peers[0], lambda: peers[0].tell(0, 2, 8, CHOSEN))
+    assert eventually(lambda: len(third.notes) == 2)
+
+
+def test_everybody_gets_what_everybody_brought(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for name in ("first", "second"):
+            brought = list(pool.map(lambda p: p.gather(name, [p.rank, name], deadline_s=PATIENCE_S), peers))  # noqa: B023
+            assert brought == [{r: [r, name] for r in range(3)}] * 3
+
+
+def test_a_gathering_that_somebody_misses_ends_with_the_deadline(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        gatherings = [pool.submit(p.gather, "alone", deadline_s=0.3) for p in peers[:2]]
+        with pytest.raises(PeerFailed, match=r"alone: .*2.* did not come within 0.3 s"):
+            gatherings[0].result()
+        with pytest.raises(PeerFailed, match=r"within 0.3 s"):
+            gatherings[1].result()
+
+
+def test_a_gathering_under_way_ends_when_a_rank_gives_up(peers: list[Peers]) -> None:
+    listener = Recorder()
+    on_loop(peers[0], lambda: peers[0].attach(listener))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(peers[0].gather, "never", deadline_s=60)
+        time.sleep(0.05)
+        on_loop(peers[2], lambda: peers[2].announce({"summary": "out of memory"}))
+        with pytest.raises(PeerFailed, match="rank 2 gave up: out of memory"):
+            waiting.result(PATIENCE_S)
+    assert listener.failures == [(2, {"summary": "out of memory"})]
+
+
+def test_clocks_of_one_machine_agree(peers: list[Peers]) -> None:
+    peers[1].synchronise()
+    assert abs(peers[1].clock_offset_s) < 0.02
+    assert peers[0].clock_offset_s == 0.0
+
+
+def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
+    listener = Recorder()
+    on_loop(peers[0], lambda: peers[0].attach(listener))
+    header = {"unit": 0, "step": 1, "member": 1, "note": ["Nonsense", 1]}
+    peers[1].network.send_threadsafe(0, "note", header)
+    peers[1].network.send_threadsafe(0, "outcome", {"unit": "zero"})
+    assert eventually(lambda: peers[0].network.traffic().num_dropped == 2)
+    assert not listener.notes
+    assert not listener.outcomes
