@@ -41,11 +41,11 @@ def bench_processes(console: Console) -> None:
             way = (*_FOUR, "--transport", transport)
             empty[transport].append(launch(4, *way, "--durations-ms", "0,0,0", "--steps", "100"))
             full[transport].append(launch(4, *way, "--durations-ms", "10,10,10", "--steps", "3"))
-    for transport in empty:
+    for transport, runs in empty.items():
         table.add_row(
             transport,
-            f"{_median(empty[transport], 'wall_us_per_rank_task'):.0f}",
-            f"{_median(empty[transport], 'cpu_us_per_task'):.0f}",
+            f"{_median(runs, 'wall_us_per_rank_task'):.0f}",
+            f"{_median(runs, 'cpu_us_per_task'):.0f}",
             f"{median(ms for run in full[transport] for ms in run['makespan_ms']) / _IDEAL_MS:.3f}",
         )
     console.print(table)
@@ -83,8 +83,8 @@ def _show_overlap(console: Console) -> None:
         measured_ms, ideal_ms = median(run["makespan_ms"]), _ideal_ms(task_ms, latency_ms)
         console.print(
             f"2 processes, 4 MiB activations, {transport}, {'encrypted' if encrypt_arrays else 'clear'}: one way "
-            f"{latency_ms:.2f} ms, tasks of {task_ms:.1f} ms, step {measured_ms:.1f} ms, ideal {ideal_ms:.1f} ms, ratio "
-            f"{measured_ms / ideal_ms:.3f}, at most {run['peak_transport_bytes'] / _LARGE_BYTES:.0f} messages held"
+            f"{latency_ms:.2f} ms, tasks of {task_ms:.1f} ms, step {measured_ms:.1f} ms, ideal {ideal_ms:.1f} ms, "
+            f"ratio {measured_ms / ideal_ms:.3f}, at most {run['peak_transport_bytes'] / _LARGE_BYTES:.0f} messages held"
         )
 
 

@@ -5,6 +5,7 @@ checked, which a command marks with :func:`checking_input`.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from rrfp_jax.runtime.exit_codes import (
     INTERRUPTED,
     NO_PROGRESS,
     PEER_LOST,
+    SIGNALLED,
     START_FAILED,
     TASK_FAILED,
 )
@@ -44,6 +46,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except BadInput as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = BAD_INPUT
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _end(SIGNALLED + signal.SIGPIPE, "")
     except KeyboardInterrupt as interrupt:
         _end(INTERRUPTED, "\n".join(["interrupted", *_notes(interrupt)]))
     except Exception as error:
@@ -81,5 +85,6 @@ def _end(code: int, text: str) -> NoReturn:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        if text:
+            print(text, file=sys.stderr, flush=True)
     os._exit(code)

@@ -25,7 +25,7 @@ import yaml
 
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.errors import checking_input, run_command
-from rrfp_jax.runtime.cluster.membership import STARTED
+from rrfp_jax.runtime.cluster.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.exit_codes import DONE, PREEMPTED
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
         RunDirectory(path).check()
         run = assemble(config, path)
         run.console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
-        run.begin(fresh=fresh, force=force)
+        is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
+        run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
     run.console.show_stages(run.pipeline)
     if run.is_complete:
         run.console.say(f"{run.directory.path} holds all {config.run.steps} steps: give more steps, or --fresh")

@@ -55,38 +55,63 @@ def train(pipeline: Pipeline, batches: list[dict[str, np.ndarray]]) -> tuple[lis
         return [metrics.result().loss for metrics in results], params
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def expected(request: pytest.FixtureRequest) -> tuple[list[Any], Any]:
-    chunks = make_chunks(2, tied=request.param)
+Case = tuple[list[Any], Any]
+
+
+def make_case(*, tied: bool, clip_norm: float | None = 1.0) -> Case:
+    """Chunks, and what the plain loop makes of them."""
+    chunks = make_chunks(2, tied=tied)
     initial = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
     params = jax.tree.map(np.array, initial.params(initial.init(jax.random.key(1))))
-    return chunks, train_plainly(chunks, params, OPTIMIZER, make_batches())
+    return chunks, train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=clip_norm)
 
 
+@pytest.fixture(scope="module")
+def tied() -> Case:
+    return make_case(tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied() -> Case:
+    return make_case(tied=False)
+
+
+def check(case: Case, **layout: Any) -> None:
+    chunks, expected = case
+    pipeline = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, progress_deadline_s=60, **layout)
+    assert_same_training(*train(pipeline, make_batches()), *expected)
+
+
+@pytest.mark.parametrize("layout", [{"data": 2, "shard_optimizer": True}, {"tensor": 2}], ids=str)
+def test_replicas_and_tensor_parallel_stages_train_what_the_plain_loop_does(tied: Case, layout: dict[str, Any]) -> None:
+    check(tied, **layout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         {"data": 2},
-        {"data": 2, "shard_optimizer": True},
-        {"tensor": 2},
         {"data": 2, "tensor": 2},
         {"data": 2, "tensor": 2, "shard_optimizer": True, "backward": "split", "hint": "bfw"},
         {"data": 4, "window": 1},
-        {"data": 2, "clip_norm": None, "skip_nonfinite": False},
         {"data": 2, "deterministic": True},
+        {"data": 2, "shard_optimizer": True},
+        {"tensor": 2, "backward": "split"},
     ],
     ids=str,
 )
-def test_every_layout_trains_what_the_plain_loop_does(expected: tuple[list[Any], Any], layout: dict[str, Any]) -> None:
-    chunks, (losses, params) = expected
-    if "clip_norm" in layout:
-        initial = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
-        start = jax.tree.map(np.array, initial.params(initial.init(jax.random.key(1))))
-        losses, params = train_plainly(chunks, start, OPTIMIZER, make_batches(), clip_norm=None)
-    pipeline = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, progress_deadline_s=60, **layout)
-    assert_same_training(*train(pipeline, make_batches()), losses, params)
+def test_every_layout_trains_what_the_plain_loop_does(tied: Case, untied: Case, layout: dict[str, Any]) -> None:
+    check(tied, **layout)
+    check(untied, **layout)
 
 
+@pytest.mark.slow
+def test_replicas_without_clipping_and_skipping() -> None:
+    check(make_case(tied=True, clip_norm=None), data=2, clip_norm=None, skip_nonfinite=False)
+
+
+@pytest.mark.slow
 def test_several_chunks_per_stage_with_replicas() -> None:
     chunks = make_chunks(4, tied=True)
     plain = Pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER)
@@ -96,6 +121,7 @@ def test_several_chunks_per_stage_with_replicas() -> None:
     assert_same_training(losses, params, *expected)
 
 
+@pytest.mark.slow
 def test_a_shared_optimizer_state_is_shared_out() -> None:
     chunks = make_chunks(2, tied=False)
     peaks = []

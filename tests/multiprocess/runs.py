@@ -1,13 +1,22 @@
 """Small training runs of the real command, for the tests that end them badly and start them again."""
 
+import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import yaml
+from jax.sharding import SingleDeviceSharding
+
+from experiments.config import SECTIONS
+from rrfp_jax.checkpoint.names import Name
+from rrfp_jax.checkpoint.reader import open_step, read_layers
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 256, "hidden": 16, "num_layers": 4, "num_heads": 2, "mlp_dim": 16, "init_std": 0.1},
-    "data": {"path": "README.md", "length": 16, "batch_size": 8, "num_microbatches": 4},
+    "data": {"path": "LICENSE", "length": 16, "batch_size": 8, "num_microbatches": 4},
     "pipeline": {"num_stages": 2, "progress_deadline_s": 60},
     "optimizer": {"learning_rate": 5e-3, "warmup_steps": 2},
     "run": {"steps": 20, "platform": "cpu"},
@@ -26,9 +35,55 @@ def training_config(folder: Path, **changes: Any) -> Path:
 
 
 def _section_of(name: str) -> str:
-    from dataclasses import fields
-
-    from experiments.config import SECTIONS
-
     (section,) = (section for section, record in SECTIONS.items() if name in {field.name for field in fields(record)})
     return section
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has come to."""
+
+    losses: list[float]
+    """Of every step."""
+    arrays: dict[Name, np.ndarray]
+    """Parameters and optimizer state in its last checkpoint."""
+
+    def assert_same(self, other: "Outcome") -> None:
+        """Bit for bit."""
+        assert self.losses == other.losses
+        assert self.arrays.keys() == other.arrays.keys()
+        for name, array in self.arrays.items():
+            assert array.tobytes() == other.arrays[name].tobytes(), name
+
+    def assert_close(self, other: "Outcome") -> None:
+        """Losses, and parameters by norm, within 1e-5 relative."""
+        np.testing.assert_allclose(self.losses, other.losses, rtol=1e-5)
+        assert self.arrays.keys() == other.arrays.keys()
+        for name, array in self.arrays.items():
+            if name[1] == "params":
+                distance = np.linalg.norm(array - other.arrays[name]) / np.linalg.norm(array)
+                assert distance <= 1e-5, (name, distance)
+
+
+def outcome_of(run: Path, num_steps: int) -> Outcome:
+    """The outcome of a run that has ended after so many steps."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(num_steps))
+    found = open_step(run / "checkpoints", num_steps)
+    device = SingleDeviceSharding(jax.devices()[0])
+    specs = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+        for part in found.parts.values()
+        for name, (dtype, shape) in part.arrays.items()
+    }
+    return Outcome([row["loss"] for row in rows], jax.tree.map(np.asarray, read_layers(found, specs)))
+
+
+def committed(run: Path) -> list[int]:
+    """The steps with a record, ascending."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*/commit.json"))
+
+
+def is_saving(run: Path) -> bool:
+    """Whether a step is being written that is not committed."""
+    return any(not (data.parent / "commit.json").exists() for data in run.glob("checkpoints/step_*/data-*"))

@@ -12,6 +12,7 @@ import pytest
 from rrfp_jax.runtime.log_file import read_log
 from tests.multiprocess.launching import Launched, launched
 from tests.multiprocess.reports import assert_report, rank_text, survivors_end
+from tests.multiprocess.runs import training_config
 
 SILENCE_S = 5.0
 CLOSED_S = 2.0
@@ -135,8 +136,7 @@ def test_a_rank_of_a_stage_that_spans_several(number: int) -> None:
 
 
 def test_a_failed_training_run_leaves_its_report_and_its_last_events(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(CONFIG)
+    config = training_config(tmp_path, num_layers=2, steps=100_000, silence_deadline_s=SILENCE_S)
     folder = tmp_path / "run"
     arguments = ("--processes", 2, "--grace-s", 10, "--", "faulty", "none", 0, "train", "--config", config)
     with launched(*arguments, "--run-dir", folder, JAX_DISABLE_MOST_OPTIMIZATIONS="1") as launcher:
@@ -164,12 +164,3 @@ def test_ports_are_free_for_the_next_run() -> None:
             code, _ = signalled(launcher, 1, signal.SIGKILL, 2)
             assert code == 137
 
-
-CONFIG = """
-model: {vocab_size: 256, hidden: 16, num_layers: 2, num_heads: 2, mlp_dim: 16}
-data: {path: README.md, length: 16, batch_size: 4, num_microbatches: 4}
-pipeline: {num_stages: 2, progress_deadline_s: 60}
-optimizer: {learning_rate: 1.0e-3}
-run: {steps: 100000, platform: cpu}
-cluster: {silence_deadline_s: 5}
-"""

@@ -34,7 +34,7 @@ LONG = Case(
 
 def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
     """Bit for bit, though this process has other devices and runs in another order."""
-    options = {"deterministic": True, "hint": "fb", "data": case.data}
+    options = case.options | {"hint": "fb", "data": case.data}
     losses, params = train(make_pipeline(**options, placement=case.placement), case.num_steps)
     assert result[0] == losses
     jax.tree.map(np.testing.assert_array_equal, result[1], params)

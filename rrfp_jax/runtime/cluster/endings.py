@@ -119,7 +119,8 @@ class Endings:
             return [f"{name_ranks(self._by_rank)} ended well, the last after {last_s:.1f} s"]
         if cause is None:
             return [f"nothing was heard of {name_ranks(missing)}; all others ended well"]
-        lines = [f"the run failed after {cause.at_s:.1f} s: rank {cause.rank} ({cause.how()})"]
+        what = "was stopped" if cause.code == PREEMPTED else "failed"
+        lines = [f"the run {what} after {cause.at_s:.1f} s: rank {cause.rank} ({cause.how()})"]
         ways: dict[str, list[Ending]] = {}
         for rank in sorted(self._by_rank):
             ways.setdefault(self._by_rank[rank].how(), []).append(self._by_rank[rank])

@@ -15,7 +15,7 @@ from experiments.errors import run_command
 from rrfp_jax.runtime.network import RunKey
 
 OWN = int(os.environ["RRFP_RANK"])
-FOREVER_S = 600.0
+FOREVER_S, SLOW_S = 600.0, 0.05
 
 
 def no_fault() -> None:
@@ -40,7 +40,18 @@ def hang() -> None:
     hung.join()
 
 
-IN_A_TASK: dict[str, Callable[[], None]] = {"none": no_fault, "raise": raise_error, "oom": exhaust_memory, "hang": hang}
+def slow_down() -> None:
+    """Every task takes longer."""
+    time.sleep(SLOW_S)
+
+
+IN_A_TASK: dict[str, Callable[[], None]] = {
+    "none": no_fault,
+    "raise": raise_error,
+    "oom": exhaust_memory,
+    "hang": hang,
+    "slow": slow_down,
+}
 
 
 class FaultyStage:
@@ -53,7 +64,9 @@ class FaultyStage:
         return getattr(self._stage, name)
 
     def run(self, step: int, task: Any) -> None:
-        if step == 1 and not self._has_run:
+        if self._fault is slow_down:
+            self._fault()
+        elif step == 1 and not self._has_run:
             self._has_run = True
             print("running", os.getpid(), flush=True)
             self._fault()

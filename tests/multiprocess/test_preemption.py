@@ -1,0 +1,128 @@
+"""Runs that are told to stop or are killed, and go on: the result is that of a run that nobody interrupted."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.launching import Launched, eventually, launched
+from tests.multiprocess.runs import Outcome, committed, is_saving, outcome_of, training_config
+
+NUM_STEPS = 20
+QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+EXACT: dict[str, Any] = {"deterministic": True, "checkpoint_every": 5, "steps": NUM_STEPS}
+
+
+def train(folder: Path, num_processes: int, *launcher: object, program: tuple[object, ...] = (), **changes: Any) -> Any:
+    """A launched run in ``folder/run``."""
+    folder.mkdir(exist_ok=True)
+    config = training_config(folder, **EXACT | changes)
+    command = program or ("experiments.train",)
+    arguments = ("--config", config, "--run-dir", folder / "run")
+    return launched("--processes", num_processes, *launcher, "--", *command, *arguments, **QUICK_TO_COMPILE)
+
+
+def uninterrupted(folder: Path, num_processes: int, **changes: Any) -> Outcome:
+    with train(folder, num_processes, **changes) as launcher:
+        assert launcher.wait(300) == 0, launcher.text
+    return outcome_of(folder / "run", NUM_STEPS)
+
+
+def test_a_run_is_killed_then_told_to_stop_and_ends_in_another_layout_with_the_same_bits(tmp_path: Path) -> None:
+    layout = {"num_layers": 2, "num_stages": 2}
+    folder = tmp_path / "interrupted"
+    slowed = ("faulty", "slow", 1, "train")
+    with train(folder, 2, "--max-restarts", 2, program=slowed, **layout) as launcher:
+        assert eventually(lambda: 5 in committed(folder / "run"))
+        os.kill(launcher.ranks()[1], signal.SIGKILL)
+        assert eventually(lambda: "going on after 5 steps" in launcher.text or "going on after 10 steps" in launcher.text)
+        launcher.numbers(r"step +(1\d)", 1)
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait() == 7, launcher.text
+        assert not launcher.living()
+    saved = committed(folder / "run")
+    assert "told to stop: saved after step" in launcher.text
+    assert "not restarted after code 7" in launcher.text
+    one = {"num_layers": 2, "num_stages": 1, "chunks_per_stage": 2}
+    with train(folder, 1, **one) as launcher:
+        assert launcher.wait() == 0, launcher.text
+    assert f"going on after {saved[-1]} steps" in launcher.text
+    outcome_of(folder / "run", NUM_STEPS).assert_same(uninterrupted(tmp_path / "whole", 1, **one))
+
+
+LAYOUTS = {
+    "4 stages": {"num_stages": 4},
+    "2 stages, 2 replicas": {"num_stages": 2, "data": 2, "shard_optimizer": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_killed_process_changes_nothing(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Ten runs, half of them killed while they save; twenty with both layouts."""
+    chance = random.Random(str(layout))
+    started_s = time.monotonic()
+    expected = uninterrupted(tmp_path / "whole", 4, **layout)
+    usual_s = time.monotonic() - started_s
+    for number in range(10):
+        folder = tmp_path / str(number)
+        with train(folder, 4, "--max-restarts", 1, "--grace-s", 30, **layout) as launcher:
+            victim = _kill_one(launcher, folder / "run", chance, usual_s=None if number % 2 else usual_s)
+            assert launcher.wait(300) == 0, launcher.text
+            assert not launcher.living()
+        assert victim is None or f"rank {victim} (code 137, killed by SIGKILL)" in launcher.text
+        outcome_of(folder / "run", NUM_STEPS).assert_same(expected)
+
+
+def _kill_one(launcher: Launched, run: Path, chance: random.Random, *, usual_s: float | None) -> int | None:
+    """Kill a random rank: at a random time, or while a random one of the checkpoints is written. None: it was over."""
+    assert eventually(lambda: len(launcher.ranks()) == 4)
+    if usual_s is not None:
+        time.sleep(chance.uniform(0.0, usual_s))
+    else:
+        num_before = chance.randrange(4)
+        assert eventually(lambda: len(committed(run)) >= min(num_before, 3) and is_saving(run))
+        time.sleep(chance.uniform(0.0, 0.3))
+    rank = chance.randrange(4)
+    pids = launcher.ranks()
+    if rank not in pids:
+        return None
+    os.kill(pids[rank], signal.SIGKILL)
+    return rank
+
+
+ALIKE = {
+    "the same, another schedule": (4, {"num_stages": 4, "schedule": "zb-h1", "consume": "strict"}),
+    "2 stages with 2 chunks": (2, {"num_stages": 2, "chunks_per_stage": 2, "hint": "bfw"}),
+    "1 device": (1, {"num_stages": 1, "chunks_per_stage": 4}),
+}
+OTHERS = {
+    "2 stages, tensor 2": (4, {"num_stages": 2, "tensor": 2}),
+    "2 stages of 1 and 3 layers": (2, {"num_stages": 2, "layers_per_chunk": [1, 3]}),
+    "1 stage": (1, {"num_stages": 1}),
+    "2 replicas": (4, {"num_stages": 2, "data": 2}),
+    "2 replicas, shared optimizer state": (4, {"num_stages": 2, "data": 2, "shard_optimizer": True}),
+}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_in_every_layout(tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path / "whole", 4, num_stages=4, keep_checkpoints=10)
+    for name, (num_processes, layout) in (ALIKE | OTHERS).items():
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole" / "run", folder / "run")
+        for step in (15, 20):
+            shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
+        with train(folder, num_processes, **layout) as launcher:
+            assert launcher.wait(300) == 0, launcher.text
+        assert "going on after 10 steps" in launcher.text
+        outcome = outcome_of(folder / "run", NUM_STEPS)
+        if name in ALIKE:
+            outcome.assert_same(expected)
+        else:
+            outcome.assert_close(expected)
