@@ -11,7 +11,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,12 +33,12 @@ from rrfp_jax.programs.shapes import model_params, param_specs
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.driver import check_runtime_options
+from rrfp_jax.runtime.everybodys import gather_sizes
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
-from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory import MemoryMeter, chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.hosted_stages import stage_maker
+from rrfp_jax.runtime.memory import chunk_bytes, forecast_memory
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
-from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.program_stage import UpdateRules
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, Placement
 
@@ -375,8 +375,7 @@ class Pipeline:
 
     def _fit_into_memory(self, own: Mapping[int, ChunkBytes]) -> None:
         """Turn a window in bytes into microbatches, and refuse what cannot fit; every process knows all sizes."""
-        limits = device_limits([self._own_device(unit) for unit in self._process.units])
-        sizes, known = self._everybodys(own, dict(zip(self._process.units, limits, strict=True)))
+        sizes, known = gather_sizes(self._process, own)
         chunks, share = self.order.placement.chunks_of_stage, self._graph.num_microbatches
         if self._window_bytes is not None:
             windows = tuple(
@@ -394,45 +393,18 @@ class Pipeline:
             is_strict=self._ordering.consume == STRICT,
         )
 
-    def _everybodys(
-        self, sizes: Mapping[int, ChunkBytes], limits: Mapping[int, int | None]
-    ) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
-        plain = [[[c, *astuple(each)] for c, each in sizes.items()], list(map(list, limits.items()))]
-        all_sizes: dict[int, ChunkBytes] = {}
-        all_limits: dict[int, int | None] = {}
-        for rows, known in self._process.gather("sizes", plain).values():
-            names = [field.name for field in fields(ChunkBytes)]
-            all_sizes |= {c: ChunkBytes(**dict(zip(names, row, strict=True))) for c, *row in rows}
-            all_limits |= dict(known)
-        return all_sizes, all_limits
-
-    def _own_device(self, unit: int) -> jax.Device:
-        """One of a hosted unit's devices that belong to this process."""
-        return next(d for d in self._process.devices_of(unit) if d.process_index == jax.process_index())
-
     def _start_runtime(self, state: HostedState, programs: HostedPrograms) -> None:
-        placement = self.order.placement
-        replicas = self._stage_replicas(state, programs)
-
-        def make_stage(unit: int, ship: Ship) -> StageExecutor:
-            chunks = placement.chunks_of_stage[unit]
-            own = {c: programs.chunks[c] for c in chunks}
-            made = ProgramStage(
-                self.order.graph,
-                placement,
-                unit,
-                programs=own,
-                states={c: state.chunks[c] for c in chunks},
-                update_rules=self._update_rules,
-                step_rules=self._step_rules,
-                copies=self._copies,
-                replicas=replicas.get(self.layout.stage_of(unit)),
-                meter=MemoryMeter(own, self._own_device(unit)),
-                ship=ship,
-                in_transit=self._process.bytes_in_transit,
-            )
-            return self._wrap_stage(made) if self._wrap_stage else made
-
+        make_stage = stage_maker(
+            self._model,
+            self._process,
+            self.order,
+            state,
+            programs,
+            copies=self._copies,
+            update_rules=self._update_rules,
+            step_rules=self._step_rules,
+        )
+        wrap = self._wrap_stage or (lambda stage: stage)
         self._runtime = self._process.start(
             self.order.arbiters(
                 self._step_rules,
@@ -440,24 +412,11 @@ class Pipeline:
                 members=self._process.members(),
                 protocol=self._group_protocol,
             ),
-            make_stage,
+            lambda unit, ship: wrap(make_stage(unit, ship)),
             edge=lambda message: self._model.edge(message, programs.shapes),
             progress_deadline_s=self._progress_deadline_s,
             log_steps=self._log_steps,
         )
-
-    def _stage_replicas(self, state: HostedState, programs: HostedPrograms) -> dict[int, StageReplicas]:
-        """By stage, what its hosted replicas do together; empty without data parallelism."""
-        stages = {self.layout.stage_of(unit) for unit in self._process.units} if programs.replicas else set()
-        chunks = self.placement.chunks_of_stage
-        return {
-            stage: StageReplicas(
-                {c: programs.replicas[c] for c in chunks[stage]},
-                state.shared,
-                self._model.grids[stage].local_replicas,
-            )
-            for stage in stages
-        }
 
 
 def _process(

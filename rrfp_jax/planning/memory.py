@@ -13,7 +13,7 @@ All of it is an upper bound: not everything peaks at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -36,6 +36,11 @@ class ChunkBytes:
     """Per microbatch: the larger of the output and the input gradients."""
     temporaries: int
     """Of the largest program while it runs."""
+
+    @classmethod
+    def from_tuple(cls, values: Sequence[int]) -> "ChunkBytes":
+        """What ``dataclasses.astuple`` made of one."""
+        return cls(**dict(zip((field.name for field in fields(cls)), values, strict=True)))
 
     @property
     def per_microbatch(self) -> int:

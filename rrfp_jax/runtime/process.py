@@ -106,6 +106,10 @@ class Process:
         """A unit's devices along its tensor axis."""
         return [self.devices[index] for index in self.layout.devices_of(unit)]
 
+    def own_device(self, unit: int) -> jax.Device:
+        """One of a hosted unit's devices that belong to this process."""
+        return next(device for device in self.devices_of(unit) if device.process_index == jax.process_index())
+
     def members(self) -> dict[int, tuple[int, int]]:
         """For every hosted unit, which member of how many of its group this process is."""
         groups = {unit: self.layout.ranks_of(unit) for unit in self.units}

@@ -67,14 +67,13 @@ def emulate(
     activation = activation_spec(activation_bytes)
 
     def make_stage(stage: int, ship: Ship) -> EmulatedStage:
-        device = next(d for d in process.devices_of(stage) if d.process_index == jax.process_index())
         return EmulatedStage(
             graph,
             placement,
             stage,
             durations_ms=durations_ms,
             ship=ship,
-            device=device,
+            device=process.own_device(stage),
             activation=activation,
             num_devices=process.layout.tensor,
         )

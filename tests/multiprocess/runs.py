@@ -14,6 +14,8 @@ from experiments.config import SECTIONS
 from rrfp_jax.checkpoint.names import Name
 from rrfp_jax.checkpoint.reader import open_step, read_layers
 
+QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""Variables of a run that is too short for fast programs to pay off."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 256, "hidden": 16, "num_layers": 4, "num_heads": 2, "mlp_dim": 16, "init_std": 0.1},
     "data": {"path": "LICENSE", "length": 16, "batch_size": 8, "num_microbatches": 4},

@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.runtime.log_file import read_log
 from tests.multiprocess.launching import Launched, launched
 from tests.multiprocess.reports import assert_report, rank_text, survivors_end
-from tests.multiprocess.runs import training_config
+from tests.multiprocess.runs import QUICK_TO_COMPILE, training_config
 
 SILENCE_S = 5.0
 CLOSED_S = 2.0
@@ -124,22 +124,24 @@ def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_of_a_stage_that_spans_several(number: int) -> None:
-    """Its partner waits for it inside a collective."""
-    layout = ("--num-stages", 2, "--tensor", 2, "--progress-deadline-s", 60)
-    with launched(*emulate("none", 1, 4, *layout)) as launcher:
+def test_a_rank_of_a_stage_that_spans_several(number: int, tmp_path: Path) -> None:
+    """Its partner waits for it inside a collective, which fails or hangs."""
+    config = training_config(tmp_path, tensor=2, steps=100_000, silence_deadline_s=SILENCE_S)
+    arguments = ("--processes", 4, "--", "faulty", "none", 0, "train", "--config", config)
+    with launched(*arguments, "--run-dir", tmp_path / "run", **QUICK_TO_COMPILE) as launcher:
         code, ended_s = signalled(launcher, 1, number, 4)
     assert code == (137 if number == signal.SIGKILL else 5)
     assert ended_s < SLACK_S + (CLOSED_S if number == signal.SIGKILL else SILENCE_S)
     for other in (0, 2, 3):
-        assert "rank 1 (stage 0) was lost" in rank_text(launcher, other)
+        assert_report(launcher, other, "rank 1 (stage 0) was lost", num_stages=3)
+    assert "ranks 0, 2-3: code 5, lost another rank" in launcher.text
 
 
 def test_a_failed_training_run_leaves_its_report_and_its_last_events(tmp_path: Path) -> None:
     config = training_config(tmp_path, num_layers=2, steps=100_000, silence_deadline_s=SILENCE_S)
     folder = tmp_path / "run"
     arguments = ("--processes", 2, "--grace-s", 10, "--", "faulty", "none", 0, "train", "--config", config)
-    with launched(*arguments, "--run-dir", folder, JAX_DISABLE_MOST_OPTIMIZATIONS="1") as launcher:
+    with launched(*arguments, "--run-dir", folder, **QUICK_TO_COMPILE) as launcher:
         code, ended_s = signalled(launcher, 0, signal.SIGKILL, 2)
     assert code == 137
     assert ended_s < CLOSED_S + SLACK_S

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.launching import Launched, eventually, launched
-from tests.multiprocess.runs import Outcome, committed, is_saving, outcome_of, training_config
+from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, is_saving, outcome_of, training_config
 
 NUM_STEPS = 20
-QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 EXACT: dict[str, Any] = {"deterministic": True, "checkpoint_every": 5, "steps": NUM_STEPS}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.multiprocess.launching import Launched, eventually, launched
 from tests.multiprocess.reports import rank_text, survivors_end
-from tests.multiprocess.runs import training_config
+from tests.multiprocess.runs import QUICK_TO_COMPILE, training_config
 
 NUM_RUNS, NUM_RANKS = 50, 4
 SILENCE_S, START_S = 5.0, 12.0
@@ -93,7 +93,7 @@ def codes(launcher: Launched) -> set[int]:
 def strike_once(strike: Strike, folder: Path) -> str:
     """A row of the summary; fails unless all is as it should be."""
     is_kill = strike.signal == signal.SIGKILL
-    with launched(*start(strike, folder), JAX_DISABLE_MOST_OPTIMIZATIONS="1") as launcher:
+    with launched(*start(strike, folder), **QUICK_TO_COMPILE) as launcher:
         at_s, ended_s = hit(strike, launcher)
         code = launcher.wait()
         assert not launcher.living()
