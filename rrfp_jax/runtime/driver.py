@@ -21,7 +21,7 @@ from rrfp_jax.runtime.cluster.loop import LoopThread
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
-from rrfp_jax.runtime.giving_up import GATHERING_S, Failure, failed_rank, lost_rank
+from rrfp_jax.runtime.giving_up import Failure, GivingUp
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
@@ -104,7 +104,7 @@ class PipelineRuntime:
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure, self._on_close = peers, on_failure, on_close
-        self._given_up = threading.Event()
+        self._giving_up = GivingUp(self._loop, peers, progress_deadline_s, self._end_with)
         self.transport = make_transport(self._deliver)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, ComputeThread] = {}
@@ -113,8 +113,6 @@ class PipelineRuntime:
         self._is_waking = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._pumping = False
-        self._failing: Failure | None = None
-        self._failure: RunFailed | None = None
         self._is_closed = False
         self._progress_s = time.perf_counter()
         self._num_stages = arbiters[0].placement.num_stages
@@ -170,7 +168,7 @@ class PipelineRuntime:
         Raises PipelineClosed after ``close``.
         """
         if self._is_closed:
-            raise PipelineClosed() from self._failure
+            raise PipelineClosed() from self._giving_up.error
         future: Future[StepOutcome] = Future()
         self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
         return future
@@ -185,7 +183,7 @@ class PipelineRuntime:
         self._is_closed = True
         for thread in self._threads.values():
             thread.ask_to_stop()
-        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._failing is None else _STOP_AFTER_FAILURE_S)
+        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if not self._giving_up.has_begun else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
@@ -201,10 +199,8 @@ class PipelineRuntime:
 
         ``what`` becomes the summary where nothing else has gone wrong.
         """
-        self._loop.call_soon_threadsafe(lambda: self._give_up(Failure(PeerLost, what, self._states())))
-        self._given_up.wait(2 * GATHERING_S)
-        assert self._failure is not None
-        return self._failure
+        self._loop.call_soon_threadsafe(lambda: self._giving_up.begin(Failure(PeerLost, what, self._states())))
+        return self._giving_up.wait()
 
     @staticmethod
     def clock() -> float:
@@ -221,7 +217,7 @@ class PipelineRuntime:
         return take_log(
             self.logs(),
             {stage: running for stage, running in started.items() if running is not None},
-            report=None if self._failure is None else self._failure.report,
+            report=None if self._giving_up.error is None else self._giving_up.error.report,
             rank=0 if self._peers is None else self._peers.rank,
             clock_offset_s=0.0 if self._peers is None else self._peers.clock_offset_s,
         )
@@ -237,8 +233,8 @@ class PipelineRuntime:
     def _begin(
         self, step: int, batch: Batch, absent: frozenset[tuple[int, int]], future: "Future[StepOutcome]"
     ) -> None:
-        if self._failure is not None:
-            future.set_exception(self._failure)
+        if self._giving_up.error is not None:
+            future.set_exception(self._giving_up.error)
             return
         if not self.is_under_way():
             self._progress_s = time.perf_counter()
@@ -272,8 +268,8 @@ class PipelineRuntime:
         self._progress_s = end_s
         if error is not None:
             what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
-            self._give_up(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
-        elif self._failing is None:
+            self._giving_up.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+        elif not self._giving_up.has_begun:
             self._post(lambda: self._actors[stage].completed(instruction, start_s, end_s))
             self._pump()
 
@@ -286,10 +282,10 @@ class PipelineRuntime:
             return
         self._pumping = True
         try:
-            while self._inbox and self._failing is None:
+            while self._inbox and not self._giving_up.has_begun:
                 self._inbox.popleft()()
         except Exception as error:
-            self._give_up(Failure(TaskFailed, f"the scheduler failed: {error!r}", self._states(), error))
+            self._giving_up.begin(Failure(TaskFailed, f"the scheduler failed: {error!r}", self._states(), error))
         finally:
             self._pumping = False
 
@@ -319,29 +315,20 @@ class PipelineRuntime:
     def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
         """A stage elsewhere has ended a step."""
         self._progress_s = time.perf_counter()
-        if self._failing is None:
+        if not self._giving_up.has_begun:
             self._add_outcome(unit, step, outcome, Timeline.from_plain(self._num_stages, timeline))
 
     def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
         """Another rank gives up."""
-        if self._failing is None:
-            self._give_up(failed_rank(rank, failure, self._states()))
-        else:
-            self._failing.hear(rank, failure)
-            self._end_when_complete()
+        self._giving_up.heard(rank, failure, self._states)
 
     def lost(self, rank: int, reason: str) -> None:
         """Another rank died or fell silent."""
-        assert self._peers is not None
-        if self._failing is None:
-            self._give_up(lost_rank(self._peers.layout, rank, reason, self._states()))
-        else:
-            self._failing.lost.setdefault(rank, reason)
-            self._end_when_complete()
+        self._giving_up.lost(rank, reason, self._states)
 
     def transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
-        self._give_up(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
+        self._giving_up.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
 
     # -- on the event loop: giving up --------------------------------------------------------------------------------
 
@@ -350,36 +337,16 @@ class PipelineRuntime:
         if self._is_closed:
             return
         stalled_s = time.perf_counter() - self._progress_s
-        if self.is_under_way() and self._failing is None and stalled_s > self._deadline_s:
+        if self.is_under_way() and not self._giving_up.has_begun and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
-            self._give_up(Failure(NoProgress, what, self._states()))
+            self._giving_up.begin(Failure(NoProgress, what, self._states()))
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
-    def _give_up(self, failure: Failure) -> None:
-        """Stop, tell the others, and end with what they tell; the first failure counts."""
-        if self._failing is not None:
-            return
-        self._failing = failure
+    def _end_with(self, failure: RunFailed) -> None:
         self._inbox.clear()
-        if self._peers is not None:
-            self._peers.announce(failure.as_plain())
-            self._loop.call_later(min(GATHERING_S, self._deadline_s / 2), self._end_with_failure)
-        self._end_when_complete()
-
-    def _end_when_complete(self) -> None:
-        assert self._failing is not None
-        if self._peers is None or self._failing.is_complete(self._peers.layout, self._peers.rank):
-            self._end_with_failure()
-
-    def _end_with_failure(self) -> None:
-        if self._failure is not None or self._failing is None:
-            return
-        layout = None if self._peers is None else self._peers.layout
-        self._failure = self._failing.error(layout)
-        self._given_up.set()
-        self._end_pending(self._failure)
+        self._end_pending(failure)
         if self._on_failure is not None:
-            self._on_failure(self._failure)
+            self._on_failure(failure)
 
     def _end_pending(self, error: Exception) -> None:
         for pending in self._pending.values():

@@ -4,11 +4,14 @@ The first failure that a rank meets or hears of is the one it reports. It tells 
 its own stages, and waits for a moment for theirs, so that every rank ends with the wait-for graph of the whole run.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, WaitForReport
 
 GATHERING_S = 1.0
@@ -87,6 +90,80 @@ def failed_rank(rank: int, plain: Mapping[str, Any], states: Sequence[StageState
 def lost_summary(layout: Layout, rank: int, reason: str) -> str:
     """The sentence on a rank that died or fell silent."""
     return f"rank {rank} ({_hosted(layout, rank)}) was lost: {reason}"
+
+
+class GivingUp:
+    """The end of a run that cannot go on; everything but ``wait`` happens on the event loop.
+
+    Args:
+        peers: the other processes; None where there are none.
+        deadline_s: other ranks are waited for no longer than half of it.
+        ended: called once with the error, when nobody is waited for any more.
+    """
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        peers: Peers | None,
+        deadline_s: float,
+        ended: Callable[[RunFailed], None],
+    ) -> None:
+        self._loop, self._peers, self._ended = loop, peers, ended
+        self._wait_s = min(GATHERING_S, deadline_s / 2)
+        self._failing: Failure | None = None
+        self._complete = threading.Event()
+        self.error: RunFailed | None = None
+        """What the run ends with, once it is known."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run is being given up."""
+        return self._failing is not None
+
+    def begin(self, failure: Failure) -> None:
+        """Tell the others, and end with what they tell; the first failure counts."""
+        if self._failing is not None:
+            return
+        self._failing = failure
+        if self._peers is not None:
+            self._peers.announce(failure.as_plain())
+            self._loop.call_later(self._wait_s, self._end)
+        self._end_when_complete()
+
+    def heard(self, rank: int, plain: Mapping[str, Any], states: Callable[[], Sequence[StageState]]) -> None:
+        """Another rank gives up; ``states`` are this rank's own."""
+        if self._failing is None:
+            self.begin(failed_rank(rank, plain, states()))
+        else:
+            self._failing.hear(rank, plain)
+            self._end_when_complete()
+
+    def lost(self, rank: int, reason: str, states: Callable[[], Sequence[StageState]]) -> None:
+        """Another rank died or fell silent."""
+        assert self._peers is not None
+        if self._failing is None:
+            self.begin(lost_rank(self._peers.layout, rank, reason, states()))
+        else:
+            self._failing.lost.setdefault(rank, reason)
+            self._end_when_complete()
+
+    def wait(self) -> RunFailed:
+        """The error, once it is known; for other threads, after :meth:`begin` is on its way."""
+        self._complete.wait(2 * GATHERING_S)
+        assert self.error is not None
+        return self.error
+
+    def _end_when_complete(self) -> None:
+        assert self._failing is not None
+        if self._peers is None or self._failing.is_complete(self._peers.layout, self._peers.rank):
+            self._end()
+
+    def _end(self) -> None:
+        if self.error is None:
+            assert self._failing is not None
+            self.error = self._failing.error(None if self._peers is None else self._peers.layout)
+            self._complete.set()
+            self._ended(self.error)
 
 
 def _hosted(layout: Layout, rank: int) -> str:

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.partition import COLUMNS, ROWS
+from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import param_specs
 from tests import long_sums
@@ -30,6 +29,8 @@ def make_chunks(case: Case) -> list[Chunk]:
         return long_sums.make_chunks()
     if case.model == PLAIN:
         return [_with_constant_init(chunk) for chunk in _plain_chunks(case.cut)]
+    from rrfp_jax.models import language_model  # takes long to load
+
     config = LanguageModelConfig(
         vocab_size=12,
         hidden=16,
@@ -54,7 +55,7 @@ def _plain_chunks(cut: tuple[int, ...]) -> list[Chunk]:
 
 
 def _dense(layer: int) -> Chunk:
-    cuts = {"up": COLUMNS, "bias": PartitionSpec("tensor"), "down": ROWS}
+    cuts = {"up": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor"), "down": PartitionSpec("tensor")}
     return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
 
 

@@ -73,11 +73,12 @@ def test_a_stopped_rank(num_ranks: int, rank: int) -> None:
     assert f"rank {rank}: stood still (SIGSTOP): the launcher ended it" in launcher.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
         ("oom", "RESOURCE_EXHAUSTED: Out of memory allocating"),
-        pytest.param("raise", "ArithmeticError('an injected error')", marks=pytest.mark.slow),
+        ("raise", "ArithmeticError('an injected error')"),
     ],
 )
 def test_a_task_that_fails(fault: str, error: str) -> None:

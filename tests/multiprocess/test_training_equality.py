@@ -16,11 +16,11 @@ from tests.plain_loop import assert_same_training
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
 SPLIT = {"hint": "bfw", "window": 2}
 ONE_OF_EACH = [
-    Case(name="2 x 2 x 2 on 8", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=8, options=PROPOSE | SHARDED),
-    Case(name="4 stages on 4", cut=(0, 1, 1, 0), num_stages=4, num_ranks=4, transport="transfer"),
-    Case(name="2 x 2 stages on 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, options=SPLIT),
-    Case(name="tensor 2 on 4", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer"),
-    Case(name="data 2 on 4", cut=(1, 1), num_stages=2, data=2, num_ranks=4),
+    Case(name="tensor 2", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer", options=PROPOSE),
+    Case(name="4 stages", cut=(0, 1, 1, 0), num_stages=4, num_ranks=4),
+    Case(name="2 stages on each of 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, transport="transfer", options=SPLIT),
+    Case(name="data 2", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options=SHARDED),
+    Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=4),
 ]
 LONG = Case(
     name="long sums on 3",
