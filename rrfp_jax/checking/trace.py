@@ -2,19 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from rrfp_jax.arbitration import (
-    Event,
-    GroupHeard,
-    IllegalTransition,
-    InputArrived,
-    Instruction,
-    Note,
-    RunTask,
-    Send,
-    StageArbiter,
-    StepStarted,
-    TellGroup,
-)
+from rrfp_jax.arbitration import IllegalTransition, Instruction, StageArbiter
+from rrfp_jax.arbitration.words import of_event, of_instruction
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
 
@@ -47,36 +36,14 @@ def tell(setting: Setting, trace: Trace) -> list[str]:
     answers = replay(setting, trace)
     for number, stimulus in enumerate(trace, start=1):
         try:
-            answer = ", ".join(_instruction(i) for i in next(answers)[1])
+            answer = ", ".join(of_instruction(i) for i in next(answers)[1])
         except (IllegalTransition, AssertionError) as error:
             answer = f"refused: {error}"
         name = setting.name(stimulus.place)
-        lines.append(f"{number:4}. {name}: {_event(stimulus.event)}{answer and ': ' + answer}")
+        lines.append(
+            f"{number:4}. {name}, step {stimulus.event.step}: {of_event(stimulus.event)}{answer and ': ' + answer}"
+        )
     return lines
-
-
-def _event(event: Event) -> str:
-    if isinstance(event, StepStarted):
-        return f"step {event.step} starts"
-    if isinstance(event, InputArrived):
-        return f"{event.message} arrives (step {event.step})"
-    if isinstance(event, GroupHeard):
-        return f"member {event.member} says {_note(event.note)} (step {event.step})"
-    return f"{event.task} finishes"
-
-
-def _instruction(instruction: Instruction) -> str:
-    if isinstance(instruction, RunTask):
-        return f"runs {instruction.task}"
-    if isinstance(instruction, Send):
-        return f"sends {instruction.message}"
-    if isinstance(instruction, TellGroup):
-        return f"tells member {instruction.member} {_note(instruction.note)}"
-    return f"ends step {instruction.step}"
-
-
-def _note(note: Note) -> str:
-    return f"{type(note).__name__}({', '.join(map(str, note))})"
 
 
 def _waiting(setting: Setting, trace: Trace) -> list[str]:

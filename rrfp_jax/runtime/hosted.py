@@ -24,7 +24,7 @@ from rrfp_jax.programs.grid import StageGrid
 from rrfp_jax.programs.initial import ChunkState, initial_state, pick, state_specs
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state, shared_state_specs
-from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
+from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, param_specs
 from rrfp_jax.programs.shardings import unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec
 from rrfp_jax.runtime.process import Process
@@ -105,19 +105,11 @@ class HostedModel:
         """The state to start from; ``graph`` is that of one replica."""
         state = HostedState({}, {})
         for base in self.base_chunks:
-            trains = graph.has_backward(base)
             for replica, number in self.numbers(base).items():
-                state.chunks[number] = initial_state(
-                    self.chunks,
-                    base,
-                    key,
-                    self._optimizer,
-                    self._grid(base).unit_sharding(replica),
-                    trains=trains,
-                    shard_optimizer=self._shard_optimizer,
-                )
-            if self._shard_optimizer and trains and jax.tree.leaves(state.chunks[number].params):
-                params = {replica: state.chunks[n].params for replica, n in self.numbers(base).items()}
+                at, options = self._grid(base).unit_sharding(replica), self._options(base, graph)
+                state.chunks[number] = initial_state(self.chunks, base, key, self._optimizer, at, **options)
+            if self._shares_optimizer(base, graph):
+                params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
                 state.shared[base] = initial_shared_state(self.chunks, base, self._optimizer, self._grid(base), params)
         return state
 
@@ -125,19 +117,21 @@ class HostedModel:
         """What ``initial_state`` returns as specs with shardings; nothing is computed."""
         state = HostedState({}, {})
         for base in self.base_chunks:
-            trains = graph.has_backward(base)
             for replica, number in self.numbers(base).items():
-                state.chunks[number] = state_specs(
-                    self.chunks,
-                    base,
-                    self._optimizer,
-                    self._grid(base).unit_sharding(replica),
-                    trains=trains,
-                    shard_optimizer=self._shard_optimizer,
-                )
-            if self._shard_optimizer and trains and jax.tree.leaves(state.chunks[number].params):
+                at, options = self._grid(base).unit_sharding(replica), self._options(base, graph)
+                state.chunks[number] = state_specs(self.chunks, base, self._optimizer, at, **options)
+            if self._shares_optimizer(base, graph):
                 state.shared[base] = shared_state_specs(self.chunks, base, self._optimizer, self._grid(base))
         return state
+
+    def _options(self, base: int, graph: PipelineGraph) -> dict[str, bool]:
+        return {"trains": graph.has_backward(base), "shard_optimizer": self._shard_optimizer}
+
+    def _shares_optimizer(self, base: int, graph: PipelineGraph) -> bool:
+        """Whether the replicas of a chunk share its optimizer state."""
+        return (
+            self._shard_optimizer and graph.has_backward(base) and bool(jax.tree.leaves(param_specs(self.chunks[base])))
+        )
 
     # -- programs ----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ def signalled(launcher: Launched, rank: int, number: int, num_ranks: int) -> tup
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "rank"), [(2, 0), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("num_ranks", "rank"),
+    [(2, 0), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_a_killed_rank(num_ranks: int, rank: int) -> None:
     with launched(*emulate("none", rank, num_ranks)) as launcher:
@@ -59,7 +60,8 @@ def test_a_killed_rank(num_ranks: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "rank"), [(2, 1), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("num_ranks", "rank"),
+    [(2, 1), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_a_stopped_rank(num_ranks: int, rank: int) -> None:
     with launched(*emulate("none", rank, num_ranks, "--progress-deadline-s", 60)) as launcher:
@@ -88,7 +90,9 @@ def test_a_task_that_fails(fault: str, error: str) -> None:
     summary = f"step 1: 1F0 on stage 1 failed: {'Jax' * (fault == 'oom')}"
     assert_report(launcher, 1, f"error: {summary}", error, "stage 1 failed in 1F0", num_stages=3)
     for other in (0, 2):
-        assert_report(launcher, other, f"error: rank 1 gave up: {summary}", error, "stage 1 failed in 1F0", num_stages=3)
+        assert_report(
+            launcher, other, f"error: rank 1 gave up: {summary}", error, "stage 1 failed in 1F0", num_stages=3
+        )
     assert "ranks 0, 2: code 5, lost another rank" in launcher.text
 
 
@@ -107,7 +111,10 @@ def test_a_task_that_never_ends() -> None:
 @pytest.mark.parametrize(
     ("fault", "sayings"),
     [
-        ("configuration", {0: 'window is null on ranks 0, 2, "3" on rank 1', 1: 'window is null on ranks 0, 2, "3" on'}),
+        (
+            "configuration",
+            {0: 'window is null on ranks 0, 2, "3" on rank 1', 1: 'window is null on ranks 0, 2, "3" on'},
+        ),
         ("absent", {0: "missing: rank 1", 2: "missing: rank 1"}),
         ("key", {0: "rank 1 ended with code 6", 1: "does not accept this process's run key", 2: "missing: rank 1"}),
     ],
@@ -166,4 +173,3 @@ def test_ports_are_free_for_the_next_run() -> None:
         with launched(*head, *emulate("none", 0, 2)) as launcher:
             code, _ = signalled(launcher, 1, signal.SIGKILL, 2)
             assert code == 137
-

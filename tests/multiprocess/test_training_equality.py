@@ -18,7 +18,9 @@ SPLIT = {"hint": "bfw", "window": 2}
 ONE_OF_EACH = [
     Case(name="tensor 2", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer", options=PROPOSE),
     Case(name="4 stages", cut=(0, 1, 1, 0), num_stages=4, num_ranks=4),
-    Case(name="2 stages on each of 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, transport="transfer", options=SPLIT),
+    Case(
+        name="2 stages on each of 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, transport="transfer", options=SPLIT
+    ),
     Case(name="data 2", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options=SHARDED),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=4),
 ]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rrfp_jax.arbitration import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
 from rrfp_jax.arbitration.saved import in_state, rebuild, save_state
+from rrfp_jax.arbitration.words import of_event, of_instruction
 from rrfp_jax.runtime.log_file.records import Entry, RunLog, SegmentLog, StageLog
-from rrfp_jax.runtime.log_file.words import of_event, of_instruction
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.report import StageState, stage_state
 from rrfp_jax.timeline import Span, Timeline

@@ -86,7 +86,7 @@ def make_stages_faulty(fault: Callable[[], None]) -> None:
 
 def main() -> None:
     fault, rank, command, *arguments = sys.argv[1:]
-    is_faulty = OWN == int(rank)
+    is_faulty = int(rank) == OWN
     if is_faulty and fault == "absent":
         time.sleep(FOREVER_S)
     if is_faulty and fault == "configuration":

@@ -1,17 +1,19 @@
 """Events and instructions in words."""
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.arbitration.events import (
     Event,
     GroupHeard,
     InputArrived,
     Instruction,
+    MemberReceived,
     Note,
     RunTask,
     Send,
     StepStarted,
+    TaskChosen,
+    TaskProposed,
     TellGroup,
 )
-from rrfp_jax.arbitration.events import MemberReceived, TaskChosen, TaskProposed
 
 
 def of_event(event: Event) -> str:
