@@ -105,8 +105,12 @@ class RunDirectory:
         return path
 
     def write_failure(self, report: WaitForReport) -> Path:
-        """Write the report as JSON, and return its path."""
-        self._write_text(FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
+        """Write the report as JSON, and return its path.
+
+        The first report of a run counts: to a process that stood still and wakes up, all others seem to be lost.
+        """
+        if not (self.path / FAILURE).exists():
+            self._write_text(FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
         return self.path / FAILURE
 
     def _write_text(self, name: str, text: str) -> None:

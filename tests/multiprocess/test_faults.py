@@ -69,7 +69,7 @@ def test_a_stopped_rank(num_ranks: int, rank: int) -> None:
     assert code == 5
     assert 0.5 * SILENCE_S < ended_s < SILENCE_S + SLACK_S
     for other in set(range(num_ranks)) - {rank}:
-        said = f"rank {rank} (stage {rank}) was lost: silent for 5."
+        said = f"rank {rank} (stage {rank}) was lost: silent for 4."
         culprit = f"all stages that wait do so, directly or not, for stage {rank}"
         assert_report(launcher, other, said, " waits for the ", f"(stage {rank})", culprit, num_stages=num_ranks - 1)
     assert f"rank {rank}: stood still (SIGSTOP): the launcher ended it" in launcher.text

@@ -1,4 +1,4 @@
-"""The loop over a pipeline that only pretends: rows, skipped steps, and how far ahead it enqueues."""
+"""The loop over a pipeline that only pretends: rows, skipped steps, how far ahead it enqueues, and when it saves."""
 
 import json
 from contextlib import suppress
@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.pipeline import PipelineState
+from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime import StepResult
-from rrfp_jax.tasks import Task, linear
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.tasks import Task
 from rrfp_jax.timeline import Span, Timeline
 from rrfp_jax.training.loop import TrainingLoop
 
@@ -17,7 +20,8 @@ from rrfp_jax.training.loop import TrainingLoop
 class FakePipeline:
     """One stage, whose steps end at once; some of them are skipped, and one may fail."""
 
-    placement = linear(1)
+    layout = Layout(num_stages=1)
+    process = Process(layout)
 
     def __init__(self, skipped: frozenset[int] = frozenset(), failing: int | None = None) -> None:
         self._skipped, self._failing = skipped, failing
@@ -28,8 +32,8 @@ class FakePipeline:
         self.calls.append("prepare")
 
     def step(self, state, batch):
-        self.calls.append(f"enqueue {state}")
-        return state + 1, SimpleNamespace(result=lambda: self._result(state))
+        self.calls.append(f"enqueue {state.step}")
+        return PipelineState(state.step + 1), SimpleNamespace(result=lambda: self._result(state.step))
 
     def _result(self, step: int) -> StepResult:
         self.calls.append(f"result {step}")
@@ -47,22 +51,41 @@ class FakePipeline:
         )
 
 
+class FakeSaver:
+    """Notes the steps at which it is told to save, with the number of skipped updates."""
+
+    def __init__(self, every: int | None = None, time_at: int | None = None) -> None:
+        self._every, self._time_at, self._num_asked = every, time_at, 0
+        self.saved: list[tuple[int, int]] = []
+
+    def is_time(self) -> bool:
+        self._num_asked += 1
+        return self._num_asked == self._time_at
+
+    def is_due(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
+
+    def save(self, state: PipelineState, host) -> None:
+        self.saved.append((state.step, host["num_skipped"]))
+
+
 @pytest.fixture
 def run(tmp_path):
     """Run a loop; give the loop, the rows that it wrote, and what went to the display."""
 
-    def run(pipeline: FakePipeline, num_steps: int, timeline_steps: int = 1):
+    def run(pipeline: FakePipeline, num_steps: int, timeline_steps: int = 1, stop_at: int | None = None, **options):
         shown = []
         with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
             loop = TrainingLoop(
                 pipeline,  # type: ignore[arg-type]
                 learning_rate=lambda update: update / 10,
                 metrics=metrics,
-                on_step=shown.append,
+                on_step=lambda row: (shown.append(row), loop.stop() if row.step == stop_at else None),
                 timeline_steps=timeline_steps,
+                **options,
             )
             with suppress(RuntimeError):
-                loop.run(0, repeat({}), num_steps)  # type: ignore[arg-type]
+                loop.run(PipelineState(0), repeat({}), num_steps)
         rows = [json.loads(line) for line in metrics.path.read_text().splitlines()]
         metrics.path.unlink()
         assert [row.step for row in shown] == [row["step"] for row in rows]
@@ -97,3 +120,40 @@ def test_the_timeline_holds_the_last_steps_that_finished(run):
     assert [row["step"] for row in rows] == [0, 1]
     loop, _ = run(FakePipeline(failing=0), 4)
     assert loop.timeline().spans == []
+
+
+@pytest.mark.parametrize(
+    ("saver", "saved"),
+    [
+        (FakeSaver(), [(5, 1)]),
+        (FakeSaver(every=2), [(2, 0), (4, 1), (5, 1)]),
+        (FakeSaver(time_at=3), [(3, 1), (5, 1)]),
+    ],
+    ids=["at the end", "every 2 steps", "by time"],
+)
+def test_when_the_state_is_saved(run, saver: FakeSaver, saved: list[tuple[int, int]]):
+    run(FakePipeline(skipped=frozenset({2})), 5, saver=saver)
+    assert saver.saved == saved
+
+
+def test_nothing_is_enqueued_ahead_of_a_save(run):
+    pipeline = FakePipeline()
+    run(pipeline, 3, saver=FakeSaver(every=2))
+    assert pipeline.calls == [
+        *("prepare", "enqueue 0", "enqueue 1", "result 0", "result 1", "enqueue 2", "result 2")
+    ]  # fmt: skip
+
+
+def test_a_loop_that_is_told_to_stop_saves_at_the_next_boundary(run):
+    saver = FakeSaver()
+    loop, rows = run(FakePipeline(), 9, stop_at=1, saver=saver)
+    assert loop.was_stopped
+    assert saver.saved == [(len(rows), 0)]
+    assert len(rows) == 3  # the step that was under way
+
+
+def test_told_to_stop_during_its_last_step_a_loop_is_just_done(run):
+    saver = FakeSaver()
+    loop, _ = run(FakePipeline(), 3, stop_at=2, saver=saver)
+    assert not loop.was_stopped
+    assert saver.saved == [(3, 0)]

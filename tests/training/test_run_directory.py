@@ -20,23 +20,25 @@ def test_every_file_of_a_run(tmp_path):
     directory = RunDirectory(tmp_path / "deep" / "run")
     directory.check()
     assert not (tmp_path / "deep").exists()
-    assert directory.num_rows() == 0
+    assert directory.leftovers() == []
     directory.start({"run": {"steps": 2}})
     with directory.metrics() as metrics:
         metrics.write({"step": 0})
         metrics.write({"step": 1})
     directory.write_timeline(TIMELINE, "bf")
     failure = directory.write_failure(WaitForReport(summary="stuck", stages=()))
-    assert directory.num_rows() == 2
+    directory.write_failure(WaitForReport(summary="all others seem lost", stages=()))
     assert yaml.safe_load((directory.path / "config.yaml").read_text()) == {"run": {"steps": 2}}
     assert json.loads(failure.read_text())["summary"] == "stuck"
     names = {"config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"}
-    assert {path.name for path in directory.path.iterdir()} == names
+    assert {path.name for path in directory.path.iterdir()} == set(directory.leftovers()) == names
 
     directory.check()
-    directory.start({"run": {"steps": 3}})
+    directory.start({"run": {"steps": 3}}, from_step=1)
     assert {path.name for path in directory.path.iterdir()} == names - {"failure.json"}
-    assert directory.num_rows() == 2
+    assert (directory.path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    directory.clear()
+    assert list(directory.path.iterdir()) == []
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

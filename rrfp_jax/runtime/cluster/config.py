@@ -15,7 +15,7 @@ class ClusterConfig:
     """The processes of a run, where there are several."""
 
     silence_deadline_s: float = 60.0
-    """How long another process may be silent before it counts as lost; a closed connection is noticed at once."""
+    """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
     start_deadline_s: float = 300.0
     """How long all processes may take to come together."""
     interface: str = LOOPBACK

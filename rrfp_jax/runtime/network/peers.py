@@ -30,7 +30,7 @@ class NetworkSettings:
     interface: str = LOOPBACK
     """Address or name (``eth0``) of the network interface to listen on."""
     silence_deadline_s: float = 60.0
-    """How long a peer may be silent, or its event loop stand still, before it counts as lost."""
+    """Within how long a peer counts as lost that is silent, or whose event loop stands still."""
     high_water_bytes: int = 256 << 20
     """How much may be unconfirmed per peer before further messages wait at the sender."""
     max_frame_bytes: int = 16 << 30

@@ -2,6 +2,8 @@
 
 A process that was stopped, or whose machine slept, would otherwise wake up and find every peer silent. So the clock
 here advances by at most ``2 * interval_s`` between two looks, however long the gap was.
+
+A peer is given up an interval before its deadline: what follows takes a moment, and has to be over by then.
 """
 
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ class Pulse:
 
     Args:
         peers: the ranks to be heard.
-        deadline_s: the silence, or the time that a peer's event loop does not run, after which it counts as lost.
+        deadline_s: the silence, or the time that a peer's event loop does not run, by which it counts as lost.
         now_s: any monotonic clock's reading.
     """
 
@@ -48,7 +50,7 @@ class Pulse:
         found = []
         for rank, heard_s in self._heard_s.items():
             silent_s, blocked_s = self.awake_s - heard_s, self._blocked_s.get(rank, 0.0)
-            if silent_s > self.deadline_s:
+            if silent_s > self.deadline_s - self.interval_s:
                 found.append((rank, f"silent for {silent_s:.1f} s"))
             elif blocked_s > self.deadline_s:
                 found.append((rank, f"its event loop has not run for {blocked_s:.1f} s"))

@@ -122,7 +122,8 @@ class RollCall:
             )
         if known is None and self.is_decided:
             outcome = "had failed" if self.failure else "was complete"
-            return f"rank {new.rank} came late: the rendezvous {outcome} before; start all ranks together again"
+            refusal = f"rank {new.rank} came late: the rendezvous {outcome} before; start all ranks together again"
+            return "\n  ".join(filter(None, [refusal, self.failure]))
         if known is None:
             self._hellos[new.rank] = hello
             if len(self._hellos) == self.num_ranks:

@@ -38,7 +38,7 @@ def test_a_stopped_rank_is_named_by_the_deadline() -> None:
             _, rank, reason = member.wait_for("lost", 2 * DEADLINE_S + 1)
             assert rank == 1
             assert reason.startswith("silent for 1.")
-        assert DEADLINE_S * 0.8 < time.monotonic() - stopped_s < 2 * DEADLINE_S + 1
+        assert DEADLINE_S * 0.7 < time.monotonic() - stopped_s < 2 * DEADLINE_S + 1
 
 
 def test_a_short_stop_is_forgiven_and_nothing_is_lost() -> None:

@@ -84,7 +84,10 @@ def test_a_late_rank_is_refused_after_a_failure() -> None:
     roll = RollCall(2)
     roll.expire(1.0)
     refusal = roll.admit(hello(0, num_ranks=2))
-    assert refusal == "rank 0 came late: the rendezvous had failed before; start all ranks together again"
+    assert refusal is not None
+    late, why, missing = refusal.split("\n  ")
+    assert late == "rank 0 came late: the rendezvous had failed before; start all ranks together again"
+    assert (why, missing) == ("the rendezvous failed: the rendezvous was not complete after 1 s", "missing: ranks 0-1")
 
 
 def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
