@@ -10,8 +10,8 @@ backward 20 ms, strict 1F1B and BF against the time that the work alone needs; l
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
 times. ``deterministic``: what accumulating in microbatch order costs. ``split``: what splitting a backward costs.
 ``transport``: what a message between two processes costs. ``processes``: what a pipeline in several processes costs,
-whether transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several times; medians are
-printed.
+whether transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several
+times; medians are printed.
 """
 
 import argparse

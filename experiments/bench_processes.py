@@ -27,6 +27,7 @@ _FOUR = ("--num-stages", "4", "--num-microbatches", "16")
 _LARGE_BYTES = 4 << 20
 _TASKS_PER_TRANSFER = 4
 _IDEAL_MS = 570.0
+_TRANSPORTS = ("sockets", "transfer")
 
 
 def bench_processes(console: Console) -> None:
@@ -34,10 +35,10 @@ def bench_processes(console: Console) -> None:
     table = Table(title="4 processes, 4 stages x 16 microbatches: medians, taken in turn", title_justify="left")
     for heading in ("transport", "wall us per rank task", "CPU us per task", "10/20 ms against ideal"):
         table.add_column(heading, justify="left" if heading == "transport" else "right")
-    empty: dict[str, list[dict[str, Any]]] = {"sockets": [], "transfer": []}
-    full: dict[str, list[dict[str, Any]]] = {"sockets": [], "transfer": []}
+    empty: dict[str, list[dict[str, Any]]] = {transport: [] for transport in _TRANSPORTS}
+    full: dict[str, list[dict[str, Any]]] = {transport: [] for transport in _TRANSPORTS}
     for _ in range(_REPEATS):
-        for transport in empty:
+        for transport in _TRANSPORTS:
             way = (*_FOUR, "--transport", transport)
             empty[transport].append(launch(4, *way, "--durations-ms", "0,0,0", "--steps", "100"))
             full[transport].append(launch(4, *way, "--durations-ms", "10,10,10", "--steps", "3"))
@@ -84,7 +85,7 @@ def _show_overlap(console: Console) -> None:
         console.print(
             f"2 processes, 4 MiB activations, {transport}, {'encrypted' if encrypt_arrays else 'clear'}: one way "
             f"{latency_ms:.2f} ms, tasks of {task_ms:.1f} ms, step {measured_ms:.1f} ms, ideal {ideal_ms:.1f} ms, "
-            f"ratio {measured_ms / ideal_ms:.3f}, at most {run['peak_transport_bytes'] / _LARGE_BYTES:.0f} messages held"
+            f"ratio {measured_ms / ideal_ms:.3f}, at most {run['peak_transport_bytes'] / _LARGE_BYTES:.0f} held at once"
         )
 
 
