@@ -77,8 +77,10 @@ def overrides_of(arguments: Namespace) -> dict[str, Any]:
 
 
 def _parse(name: str, text: str) -> Any:
+    section, _, key = name.partition(".")
+    is_list = _takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
     try:
-        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+        return yaml.safe_load(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
         raise ValueError(f"{text!r} cannot be read as a value of {name}: write it as in YAML, text in quotes") from None
 
@@ -124,8 +126,13 @@ def _section(path: str, name: str, values: Mapping[str, Any]) -> Any:
 def _one_or_many(kind: Any, value: Any) -> Any:
     """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
     members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    is_list = any(get_origin(member) is tuple for member in members) and not {int, str} & set(members)
+    is_list = _takes_list(kind) and not {int, str} & set(members)
     return [value] if is_list and isinstance(value, int | float | str) else value
+
+
+def _takes_list(kind: Any) -> bool:
+    """Whether a field of this type may hold several values."""
+    return any(get_origin(member) is tuple for member in (get_args(kind) if isinstance(kind, UnionType) else (kind,)))
 
 
 def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:

@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from experiments.config import load_train_config
+from experiments.config import add_overrides, load_train_config, overrides_of
 from tests.experiments.commands import ROOT, run_command, sentence
 
 HANGING = str(Path(__file__).with_name("hanging_train.py"))
@@ -169,6 +170,13 @@ def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
     del content["run"]["steps"]
     with pytest.raises(ValueError, match=r"run\.steps is missing"):
         load_train_config(write_config(tmp_path, yaml.safe_dump(content)), {})
+
+
+def test_a_comma_makes_a_list_only_where_several_values_fit() -> None:
+    parser = ArgumentParser()
+    add_overrides(parser)
+    given = overrides_of(parser.parse_args(["--run-dir", "a, b", "--window", "8,6"]))
+    assert given == {"run.run_dir": "a, b", "pipeline.window": [8, 6]}
 
 
 @pytest.mark.parametrize(

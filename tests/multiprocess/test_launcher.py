@@ -65,6 +65,16 @@ def test_ranks_that_do_not_end_by_themselves_are_ended():
     assert "  rank 1: did not end by itself: the launcher ended it (code 137, killed by SIGKILL)" in launcher.text
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_when_the_others_have_ended_is_not_waited_for():
+    with launched("--processes", 2, "--", "talker", "--fail", 0, 0, 0.5, "--run-s", 600) as launcher:
+        launcher.numbers(r'"rank": (\d)', 2)
+        os.kill(launcher.ranks()[1], signal.SIGSTOP)
+        assert launcher.wait() != 0
+        assert not launcher.living()
+    assert "rank 1: stood still (SIGSTOP): the launcher ended it" in launcher.text
+
+
 def test_signals_are_passed_on_and_a_preempted_run_is_not_restarted():
     arguments = ("--max-restarts", 3, "--", "talker", "--term-code", 7, "--run-s", 600)
     with launched("--processes", 2, *arguments) as launcher:

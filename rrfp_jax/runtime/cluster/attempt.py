@@ -26,6 +26,8 @@ _LOOK_S = 0.25
 _TERM_S = 5.0
 """How long a rank that is asked to end may take."""
 _DRAIN_S = 2.0
+_STILL_S = 5.0
+"""How long the last ranks may all be stopped by a signal after others have ended."""
 _NEWS_S = 2.0
 """How long news of a cause on another node may be on its way."""
 
@@ -60,6 +62,7 @@ class Attempt:
         """The ranks that were asked to end, and whether they stood still by a signal then."""
         self._started_s = time.monotonic()
         self._failed_s: float | None = None
+        self._still_since_s: float | None = None
         self._here_ended_s: float | None = None
         self._asked_s: float | None = None
         self._num_stops = 0
@@ -179,6 +182,8 @@ class Attempt:
     def _press(self) -> None:
         """Ask, then force, the ranks that do not end by themselves."""
         now_s = time.monotonic()
+        if self._failed_s is None and self._stands_still(now_s):
+            self._fail()
         if self._asked_s is not None:
             if now_s > self._asked_s + _TERM_S:
                 for child in self._alive.values():
@@ -187,6 +192,15 @@ class Attempt:
             is_late = now_s > self._failed_s + self._settings.grace_s
             if is_late or all(child.is_stopped() for child in self._alive.values()):
                 self._ask_to_end()
+
+    def _stands_still(self, now_s: float) -> bool:
+        """Whether the ranks that are left have all been stopped for a while: nobody is there to miss them."""
+        is_still = 0 < len(self._alive) < len(self._ranks) and all(c.is_stopped() for c in self._alive.values())
+        if not is_still:
+            self._still_since_s = None
+            return False
+        self._still_since_s = self._still_since_s or now_s
+        return now_s > self._still_since_s + _STILL_S
 
     def _ask_to_end(self) -> None:
         if self._asked_s is None:
