@@ -11,7 +11,7 @@ from experiments.ordering import parse_ordering
 from experiments.process import enter
 from experiments.resuming import check_same_training
 from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.replicas import microbatches_per_replica, replicated_placement
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.checkpoint import Found
 from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
 from rrfp_jax.models import language_model
@@ -148,12 +148,13 @@ def assemble(config: TrainConfig, path: Path) -> Run:
         num_stages=layout.num_stages,
         data=num_replicas,
         tensor=layout.tensor,
-        placement=replicated_placement(order.placement, num_replicas),
+        placement=order.placement,
         configuration=config.as_dict(),
         cluster=config.cluster,
         platform=config.run.platform,
         pinned=layout.deterministic,
         transport=cast(Selection, layout.transport),
+        progress_deadline_s=layout.progress_deadline_s,
     )
     chunks = _chunks(config, order)
     pipeline = Pipeline(

@@ -31,13 +31,15 @@ def enter(
     platform: str | None,
     pinned: bool = False,
     transport: "Selection" = "auto",
+    progress_deadline_s: float = 0.0,
 ) -> "Process":
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
     Args:
-        placement: of all replicas.
+        placement: of one replica or of all.
         configuration: what must be the same in all processes.
         platform, pinned: as for :func:`experiments.devices.stage_devices`.
+        progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
 
     Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
     together.
@@ -55,7 +57,7 @@ def enter(
         layout,
         join(membership, configuration, cluster),
         transport=transport,
-        start_deadline_s=cluster.start_deadline_s,
+        patience_s=max(cluster.start_deadline_s, progress_deadline_s),
         on_failure=_end_soon,
     )
     process.connect(placement)

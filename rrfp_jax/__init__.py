@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rrfp_jax.pipeline import Pipeline, PipelineState
+    from rrfp_jax.planning.layout import Layout
     from rrfp_jax.programs.chunk import Chunk
     from rrfp_jax.programs.layout import mirrored
-    from rrfp_jax.runtime import NoProgress, RunFailed, StepMetrics, StepResult, TaskFailed
+    from rrfp_jax.runtime import NoProgress, PeerLost, RunFailed, StepMetrics, StepResult, TaskFailed
+    from rrfp_jax.runtime.process import Process
     from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
     from rrfp_jax.tasks import Edge, Placement, Task, TaskKind, linear, looped
     from rrfp_jax.timeline import Timeline
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
 _ROOM_OF_NAME = {
     "Chunk": "rrfp_jax.programs.chunk",
     "Edge": "rrfp_jax.tasks",
+    "Layout": "rrfp_jax.planning.layout",
     "NoProgress": "rrfp_jax.runtime",
+    "PeerLost": "rrfp_jax.runtime",
     "Pipeline": "rrfp_jax.pipeline",
     "PipelineState": "rrfp_jax.pipeline",
     "Placement": "rrfp_jax.tasks",
+    "Process": "rrfp_jax.runtime.process",
     "RunFailed": "rrfp_jax.runtime",
     "ScheduleRequest": "rrfp_jax.schedules",
     "ScheduleTable": "rrfp_jax.schedules",
@@ -42,10 +47,13 @@ _ROOM_OF_NAME = {
 __all__ = [
     "Chunk",
     "Edge",
+    "Layout",
     "NoProgress",
+    "PeerLost",
     "Pipeline",
     "PipelineState",
     "Placement",
+    "Process",
     "RunFailed",
     "ScheduleRequest",
     "ScheduleTable",

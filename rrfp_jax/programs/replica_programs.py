@@ -91,12 +91,6 @@ class ReplicaPrograms:
         names = (f"update {', '.join(part)}" for part in self.parts)
         self.compiled |= dict(zip(names, self._updates, strict=False))
 
-    def initial_optimizer_state(self, params: Mapping[int, Params]) -> tuple[Any, ...]:
-        """The optimizer state to start from, with the parameters of every local replica; empty if it is not sharded."""
-        if not self.shards_optimizer:
-            return ()
-        return initial_shared_state(self._chunks, self.index, self._optimizer, self.grid, params)
-
     def all_reduce(
         self, accumulators: Mapping[int, Any], shared: Mapping[int, tuple[Any, ...]] | None = None
     ) -> Reduced:

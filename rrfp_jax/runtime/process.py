@@ -4,13 +4,13 @@ A run of one process needs nothing but devices. In a run of several, :class:`Pro
 this order: subscribe to what others may send, connect and watch them, start JAX in all processes together.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter, stage_plan
+from rrfp_jax.arbitration.replicas import replicated_placement
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -33,7 +33,7 @@ class Process:
         layout: the degrees of parallelism and the number of processes.
         cluster: this process's place among several, joined and not yet connected; None: it is the only one.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
-        start_deadline_s: how long the others may take to compile and connect before this one gives up.
+        patience_s: how long this process waits where all have to come, with their programs compiled or a step done.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
     Raises ValueError where the cluster is not of the layout's size.
@@ -45,7 +45,7 @@ class Process:
         cluster: Cluster | None = None,
         *,
         transport: Selection = "auto",
-        start_deadline_s: float = 3600.0,
+        patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
         num_ranks = 1 if cluster is None else cluster.num_ranks
@@ -56,7 +56,7 @@ class Process:
         self.units = layout.units_of(self.rank)
         """The units of which this process hosts devices."""
         self.peers = None if cluster is None else Peers(cluster.network, layout)
-        self._selection, self._start_deadline_s, self._on_failure = transport, start_deadline_s, on_failure
+        self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None
         self._transport: PipelineTransport | None = None
@@ -71,10 +71,12 @@ class Process:
     def connect(self, placement: Placement) -> None:
         """Reach all other processes, and notice from now on when one dies. Raises StartFailed.
 
-        ``placement`` is that of all replicas.
+        ``placement`` says which stage has which chunk, in one replica or in all.
         """
         if self.cluster is None:
             return
+        if placement.num_stages == self.layout.num_stages:
+            placement = replicated_placement(placement, self.layout.data)
         self._transport = self._make_transport(placement)
         self.cluster.connect()
         assert self.peers is not None
@@ -85,7 +87,7 @@ class Process:
         if self.cluster is not None:
             self.cluster.initialize_jax(platform, self.layout.devices_per_rank, pinned=pinned)
         if self._transport is not None:
-            self._transport.connect(self._start_deadline_s)
+            self._transport.connect(self._patience_s)
 
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Say which devices the layout's are, in its order; by default each process's first ones."""
@@ -114,10 +116,6 @@ class Process:
         """For every hosted unit, which member of how many of its group this process is."""
         groups = {unit: self.layout.ranks_of(unit) for unit in self.units}
         return {unit: (ranks.index(self.rank), len(ranks)) for unit, ranks in groups.items()}
-
-    def is_leader(self, unit: int) -> bool:
-        """Whether this process is the one that speaks for a unit."""
-        return self.layout.ranks_of(unit)[0] == self.rank
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +183,7 @@ class Process:
             return {0: data}
         self._num_gatherings += 1
         try:
-            return self.peers.gather(f"{name} {self._num_gatherings}", data, deadline_s=self._start_deadline_s)
+            return self.peers.gather(f"{name} {self._num_gatherings}", data, deadline_s=self._patience_s)
         except ConnectionError as error:
             if self._runtime is None:
                 raise
@@ -204,11 +202,6 @@ class Process:
             self._transport.close()
         if self.cluster is not None:
             self.cluster.close()
-
-    @staticmethod
-    def clock() -> float:
-        """The clock of all recorded times, in seconds."""
-        return time.perf_counter()
 
     def _make_transport(self, placement: Placement) -> PipelineTransport:
         return PipelineTransport(

@@ -15,7 +15,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
 from rrfp_jax.programs.grid import StageGrid
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.replica_programs import ReplicaPrograms
+from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.tasks import PipelineGraph
 from tests.programs.toys import microbatch_spec
@@ -70,7 +70,9 @@ class GridTrainer:
                 )
         self.held = {unit: each.initial_state(jax.random.key(0)) for unit, each in self.programs.items()}
         self.shared_states = [
-            joint.initial_optimizer_state(self.of_replicas(c, "params")) if joint is not None else ()
+            initial_shared_state(chunks, c, optimizer, grids[c], self.of_replicas(c, "params"))
+            if joint is not None and joint.shards_optimizer
+            else ()
             for c, joint in enumerate(self.joint)
         ]
 

@@ -17,7 +17,7 @@ class ClusterConfig:
     silence_deadline_s: float = 60.0
     """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
     start_deadline_s: float = 300.0
-    """How long all processes may take to come together."""
+    """How long all processes may take to come together, and then the slowest of them to compile."""
     interface: str = LOOPBACK
     """Address or name (``eth0``) of the network interface that the processes listen on."""
     encrypt_arrays: bool = True
