@@ -12,7 +12,7 @@ import jax
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter, stage_plan
 from rrfp_jax.arbitration.replicas import replicated_placement
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.cluster import Cluster
+from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.mailbox import Ship
@@ -80,7 +80,10 @@ class Process:
         self._transport = self._make_transport(placement)
         self.cluster.connect()
         assert self.peers is not None
-        self.peers.synchronise()
+        try:
+            self.peers.synchronise()
+        except ConnectionError as error:
+            raise StartFailed(str(error)) from error
 
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
         """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
@@ -175,9 +178,10 @@ class Process:
         return 0 if self._latest is None else self._latest.held.peak
 
     def gather(self, name: str, data: Any = None) -> dict[int, Any]:
-        """Everybody's plain data, by rank, once all have brought theirs; raises RunFailed where one is lost.
+        """Everybody's plain data, by rank, once all have brought theirs.
 
-        All processes call this in the same order, from one thread.
+        All processes call this in the same order, from one thread. Raises RunFailed where one is lost or does not come
+        in time, and StartFailed before anything runs.
         """
         if self.peers is None:
             return {0: data}
@@ -186,7 +190,7 @@ class Process:
             return self.peers.gather(f"{name} {self._num_gatherings}", data, deadline_s=self._patience_s)
         except ConnectionError as error:
             if self._runtime is None:
-                raise
+                raise StartFailed(f"rank {self.rank} cannot start: {error}") from error
             raise self._runtime.wait_for_failure(str(error)) from error
 
     def finish(self) -> None:
