@@ -39,6 +39,8 @@ class Run:
         self.state = PipelineState(0)
         self._num_skipped = 0
         self._saver: RunSaver | None = None
+        self.is_saved = True
+        """Whether the last checkpoint was committed; known once the run has finished."""
 
     @property
     def is_first(self) -> bool:
@@ -84,6 +86,10 @@ class Run:
         self.process.gather("run directory is ready")
 
     def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
+        if not isinstance(found.host.get("config"), dict):
+            raise ValueError(
+                f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
+            )
         changed = check_same_training(found.host["config"], self.config.as_dict(), force=force)
         self.state = saver.restore(found)
         self._num_skipped = int(found.host["num_skipped"])
@@ -120,6 +126,7 @@ class Run:
         if self._saver is not None:
             last = self._saver.close()
             if last is not None and last.failure is not None:
+                self.is_saved = False
                 self.console.say(f"the state after step {last.step - 1} was not saved: {last.failure}")
         self.pipeline.close()
         self.process.finish()

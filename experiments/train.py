@@ -26,7 +26,7 @@ import yaml
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.errors import checking_input, run_command
 from rrfp_jax.runtime.cluster.membership import ATTEMPT, STARTED
-from rrfp_jax.runtime.exit_codes import DONE, PREEMPTED
+from rrfp_jax.runtime.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
 
 if TYPE_CHECKING:
     from experiments.assembly import Run
@@ -83,6 +83,8 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
             raise
     _leave_timeline(run, loop, name)
     run.console.say(f"the run is in {run.directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
+    if loop.was_stopped and not run.is_saved:
+        return INTERNAL_ERROR
     if loop.was_stopped:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
         return PREEMPTED

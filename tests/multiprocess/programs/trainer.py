@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.arbitration.replicas import replicated_placement
 from rrfp_jax.runtime.cluster import Cluster, ClusterConfig, Membership, join, membership_from
 from rrfp_jax.runtime.network import RendezvousServer, RunKey
 from tests.multiprocess.cases import Case, read_cases, result_file
@@ -66,8 +65,8 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
     cluster = join(place, case.as_dict(), ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S))
     _start_jax_once(cluster, num_devices)
-    process = Process(case.layout, cluster, transport=case.transport, start_deadline_s=PATIENCE_S)
-    process.connect(replicated_placement(case.placement, case.data))
+    process = Process(case.layout, cluster, transport=case.transport, patience_s=PATIENCE_S)
+    process.connect(case.placement)
     process.start_jax("cpu")
     pipeline = Pipeline(
         make_chunks(case), placement=case.placement, process=process, optimizer=make_optimizer(case), **case.options
