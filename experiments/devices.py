@@ -5,8 +5,7 @@ import os
 import jax
 
 from rrfp_jax.planning.layout import Layout
-
-_PINNED_THREADS = 8
+from rrfp_jax.runtime.cluster.settings import PINNED_THREADS
 
 
 def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False) -> tuple[jax.Device, ...]:
@@ -44,4 +43,4 @@ def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
 
 
 def _pin_threads(num_devices: int) -> None:
-    os.environ.setdefault("NPROC", str(max(_PINNED_THREADS, num_devices)))
+    os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))

@@ -8,8 +8,8 @@ import jax
 from rrfp_jax.runtime.cluster.devices import check_devices, visible_devices
 from rrfp_jax.runtime.cluster.jax_client import connect_client, use_gloo
 from rrfp_jax.runtime.cluster.membership import Membership
+from rrfp_jax.runtime.cluster.settings import PINNED_THREADS
 
-PINNED_THREADS = 8
 _CPU, _TPU = "cpu", "tpu"
 
 
