@@ -1,11 +1,9 @@
 """Choose the devices of a command, before JAX starts its backends."""
 
-import os
-
 import jax
 
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.cluster.settings import PINNED_THREADS
+from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads, use_virtual_devices
 
 
 def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False) -> tuple[jax.Device, ...]:
@@ -17,7 +15,7 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
     if platform == "cpu":
         use_cpu(wanted, pinned=pinned)
     elif pinned:
-        _pin_threads(wanted)
+        pin_threads(wanted)
     found = jax.local_devices()
     if len(found) < wanted:
         raise ValueError(
@@ -31,16 +29,8 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     """Run on this many virtual CPU devices.
 
-    A program then runs within the thread that launches it: each stage has a compute thread of its own, and the hop to
-    another one would only add to every task. ``pinned`` fixes the size of XLA's thread pools, unless the environment
-    does so already, so that sums do not depend on the number of devices; it is read when the first device is made.
+    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.cluster.virtual_cpu.pin_threads`.
     """
     if pinned:
-        _pin_threads(num_devices)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
-def _pin_threads(num_devices: int) -> None:
-    os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))
+        pin_threads(num_devices)
+    use_virtual_devices(num_devices)

@@ -88,8 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     process.finish()
     if process.rank:
         return 0
+    metrics = run_metrics(emulation.timeline, emulation.step_ms)
     figures: dict[str, object] = {
-        **run_metrics(emulation.timeline, emulation.step_ms).as_dict(),
+        **metrics.as_dict(),
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(figures), flush=True)
     else:
-        _show(resolved, run_metrics(emulation.timeline, emulation.step_ms), figures)
+        _show(resolved, metrics, figures)
     _write_pictures(arguments, resolved, emulation.timeline)
     return 0
 

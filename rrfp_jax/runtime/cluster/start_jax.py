@@ -8,7 +8,7 @@ import jax
 from rrfp_jax.runtime.cluster.devices import check_devices, visible_devices
 from rrfp_jax.runtime.cluster.jax_client import connect_client, use_gloo
 from rrfp_jax.runtime.cluster.membership import Membership
-from rrfp_jax.runtime.cluster.settings import PINNED_THREADS
+from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads, use_virtual_devices
 
 _CPU, _TPU = "cpu", "tpu"
 
@@ -26,13 +26,11 @@ def start_jax(
     """See :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax`; ``listen_on`` is this host's address."""
     rank, num_ranks = membership.rank, membership.num_ranks
     if pinned:
-        os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_local)))
+        pin_threads(num_local)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     if platform == _CPU:
-        jax.config.update("jax_num_cpu_devices", num_local)
-        # A program then runs in the thread that launches it: each stage has a compute thread of its own.
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        use_virtual_devices(num_local)
     elif platform != _TPU and (visible := visible_devices(rank, hosts, num_local, os.environ)) is not None:
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
