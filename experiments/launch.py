@@ -13,6 +13,8 @@ failed first for a reason of its own (128 + n where signal n killed it). SIGINT,
 on; a second request to stop ends all ranks at once. ``--max-restarts`` starts all of them again, with another key and
 other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
 
+Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
+
 Over several hosts, run it on each with the same ``--nodes``, ``--head`` and run key (``RRFP_RUN_KEY`` or
 ``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. Where SLURM, Kubernetes or Open MPI
 start the ranks, run it once beside rank 0 with ``--supervise --processes ALL --head HOST:PORT``.
@@ -25,6 +27,7 @@ import sys
 from pathlib import Path
 
 from experiments.errors import checking_input, run_command
+from rrfp_jax.runtime.cluster.binding import BINDINGS
 from rrfp_jax.runtime.cluster.output import PREFIXES, Output
 from rrfp_jax.runtime.cluster.settings import Address, LaunchSettings
 from rrfp_jax.runtime.cluster.supervisor import launch, shared_key
@@ -83,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--threads", type=int, metavar="N", help="XLA's CPU threads in each process (default: NPROC if set, else 8)"
     )
+    machine.add_argument(
+        "--bind",
+        choices=BINDINGS,
+        default=LaunchSettings.bind,
+        help="cores: each rank keeps to its share of the cores that the launcher may use, and its threads do not "
+        "preempt each other (Linux; other systems bind nothing); none: neither (default cores)",
+    )
     return parser
 
 
@@ -106,6 +116,7 @@ def _settings(arguments: argparse.Namespace) -> LaunchSettings:
         start_deadline_s=arguments.start_deadline_s,
         prefix=arguments.prefix,
         threads=arguments.threads,
+        bind=arguments.bind,
     )
 
 

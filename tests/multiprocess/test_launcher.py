@@ -11,7 +11,8 @@ import pytest
 
 from experiments.errors import BadInput
 from experiments.launch import main
-from tests.multiprocess.launching import ROOT, eventually, launched
+from rrfp_jax.runtime.cluster.binding import rank_cores
+from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
 
 def test_piped_standard_output_is_rank_0s_alone():
@@ -132,6 +133,35 @@ def test_a_failed_run_is_started_again_with_another_key_and_other_ports():
     assert [row["attempt"] for row in found] == [0, 1]
     assert len({row["RRFP_RUN_KEY"] for row in found}) == 2
     assert len({row["RRFP_RENDEZVOUS"] for row in found}) == 2
+
+
+def shown_cores(run: Launched) -> list[tuple[int, list[int], bool]]:
+    """What the ranks said of themselves: rank, cores and whether they are scheduled as a batch."""
+    rows = [json.loads(line[line.index("{") :]) for line in run.lines if '"cores"' in line]
+    return sorted((row["rank"], row["cores"], row["is_batch"]) for row in rows)
+
+
+def test_every_rank_keeps_to_its_share_of_the_cores_also_after_a_restart():
+    failing = ("--fail", 2, 137, 0.1, "--failing-attempts", 1)
+    with launched("--processes", 3, "--max-restarts", 1, "--", "talker", "--show-cores", *failing) as launcher:
+        assert launcher.wait() == 0
+    expected = [(rank, sorted(cores), True) for rank, cores in enumerate(rank_cores("cores", 3))]
+    assert shown_cores(launcher) == sorted(expected * 2)
+
+
+def test_unbound_ranks_run_where_the_launcher_may():
+    with launched("--processes", 2, "--bind", "none", "--", "talker", "--show-cores") as launcher:
+        assert launcher.wait() == 0
+    assert shown_cores(launcher) == [(rank, sorted(os.sched_getaffinity(0)), False) for rank in range(2)]
+
+
+def test_what_is_no_rank_stays_unbound():
+    with launched("--processes", 2, "--", "talker", "--run-s", 600) as launcher:
+        launcher.numbers(r'"rank": (\d)', 2)
+        others = [*launcher.running("guardian"), *launcher.running("coordination_process")]
+        assert len(others) == 2
+        assert all(os.sched_getaffinity(pid) == os.sched_getaffinity(0) for pid in others)
+        assert not any(os.sched_getscheduler(pid) == os.SCHED_BATCH for pid in others)
 
 
 @pytest.mark.parametrize("code", [2, 130])

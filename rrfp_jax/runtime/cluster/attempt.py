@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 
+from rrfp_jax.runtime.cluster.binding import rank_cores
 from rrfp_jax.runtime.cluster.children import Child, Guardian
 from rrfp_jax.runtime.cluster.endings import Ending, Endings
 from rrfp_jax.runtime.cluster.events import Event, RankEnded, RankEndedElsewhere, ServiceEnded, Signalled
@@ -54,6 +55,7 @@ class Attempt:
         self._settings, self._number, self._key, self._inbox = settings, number, key, inbox
         self._environment, self._output, self._guardian = environment, output, guardian
         self._ranks = settings.local_ranks()
+        self._cores = dict(zip(self._ranks, rank_cores(settings.bind, len(self._ranks)), strict=True))
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._inbox.queue = self._events
         self._endings = Endings(range(settings.num_ranks) if settings.hosts_head else self._ranks)
@@ -120,7 +122,8 @@ class Attempt:
             head.ended(rank, code)
 
         environment = {**self._environment, **membership.environment(), **self._key.environment()}
-        child = Child([sys.executable, "-m", *self._settings.command], environment, self._guardian, ended)
+        command, cores = [sys.executable, "-m", *self._settings.command], self._cores[rank]
+        child = Child(command, environment, self._guardian, ended, cores=cores)
         self._output.follow(f"rank {rank}", child.stdout, child.stderr, is_main=rank == 0)
         return child
 

@@ -50,6 +50,7 @@ class Child:
 
     Args:
         command: the program's path and its arguments.
+        cores: what it keeps to, see :mod:`~rrfp_jax.runtime.cluster.binding`; none: it runs where it likes.
         on_end: called on a thread of this child with its exit code (128 + n where signal n killed it) and the time
             (``time.monotonic``), once it has ended and what was left of its process group is killed.
     """
@@ -61,11 +62,13 @@ class Child:
         guardian: Guardian,
         on_end: Callable[[int, float], None],
         *,
+        cores: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> None:
+        keeps_to = ",".join(map(str, cores)) or trampoline.UNBOUND
         self._guardian, self._on_end = guardian, on_end
         self._process = subprocess.Popen(
-            [*_SCRIPT, str(Path(trampoline.__file__)), str(os.getpid()), *command],
+            [*_SCRIPT, str(Path(trampoline.__file__)), str(os.getpid()), keeps_to, *command],
             env=dict(environment),
             stdin=stdin,
             stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rrfp_jax.runtime.cluster.binding import BINDINGS
 from rrfp_jax.runtime.cluster.membership import DETECT, LAUNCHER
 from rrfp_jax.runtime.cluster.output import PREFIXES
 from rrfp_jax.runtime.network import KEY_FILE_VARIABLE, KEY_VARIABLE
@@ -63,6 +64,8 @@ class LaunchSettings:
     """See :class:`~rrfp_jax.runtime.cluster.output.Output`."""
     threads: int | None = None
     """The size of XLA's CPU thread pool in each process; None: ``NPROC`` where it is set, else 8."""
+    bind: str = "cores"
+    """Whether each rank keeps to its share of this node's cores, see :mod:`~rrfp_jax.runtime.cluster.binding`."""
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_nodes", "threads"):
@@ -77,6 +80,8 @@ class LaunchSettings:
             raise ValueError(f"node_rank is {self.node_rank} of {self.num_nodes} nodes: count from 0")
         if self.prefix not in PREFIXES:
             raise ValueError(f"prefix is '{self.prefix}': give {', '.join(PREFIXES)}")
+        if self.bind not in BINDINGS:
+            raise ValueError(f"bind is '{self.bind}': give {', '.join(BINDINGS)}")
         if self.head is None and (self.num_nodes > 1 or self.supervises):
             raise ValueError("ranks on other hosts need to know where the run meets: give head as HOST:PORT")
         if self.supervises and (self.num_nodes > 1 or self.max_restarts):

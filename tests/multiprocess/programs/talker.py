@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--grandchild", action="store_true")
     parser.add_argument("--chatter", type=int, default=0, metavar="LINES")
     parser.add_argument("--show", action="append", default=[], metavar="VARIABLE")
+    parser.add_argument("--show-cores", action="store_true")
     arguments = parser.parse_args()
     signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
     if arguments.term_code is not None:
@@ -33,6 +34,8 @@ def main() -> int:
     print(f"hello from {RANK}")
     print(f"an error line of {RANK}", file=sys.stderr)
     shown = {name: os.environ.get(name) for name in arguments.show}
+    if arguments.show_cores:
+        shown |= {"cores": sorted(os.sched_getaffinity(0)), "is_batch": os.sched_getscheduler(0) == os.SCHED_BATCH}
     print(json.dumps({"rank": RANK, "attempt": ATTEMPT, **shown}), flush=True)
     for number in range(arguments.chatter):
         print("chatter", number, flush=True)
