@@ -16,7 +16,6 @@ In a run directory that holds checkpoints training goes on from the newest one, 
 import argparse
 import os
 import signal
-import threading
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from experiments.assembly import Run
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.training.loop import TrainingLoop
-
-
-_DRAWING_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,9 +78,7 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
         except (RunFailed, KeyboardInterrupt) as end:
             if isinstance(end, RunFailed):
                 _leave_report(run, end)
-            picture = threading.Thread(target=_leave_timeline, args=(run, loop, name), daemon=True)
-            picture.start()
-            picture.join(_DRAWING_S)  # whatever becomes of the picture, the process ends
+            _leave_timeline(run, loop, name)
             end.add_note(f"the run is in {run.directory.path}")
             raise
     _leave_timeline(run, loop, name)

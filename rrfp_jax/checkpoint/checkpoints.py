@@ -23,6 +23,7 @@ from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layer
 from rrfp_jax.checkpoint.record import Unusable
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
 from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.runtime.waiting import result_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Checkpoints:
 
     def wait(self) -> Saved | None:
         """Wait for the save under way; returns how the last one ended."""
-        return None if self._under_way is None else self._under_way.result()
+        return None if self._under_way is None else result_of(self._under_way)
 
     def close(self) -> None:
         """Wait for the save under way and free the threads."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from itertools import count
 
 from rrfp_jax.data.dataset import Batch, Dataset
+from rrfp_jax.runtime.waiting import result_of
 
 
 @contextmanager
@@ -28,4 +29,4 @@ def _one_ahead(dataset: Dataset, start_step: int, executor: ThreadPoolExecutor) 
     upcoming = executor.submit(dataset.batch, start_step)
     for step in count(start_step + 1):
         current, upcoming = upcoming, executor.submit(dataset.batch, step)
-        yield current.result()
+        yield result_of(current)

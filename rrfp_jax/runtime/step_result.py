@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.runtime.driver import StepOutcome
 from rrfp_jax.runtime.program_stage import StageOutcome
+from rrfp_jax.runtime.waiting import result_of
 from rrfp_jax.timeline import Timeline
 
 
@@ -40,7 +41,7 @@ class StepMetrics:
 
     def result(self) -> StepResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
-        outcome = self._future.result()
+        outcome = result_of(self._future)
         stages = [StageOutcome.from_plain(plain) for plain in outcome.outcomes.values()]
         verdict = stages[0].verdict
         return StepResult(

@@ -17,6 +17,7 @@ from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.waiting import result_of
 from rrfp_jax.testing.emulated import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
 from rrfp_jax.timeline import Timeline
 
@@ -102,7 +103,7 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulatio
     last_s = runtime.clock()
     cpu_s = 0.0
     for step in range(num_steps):
-        outcome = runtime.submit(step, {}).result()
+        outcome = result_of(runtime.submit(step, {}))
         timeline.extend(outcome.timeline)
         step_ms.append((outcome.ended_s - last_s) * 1e3)
         last_s = outcome.ended_s

@@ -228,10 +228,13 @@ def test_ctrl_c_leaves_the_finished_steps_and_ends_although_a_program_hangs(tmp_
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step     1") for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("step     1") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=40)  # less than the progress deadline, which would end it too
+        finally:
+            process.kill()
     assert process.returncode == 130, errors
     assert "interrupted" in errors
     assert (tmp_path / "timeline.png").exists()
