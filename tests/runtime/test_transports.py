@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
+from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.tasks import linear
 from tests.runtime.network.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
@@ -65,6 +66,14 @@ def test_every_dtype_size_and_container_arrives(selection: str, encrypt_arrays: 
         assert held[1].held.received == 0
 
 
+def test_thousands_of_small_arrays_arrive() -> None:
+    """More than the header of one message holds."""
+    payload = [np.full(256, i, np.float32) for i in range(2000)]
+    with connected(PAIR, single_edge(payload)) as ranks:
+        ranks.send(0, 1, payload)
+        same(ranks[1].next()[3], payload)
+
+
 SHARDINGS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "replicated": ((4,), ()),
     "rows": ((4,), ("a",)),
@@ -99,6 +108,19 @@ def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str
                 same(program.lower(spec_of(value)).compile()(got), value + 1)
                 if target != "replicated":
                     assert got.sharding.is_equivalent_to(there, 2)
+
+
+@pytest.mark.parametrize("source", ["replicated", "rows by 2"])
+def test_devices_with_memory_of_their_own_are_copied_from_beside_the_loop(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = jax.devices()
+    value = jnp.arange(8 * 12, dtype=jnp.bfloat16).reshape(8, 12)
+    here, there = sharding_named(source, devices[:4]), sharding_named("columns by 2", devices[4:])
+    monkeypatch.setattr(EdgePlan, "is_source_on_host", False)
+    with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
+        ranks.send(0, 1, jax.device_put(value, here))
+        same(ranks[1].next()[3], value)
 
 
 def test_only_what_a_rank_needs_travels() -> None:

@@ -5,10 +5,9 @@ goes to the rendezvous (:func:`meet`) with its address and configuration, and st
 all others.
 """
 
-from rrfp_jax.runtime.network.channel import Handler
 from rrfp_jax.runtime.network.configuration import configuration_digest
 from rrfp_jax.runtime.network.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, RunKey
-from rrfp_jax.runtime.network.peers import NetworkSettings, PeerAddress, PeerNetwork, Traffic
+from rrfp_jax.runtime.network.peers import Handler, NetworkSettings, PeerAddress, PeerNetwork, Traffic
 from rrfp_jax.runtime.network.plain import MalformedMessage
 from rrfp_jax.runtime.network.rendezvous import ExitWatch, meet, report_exit
 from rrfp_jax.runtime.network.rendezvous_server import RendezvousFailed, RendezvousServer

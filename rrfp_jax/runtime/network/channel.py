@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.runtime.network.link import Link
-from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, unpack
+from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage
 from rrfp_jax.runtime.network.sockets import QuietLog, descriptor
 from rrfp_jax.runtime.network.window import Outgoing, SendWindow
 
 _LOG = logging.getLogger(__name__)
 
-Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
-"""Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
-referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
+PackedHandler = Callable[[int, bytes, list[memoryview]], None]
+"""Called on the event loop with the sender's rank, the header as it came and the frames, which stay valid as long as
+they are referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
 
 MAX_TOPIC_BYTES = 255
 _HEAD = struct.Struct("<QB")
@@ -54,7 +54,7 @@ class Channel:
         link: Link,
         loop: AbstractEventLoop,
         peers: Iterable[int],
-        handlers: dict[str, Handler],
+        handlers: dict[bytes, PackedHandler],
         high_water_bytes: int,
     ) -> None:
         self._link, self._loop, self._handlers = link, loop, handlers
@@ -103,7 +103,9 @@ class Channel:
         if self._is_closed or peer is None or peer.has_left:
             self.num_dropped += 1
             return
-        num_bytes = len(header) + sum(memoryview(frame).nbytes for frame in frames)
+        num_bytes = len(header)
+        for frame in frames:
+            num_bytes += memoryview(frame).nbytes
         window = peer.window
         for message in window.offer(Outgoing(topic, header, frames, num_bytes, on_confirmed)):
             self._put(rank, peer, message)
@@ -138,15 +140,19 @@ class Channel:
             self.num_dropped += 1
             return
         try:
-            topic, count, packed = _parse(frames)
+            count, topic, header = _parse(frames)
             if not peer.has_left:
                 self._confirmed(rank, peer, count)
             if not topic:
                 return
             self.num_received += 1
             peer.num_received += 1
-            peer.unreceipted_bytes += sum(frame.nbytes for frame in frames)
-            self._dispatch(rank, topic, packed, frames[1:])
+            for frame in frames:
+                peer.unreceipted_bytes += frame.nbytes
+            handler = self._handlers.get(topic)
+            if handler is None:
+                raise MalformedMessage(f"nobody listens to the topic {topic[:40]!r}")
+            handler(rank, header, frames[1:])
         except MalformedMessage as error:
             self._drop_message("a message from rank %d was dropped: %s", rank, error)
         except Exception as error:
@@ -154,15 +160,6 @@ class Channel:
             self._loop.call_exception_handler({"message": what, "exception": error})
         if peer.unreceipted_bytes >= _RECEIPT_BYTES and not self._is_closed:
             self._receipt(rank, peer)
-
-    def _dispatch(self, rank: int, topic: str, packed: bytes, frames: list[memoryview]) -> None:
-        handler = self._handlers.get(topic)
-        if handler is None:
-            raise MalformedMessage(f"nobody listens to the topic '{topic:.40}'")
-        header = unpack(packed)
-        if not isinstance(header, dict):
-            raise MalformedMessage("its header is no dict")
-        handler(rank, header, frames)
 
     def _drop_message(self, text: str, *values: Any) -> None:
         self.num_dropped += 1
@@ -195,15 +192,12 @@ class Channel:
                 self._receipt(rank, peer)
 
 
-def _parse(frames: list[memoryview]) -> tuple[str, int, bytes]:
-    """The topic, the sender's receipt and the packed header."""
+def _parse(frames: list[memoryview]) -> tuple[int, bytes, bytes]:
+    """The sender's receipt, the topic and the header."""
     size = frames[0].nbytes if frames else 0
     if not _HEAD.size <= size <= MAX_HEADER_BYTES + _HEAD.size + MAX_TOPIC_BYTES:
         raise MalformedMessage(f"its head has {size} bytes, where {_HEAD.size} to {MAX_HEADER_BYTES} are read")
     data = bytes(frames[0])
     count, topic_size = _HEAD.unpack_from(data)
     end = _HEAD.size + topic_size
-    try:
-        return data[_HEAD.size : end].decode(), count, data[end:]
-    except UnicodeDecodeError as error:
-        raise MalformedMessage(f"its topic is no text: {error}") from error
+    return count, data[_HEAD.size : end], data[end:]

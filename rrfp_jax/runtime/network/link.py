@@ -18,6 +18,8 @@ from rrfp_jax.runtime.network.sockets import Context, Socket, bind, connect_as, 
 COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
 
+# What Python adds to it are options of kinds of sockets that are not used here.
+_send_frame = zmq.backend.Socket.send
 # As plain integers: combining the enumeration's members costs more than a send.
 _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -179,13 +181,14 @@ def _connecting(context: Context) -> Socket:
 
 
 def _send(socket: Socket, identity: bytes, head: bytes, frames: Sequence[Any]) -> None:
-    num_frames = len(frames)
     try:
-        socket.send(identity, _MORE)
-        socket.send(head, _MORE if num_frames else _NO_WAIT)
-        for i, frame in enumerate(frames, start=1):
+        _send_frame(socket, identity, _MORE)
+        _send_frame(socket, head, _MORE if frames else _NO_WAIT)
+        num_left = len(frames)
+        for frame in frames:
+            num_left -= 1
             small = memoryview(frame).nbytes < COPY_BELOW_BYTES
-            socket.send(frame, _MORE if i < num_frames else _NO_WAIT, copy=small)
+            _send_frame(socket, frame, _MORE if num_left else _NO_WAIT, copy=small)
     except zmq.ZMQError:
         return
 

@@ -10,15 +10,20 @@ from typing import Any
 
 import zmq
 
-from rrfp_jax.runtime.network.channel import MAX_TOPIC_BYTES, Channel, Handler
+from rrfp_jax.runtime.network.channel import MAX_TOPIC_BYTES, Channel, PackedHandler
 from rrfp_jax.runtime.network.gate import Gate
 from rrfp_jax.runtime.network.keys import RunKey
 from rrfp_jax.runtime.network.link import COPY_BELOW_BYTES, ClearLink, Link, SecureLink
 from rrfp_jax.runtime.network.liveness import Liveness, Watchers
-from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, pack
+from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
 from rrfp_jax.runtime.network.sockets import LOOPBACK, rank_role
 
 _LOG = logging.getLogger(__name__)
+
+Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
+"""Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
+referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
+
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
 
@@ -104,7 +109,7 @@ class PeerNetwork:
             arrays=None if self._settings.encrypt_arrays else self._links[1].address,
         )
         self._channels: list[Channel] = []
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[bytes, PackedHandler] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_left: Callable[[int], None] | None = None
@@ -136,8 +141,19 @@ class PeerNetwork:
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Give the messages of a topic to ``handler``; one per topic, and before :meth:`start`."""
+
+        def unpacked(rank: int, packed: bytes, frames: list[memoryview]) -> None:
+            header = unpack(packed)
+            if not isinstance(header, dict):
+                raise MalformedMessage("its header is no dict")
+            handler(rank, header, frames)
+
+        self.subscribe_packed(topic.encode(), unpacked)
+
+    def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
+        """Give the messages of a topic to ``handler``, with the header as :meth:`send_packed` took it."""
         if topic in self._handlers:
-            raise ValueError(f"the topic '{topic}' has a handler: choose another name")
+            raise ValueError(f"the topic '{topic.decode()}' has a handler: choose another name")
         self._handlers[topic] = handler
 
     def start(
@@ -244,17 +260,33 @@ class PeerNetwork:
             frames: contiguous buffers, which must not change until the message is confirmed.
             on_confirmed: called on the loop once the peer has received the message.
         """
-        packed, name = pack(header), topic.encode()
-        self._started()
-        if rank not in range(self.num_ranks) or rank == self.rank:
+        self.send_packed(rank, topic.encode(), pack(header), frames, on_confirmed)
+
+    def send_packed(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any] = (),
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """:meth:`send` for what goes often: the header is bytes of the sender's own making, up to 1 MiB."""
+        if not self._channels:
+            self._started()
+        if rank == self.rank or not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {self.rank} of {self.num_ranks} cannot send to rank {rank}: name another rank")
-        if not 0 < len(name) <= MAX_TOPIC_BYTES:
-            raise ValueError(f"the topic '{topic:.40}' has {len(name)} bytes: give 1 to {MAX_TOPIC_BYTES}")
-        largest = max((memoryview(frame).nbytes for frame in frames), default=0)
+        if not 0 < len(topic) <= MAX_TOPIC_BYTES:
+            name = topic[:40].decode(errors="replace")
+            raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
+        largest = 0
+        for frame in frames:
+            largest = max(largest, memoryview(frame).nbytes)
         if largest > (limit := self._settings.max_frame_bytes):
             raise ValueError(f"a frame has {largest} bytes, max_frame_bytes is {limit}: raise it on all ranks")
         channel = self._channels[-1 if largest >= COPY_BELOW_BYTES else 0]
-        channel.send(rank, name, packed, frames, on_confirmed)
+        channel.send(rank, topic, header, frames, on_confirmed)
 
     def traffic(self) -> Traffic:
         """What was sent and what is held now."""

@@ -34,9 +34,13 @@ class SendWindow:
 
     def offer(self, message: Outgoing) -> list[Outgoing]:
         """Add a message behind all others."""
+        if not self._sent or (not self._waiting and self._has_room(message)):
+            self._sent.append(message)
+            self.unconfirmed_bytes += message.num_bytes
+            return [message]
         self._waiting.append(message)
         self.waiting_bytes += message.num_bytes
-        return self._release()
+        return []
 
     def confirm(self, count: int) -> tuple[list[Outgoing], list[Outgoing]]:
         """The peer has received ``count`` messages so far: (those newly confirmed, those to send now).
@@ -50,9 +54,12 @@ class SendWindow:
                 f"{count} messages are confirmed, where {self._num_confirmed} were and {len(self._sent)} more are out"
             )
         self._num_confirmed = count
-        confirmed = [self._sent.popleft() for _ in range(num_new)]
-        self.unconfirmed_bytes -= sum(message.num_bytes for message in confirmed)
-        return confirmed, self._release()
+        confirmed = []
+        for _ in range(num_new):
+            message = self._sent.popleft()
+            self.unconfirmed_bytes -= message.num_bytes
+            confirmed.append(message)
+        return confirmed, self._release() if self._waiting else []
 
     def _release(self) -> list[Outgoing]:
         released = []

@@ -24,15 +24,16 @@ Parts = Mapping[int, Sequence[Any]]
 
 def is_quick(plan: EdgePlan) -> bool:
     """Whether a message of this edge may be assembled on the event loop."""
-    return plan.on_host and plan.incoming_bytes <= QUICK_BYTES
+    return plan.incoming_bytes <= QUICK_BYTES and plan.on_host
 
 
 def assemble(plan: EdgePlan, parts: Parts) -> Any:
     """The payload of a message whose parts are all here: a pytree of arrays, ready to be used."""
     if plan.is_plain:
         (arrays,) = parts.values()
-        values = [_aligned(np.asarray(array)) for array in arrays]
-        return values[0] if plan.is_single else plan.treedef.unflatten(values)
+        if plan.is_single:
+            return _aligned(np.asarray(arrays[0]))
+        return plan.treedef.unflatten([_aligned(np.asarray(array)) for array in arrays])
     pieces: list[list[tuple[Slot, Any]]] = [[] for _ in plan.leaves]
     for sender, arrays in parts.items():
         for slot, array in zip(plan.incoming[sender], arrays, strict=True):

@@ -4,7 +4,7 @@ All is worked out once per edge, before the first message: a message costs a few
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,9 @@ import numpy as np
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.boxes import Box, box_of, shape_of, slices_within
 from rrfp_jax.runtime.transports.routes import LeafPiece, Spread, route_message
+
+INLINE_BYTES, MAX_INLINE_BYTES = 1 << 10, 1 << 16
+"""How large a piece may be that travels in a message's header, and all of a message's together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +69,10 @@ class Slot:
     """Where it lies in the whole array; None: it is all of it."""
     shard: Box
     """The box of the shard."""
+    is_replicated: bool
+    """Whether every device of the sending unit holds the whole array."""
+    is_inline: bool = False
+    """Whether it travels in the message's header, as small pieces do."""
 
 
 class EdgePlan:
@@ -98,13 +105,13 @@ class EdgePlan:
             [(leaf.source, leaf.target) for leaf in self.leaves], self.source_ranks, self.target_ranks
         )
         self.outgoing: Mapping[int, tuple[Slot, ...]] = {
-            receiver: tuple(self._cut(piece) for piece in pieces)
+            receiver: _inlined([self._cut(piece) for piece in pieces])
             for (sender, receiver), pieces in routes.items()
             if sender == rank
         }
         """By receiving rank, what to cut out of this rank's shards."""
         self.incoming: Mapping[int, tuple[Slot, ...]] = {
-            sender: tuple(self._paste(piece) for piece in pieces)
+            sender: _inlined([self._paste(piece) for piece in pieces])
             for (sender, receiver), pieces in routes.items()
             if receiver == rank
         }
@@ -137,6 +144,16 @@ class EdgePlan:
         return self.source_unit == self.target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
 
     @cached_property
+    def is_source_on_host(self) -> bool:
+        """Whether the devices at the source share the host's memory."""
+        return all(leaf.is_source_on_host for leaf in self.leaves)
+
+    @cached_property
+    def outgoing_bytes(self) -> Mapping[int, int]:
+        """What this rank's part of a message to each receiving rank has."""
+        return {receiver: num_bytes_of(slots) for receiver, slots in self.outgoing.items()}
+
+    @cached_property
     def incoming_bytes(self) -> int:
         """What a message brings to this rank."""
         return sum(num_bytes_of(slots) for slots in self.incoming.values())
@@ -164,6 +181,7 @@ class EdgePlan:
             within=slices_within(box, shard),
             in_array=slices_within(box, tuple((0, size) for size in leaf.shape)),
             shard=shard,
+            is_replicated=leaf.source_sharding.is_fully_replicated,
         )
 
 
@@ -176,6 +194,16 @@ def is_on_host(sharding: jax.sharding.Sharding) -> bool:
 def local_devices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[jax.Device]:
     """This process's devices of a sharding, in its order."""
     return list(sharding.addressable_devices_indices_map(shape))
+
+
+def _inlined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Small pieces go into the header while there is room; both sides decide alike."""
+    decided, room_bytes = [], MAX_INLINE_BYTES
+    for slot in slots:
+        is_inline = slot.num_bytes <= min(INLINE_BYTES, room_bytes)
+        room_bytes -= slot.num_bytes if is_inline else 0
+        decided.append(replace(slot, is_inline=is_inline))
+    return tuple(decided)
 
 
 def num_bytes_of(slots: Sequence[Slot]) -> int:

@@ -4,7 +4,8 @@ Small pieces travel in the message's header, all in one; each larger one is a fr
 the array it was cut from.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +13,14 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.network import MalformedMessage
-from rrfp_jax.runtime.network.plain import field
 from rrfp_jax.runtime.transports.boxes import box_of
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot
 from rrfp_jax.tasks import NO_MICROBATCH
 
-INLINE_BYTES = 1 << 10
 _KINDS = tuple(MessageKind)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_KEY = struct.Struct("<QBIIi")
+KEY_BYTES = _KEY.size
 
 
 class Key(NamedTuple):
@@ -29,20 +30,19 @@ class Key(NamedTuple):
     message: Message
 
 
-def key_to_plain(step: int, message: Message) -> list[int]:
-    """A message's identity for a header."""
-    return [step, _NUMBERS[message.kind], message.source, message.target, message.microbatch]
+def pack_key(key: Key) -> bytes:
+    """A message's identity for a header, ``KEY_BYTES`` long."""
+    step, (kind, source, target, microbatch) = key
+    return _KEY.pack(step, _NUMBERS[kind], source, target, microbatch)
 
 
-def key_from_plain(header: Mapping[str, Any], name: str) -> Key:
-    """The identity that a header holds. Raises MalformedMessage for anything else."""
-    values = field(header, name, list)
-    if len(values) != 5 or any(type(value) is not int for value in values):
-        raise MalformedMessage(f"{values!r:.80} is not the identity of a message")
-    step, kind, source, target, microbatch = values
-    if step < 0 or not 0 <= kind < len(_KINDS) or min(source, target) < 0 or microbatch < NO_MICROBATCH:
-        raise MalformedMessage(f"{values!r:.80} is not the identity of a message")
-    return Key(step, Message(_KINDS[kind], source, target, microbatch))
+def unpack_key(data: bytes) -> Key:
+    """The identity that a header begins with. Raises MalformedMessage for anything else."""
+    if len(data) >= KEY_BYTES:
+        step, kind, source, target, microbatch = _KEY.unpack_from(data)
+        if kind < len(_KINDS) and microbatch >= NO_MICROBATCH:
+            return Key(step, Message(_KINDS[kind], source, target, microbatch))
+    raise MalformedMessage(f"{data[:KEY_BYTES]!r} is not the identity of a message")
 
 
 class Shards:
@@ -54,17 +54,17 @@ class Shards:
 
     def flatten(self, payload: Any) -> list[Any]:
         """The arrays of a payload (NumPy's hold all of it). Raises ValueError where they are not what the edge says."""
-        structure: Any
         if self._plan.is_single and hasattr(payload, "dtype"):
-            leaves, structure = [payload], self._plan.treedef
+            leaves = [payload]
         else:
+            structure: Any
             leaves, structure = jax.tree.flatten(payload)
-        if structure != self._plan.treedef:
-            raise ValueError(
-                f"a payload has the structure {structure}, its edge {self._plan.treedef}: send what it says"
-            )
+            if structure != self._plan.treedef:
+                raise ValueError(
+                    f"a payload has the structure {structure}, its edge {self._plan.treedef}: send what it says"
+                )
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, np.ndarray) or leaf.sharding is not self._known[i]:
+            if type(leaf) is np.ndarray or leaf.sharding is not self._known[i]:
                 self._check(i, leaf)
         return leaves
 
@@ -102,15 +102,21 @@ def on_host(slot: Slot, leaf: Any) -> np.ndarray:
     """A piece in the host's memory: a view, where the device shares it and the array is ready."""
     if isinstance(leaf, np.ndarray):  # asking whether something is a jax.Array takes longer
         return leaf if slot.in_array is None else leaf[slot.in_array]
-    shard = np.asarray(leaf if leaf.is_fully_replicated else leaf.addressable_data(slot.device))
+    shard = np.asarray(leaf if slot.is_replicated else leaf.addressable_data(slot.device))
     return shard if slot.within is None else shard[slot.within]
 
 
-def pack(slots: Sequence[Slot], pieces: Sequence[np.ndarray]) -> tuple[bytes, list[memoryview]]:
-    """The small pieces in one, and the others as they are (copied, where they are not contiguous)."""
+def start_copy(slot: Slot, leaf: jax.Array) -> None:
+    """Begin to bring to the host's memory what :func:`on_host` will ask for."""
+    (leaf if slot.is_replicated else leaf.addressable_data(slot.device)).copy_to_host_async()
+
+
+def pack(slots: Sequence[Slot], leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
+    """The pieces of some arrays: the small ones in one, the others as they are (copied, if not contiguous)."""
     small, frames = [], []
-    for slot, piece in zip(slots, pieces, strict=True):
-        if slot.num_bytes <= INLINE_BYTES:
+    for slot in slots:
+        piece = on_host(slot, leaves[slot.leaf])
+        if slot.is_inline:
             small.append(piece.tobytes())
         else:
             # Viewed as bytes, since the buffer protocol has no formats for ml_dtypes' types.
@@ -124,16 +130,18 @@ def unpack(slots: Sequence[Slot], small: bytes, frames: Sequence[memoryview]) ->
     Raises:
         MalformedMessage: where the bytes are not those of the slots.
     """
-    offset, remaining, pieces = 0, iter(frames), []
+    offset, num_frames, pieces = 0, 0, []
     for slot in slots:
-        if slot.num_bytes <= INLINE_BYTES:
-            buffer: Any = small[offset : offset + slot.num_bytes]
-            offset += slot.num_bytes
+        num_bytes = slot.num_bytes
+        if slot.is_inline:
+            buffer: Any = small[offset : offset + num_bytes]
+            offset += num_bytes
         else:
-            buffer = next(remaining, b"")
-        if memoryview(buffer).nbytes != slot.num_bytes:
-            raise MalformedMessage(f"a piece has {memoryview(buffer).nbytes} bytes, {slot.num_bytes} are expected")
+            buffer = frames[num_frames] if num_frames < len(frames) else b""
+            num_frames += 1
+        if len(buffer) != num_bytes:
+            raise MalformedMessage(f"a piece has {len(buffer)} bytes, {num_bytes} are expected")
         pieces.append(np.frombuffer(buffer, slot.dtype).reshape(slot.shape))
-    if offset != len(small) or next(remaining, None) is not None:
+    if offset != len(small) or num_frames != len(frames):
         raise MalformedMessage(f"{len(small)} bytes and {len(frames)} frames are more than {len(slots)} pieces have")
     return pieces

@@ -135,7 +135,8 @@ class PipelineTransport:
 
     def ship(self, payload: Any, stage: int, message: Message) -> Any:  # noqa: ARG002 - the message says it too
         """See :meth:`Transport.ship`. Raises ValueError where the arrays are not what the edge says."""
-        plan, shards, *_ = self._ways.of(message)
+        way = self._ways.of(message)
+        plan, shards = way.plan, way.shards
         if plan is None or shards is None:
             return payload
         leaves = shards.flatten(payload)
@@ -155,22 +156,20 @@ class PipelineTransport:
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         """See :meth:`Transport.send`."""
         if isinstance(payload, _Shipment):
+            plan, parts = payload
             key = Key(step, message)
-            for receiver, offered in payload.parts:
-                self._send_part(payload.plan, receiver, key, offered)
+            for receiver, offered in parts:
+                if receiver == self._rank:
+                    self._inbox.part(plan, key, receiver, offered)
+                else:
+                    assert self._remote is not None
+                    self._remote.send(receiver, key, offered)
             return
         way = self._ways.of(message)
         if way.plan is not None:
             self._deliver(stage, step, message, payload)
         else:
             self._send_control(way, step, message, payload)
-
-    def _send_part(self, plan: EdgePlan, receiver: int, key: Key, offered: Any) -> None:
-        if receiver == self._rank:
-            self._inbox.part(plan, key, self._rank, offered)
-        else:
-            assert self._remote is not None
-            self._remote.send(receiver, key, offered)
 
     def _send_control(self, way: Way, step: int, message: Message, payload: Any) -> None:
         header: dict[str, Any] | None = None

@@ -5,19 +5,18 @@ the host starts at once and is waited for on a worker thread, so that the next t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rrfp_jax.runtime.network import PeerNetwork
-from rrfp_jax.runtime.network.plain import field
-from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, num_bytes_of
+from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import HeldBytes
-from rrfp_jax.runtime.transports.parts import Key, key_from_plain, key_to_plain, on_host, pack, shard_of, unpack
+from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack, pack_key, start_copy, unpack, unpack_key
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
 
-TOPIC = "part"
-_KEY, _SMALL = "k", "d"
+TOPIC = b"part"
 
 
 class Packed(NamedTuple):
@@ -34,7 +33,7 @@ class SocketsRemote:
     def __init__(self, network: PeerNetwork, *, ways: Ways, inbox: Inbox, held: HeldBytes, workers: Workers) -> None:
         self._network, self._ways, self._inbox = network, ways, inbox
         self._held, self._workers = held, workers
-        network.subscribe(TOPIC, self._receive)
+        network.subscribe_packed(TOPIC, self._receive)
 
     def prepare(self, plan: EdgePlan) -> None:  # noqa: ARG002 - nothing is compiled
         return
@@ -48,34 +47,29 @@ class SocketsRemote:
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Packed | Callable[[], Packed]:
-        slots = plan.outgoing[receiver]
-        if all(plan.leaves[slot.leaf].is_source_on_host for slot in slots):
-            return _packed(slots, leaves)
-        shards = [shard_of(slot, leaves[slot.leaf]) for slot in slots]
-        for shard in shards:
-            shard.copy_to_host_async()
-        return lambda: _packed(slots, leaves)
+        if plan.is_source_on_host:
+            return _packed(plan, receiver, leaves)
+        for slot in plan.outgoing[receiver]:
+            start_copy(slot, leaves[slot.leaf])
+        return lambda: _packed(plan, receiver, leaves)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def send(self, receiver: int, key: Key, offered: Packed | Callable[[], Packed]) -> None:
-        if isinstance(offered, Packed):
-            self._send(receiver, key, offered)
+        if not isinstance(offered, Packed):
+            self._workers.submit(offered, lambda packed: self.send(receiver, key, packed))
             return
-        self._workers.submit(offered, lambda packed: self._send(receiver, key, packed))
-
-    def _send(self, receiver: int, key: Key, packed: Packed) -> None:
-        small, frames, num_bytes = packed
+        small, frames, num_bytes = offered
         self._held.add(sent=num_bytes)
-        header = {_KEY: key_to_plain(*key), _SMALL: small}
-        self._network.send(receiver, TOPIC, header, frames, lambda: self._held.add(sent=-num_bytes))
+        confirmed = partial(self._held.add, sent=-num_bytes)
+        self._network.send_packed(receiver, TOPIC, pack_key(key) + small, frames, confirmed)
 
-    def _receive(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:
-        key = key_from_plain(header, _KEY)
+    def _receive(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
+        key = unpack_key(header)
         plan = self._ways.plan_from(key.message, sender)
-        self._inbox.part(plan, key, sender, unpack(plan.incoming[sender], field(header, _SMALL, bytes), frames))
+        self._inbox.part(plan, key, sender, unpack(plan.incoming[sender], header[KEY_BYTES:], frames))
 
 
-def _packed(slots: Sequence[Slot], leaves: Sequence[Any]) -> Packed:
-    small, frames = pack(slots, [on_host(slot, leaves[slot.leaf]) for slot in slots])
-    return Packed(small, frames, num_bytes_of(slots))
+def _packed(plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Packed:
+    small, frames = pack(plan.outgoing[receiver], leaves)
+    return Packed(small, frames, plan.outgoing_bytes[receiver])

@@ -29,7 +29,7 @@ from rrfp_jax.runtime.transports.cuts import Cut, pull_spec
 from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, TransportFailed
-from rrfp_jax.runtime.transports.parts import Key, key_from_plain, key_to_plain
+from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
 from rrfp_jax.runtime.transports.sockets import SocketsRemote
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
@@ -130,7 +130,7 @@ class TransferRemote:
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
-        num_bytes = num_bytes_of(plan.outgoing[receiver])
+        num_bytes = plan.outgoing_bytes[receiver]
         if num_bytes <= self._eager_bytes:
             return self._sockets.offer(plan, receiver, leaves)
         arrays = [cut(leaves[cut.slot.leaf]) for cut in self._cuts[plan, receiver]]
@@ -147,7 +147,7 @@ class TransferRemote:
             return
         self._held.add(sent=offered.num_bytes)
         confirmed = self._owed[receiver].take()
-        header = {_KEY: key_to_plain(*key), _NUMBER: offered.number, _CONFIRMED: confirmed}
+        header = {_KEY: pack_key(key), _NUMBER: offered.number, _CONFIRMED: confirmed}
         self._network.send(receiver, _OFFER, header)
 
     def _receive_address(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
@@ -157,7 +157,7 @@ class TransferRemote:
 
     def _receive_offer(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
         self._confirmed(header)
-        key, number = key_from_plain(header, _KEY), field(header, _NUMBER, int)
+        key, number = unpack_key(field(header, _KEY, bytes)), field(header, _NUMBER, int)
         plan = self._ways.plan_from(key.message, sender)
         if number < 0 or sender not in self._addresses or not plan.incoming[sender]:
             raise MalformedMessage(f"offer {number} of rank {sender} does not fit the message '{key.message}'")
