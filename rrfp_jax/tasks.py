@@ -61,6 +61,7 @@ class Task(NamedTuple):
         return f"{self.chunk}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
 
     @classmethod
+    @lru_cache(maxsize=4096)  # a run's records name the same tasks in every step
     def parse(cls, text: str) -> "Task":
         """Read the text form, for example ``2F5`` or ``3U``; raises ValueError on anything else."""
         match = _TASK_TEXT.fullmatch(text.strip())

@@ -246,8 +246,7 @@ class StageArbiter:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
         self._arrived.add(message)
-        for node in plan.arrivals[message]:
-            self._count_down(node, out)
+        self._count_down(plan.arrivals[message], out)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
         node = self._ranked.plan.index.get(task)
@@ -266,14 +265,14 @@ class StageArbiter:
         self._left -= 1
         for message, stage in plan.sends[node]:
             out.append(Send(self.step, message, stage))  # type: ignore[arg-type]
-        for dependent in plan.dependents[node]:
-            self._count_down(dependent, out)
+        self._count_down(plan.dependents[node], out)
 
-    def _count_down(self, node: int, out: list[Instruction]) -> None:
-        left = self._waiting[node] - 1
-        self._waiting[node] = left
-        if not left:
-            self._make_ready(node, out)
+    def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
+        waiting = self._waiting
+        for node in nodes:
+            waiting[node] -= 1
+            if not waiting[node]:
+                self._make_ready(node, out)
 
     def _make_ready(self, node: int, out: list[Instruction]) -> None:
         ranked = self._ranked
@@ -283,7 +282,7 @@ class StageArbiter:
             self._finish_node(node, out)
 
     def _dispatch(self, out: list[Instruction]) -> None:
-        while len(self._running) <= self.dispatch_ahead and self._ready:
+        while len(self._running) <= self.dispatch_ahead and any(self._ready.lanes):
             position, state = self._choose()
             if position is None:
                 return

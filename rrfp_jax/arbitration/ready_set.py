@@ -33,8 +33,13 @@ class ReadySet:
     def heads(self, window: Window, microbatch_at: tuple[int, ...]) -> Heads:
         """The first admissible position of each lane; only forwards can be inadmissible."""
         forwards, backwards, weights, last = self.lanes
+        forward = None
+        for position in forwards:
+            if window.admits(microbatch_at[position]):
+                forward = position
+                break
         return (
-            next((p for p in forwards if window.admits(microbatch_at[p])), None) if forwards else None,
+            forward,
             backwards[0] if backwards else None,
             weights[0] if weights else None,
             last[0] if last else None,

@@ -16,10 +16,10 @@ from rrfp_jax.arbitration import (
     Message,
     Note,
     RunTask,
+    Send,
     StageArbiter,
     StepStarted,
     TaskFinished,
-    TellGroup,
 )
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
@@ -76,20 +76,26 @@ class StageActor:
         try:
             instructions = self.arbiter.handle(event)
         finally:  # the event that breaks the core is the one that a replay wants most
-            self.log.append(event, instructions)
+            self.log.entries.append((event, instructions))
         self.last_event_s = event.time_s
+        is_told_to_run, outgoing = False, []
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._submit(instruction)
+                is_told_to_run = True
+            elif isinstance(instruction, Send):
+                step, message, stage = instruction
+                outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, FinishStep):
                 self._finish(instruction.step, event.time_s)
-            elif isinstance(instruction, TellGroup):
+            else:
                 assert self._tell is not None
                 self._tell(self.stage, instruction.member, instruction.step, instruction.note)
-            else:
-                step, message, stage = instruction
-                self._transport.send(stage, step, message, self.executor.payload(step, message))
-        self._recorder.observe(event.time_s, self.arbiter.idle_reason())
+        for item in outgoing:  # later than the hand-over of the next task, for it takes longer
+            self._transport.send(*item)
+        reason = None if is_told_to_run else self.arbiter.idle_reason()
+        if reason is not self._recorder.reason:
+            self._recorder.observe(event.time_s, reason)
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

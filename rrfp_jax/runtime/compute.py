@@ -19,14 +19,13 @@ class ComputeThread:
         self._run, self._done = run, done
         self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.submit: Callable[[RunTask], None] = self._queue.put
+        """Enqueue an instruction."""
         self.started: tuple[RunTask, float] | None = None
         """The instruction that is running and its start, for reports from other threads."""
 
     def start(self) -> None:
         self._thread.start()
-
-    def submit(self, instruction: RunTask) -> None:
-        self._queue.put(instruction)
 
     def ask_to_stop(self) -> None:
         """End after the queued work."""

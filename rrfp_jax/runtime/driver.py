@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
@@ -112,7 +112,7 @@ class PipelineRuntime:
         self._completions: deque[_Completion] = deque()
         self._is_waking = False
         self._inbox: deque[Callable[[], None]] = deque()
-        self._pumping = False
+        self._is_pumping = False
         self._is_closed = False
         self._progress_s = time.perf_counter()
         self._num_stages = arbiters[0].placement.num_stages
@@ -123,12 +123,7 @@ class PipelineRuntime:
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
         stage = arbiter.stage
-
-        def done(instruction: RunTask, start_s: float, end_s: float, error: BaseException | None) -> None:
-            self._completions.append((stage, instruction, start_s, end_s, error))
-            self._wake()
-
-        thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, done)
+        thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, partial(self._completed, stage))
         self._threads[stage] = thread
         self._actors[stage] = StageActor(
             arbiter,
@@ -140,16 +135,21 @@ class PipelineRuntime:
             log_steps=log_steps,
         )
 
-    def _wake(self) -> None:
+    def _completed(
+        self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
+    ) -> None:
         """Have the loop take what has completed; called on compute threads.
 
         A wake-up costs two system calls, so one that is on its way serves all completions until it arrives: the loop
         clears the flag before it looks.
         """
+        self._completions.append((stage, instruction, start_s, end_s, error))
         if not self._is_waking:
             self._is_waking = True
-            with suppress(RuntimeError):  # the loop was closed while the task ran
+            try:  # noqa: SIM105 - for every task, and ``suppress`` is three calls
                 self._loop.call_soon_threadsafe(self._take_completions)
+            except RuntimeError:  # the loop was closed while the task ran
+                pass
 
     def _start(self) -> None:
         for thread in self._threads.values():
@@ -183,7 +183,7 @@ class PipelineRuntime:
         self._is_closed = True
         for thread in self._threads.values():
             thread.ask_to_stop()
-        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if not self._giving_up.has_begun else _STOP_AFTER_FAILURE_S)
+        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._giving_up.failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
@@ -239,9 +239,7 @@ class PipelineRuntime:
         if not self.is_under_way():
             self._progress_s = time.perf_counter()
         self._pending_step(step).future = future
-        for actor in self._actors.values():
-            self._post(lambda actor=actor: actor.start_step(step, batch, absent))  # type: ignore[misc]
-        self._pump()
+        self._pump(*(partial(actor.start_step, step, batch, absent) for actor in self._actors.values()))
 
     def _pending_step(self, step: int) -> _Pending:
         if step not in self._pending:
@@ -254,40 +252,32 @@ class PipelineRuntime:
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._progress_s = time.perf_counter()
-        self._post(lambda: self._actors[stage].receive(step, message, payload))
-        self._pump()
+        self._pump(partial(self._actors[stage].receive, step, message, payload))
 
     def _take_completions(self) -> None:
         self._is_waking = False
         while self._completions:
-            self._completed(*self._completions.popleft())
+            stage, instruction, start_s, end_s, error = self._completions.popleft()
+            self._progress_s = end_s
+            if error is None:
+                self._pump(partial(self._actors[stage].completed, instruction, start_s, end_s))
+            else:
+                what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
+                self._giving_up.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
-    def _completed(
-        self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
-    ) -> None:
-        self._progress_s = end_s
-        if error is not None:
-            what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
-            self._giving_up.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
-        elif not self._giving_up.has_begun:
-            self._post(lambda: self._actors[stage].completed(instruction, start_s, end_s))
-            self._pump()
-
-    def _post(self, call: Callable[[], None]) -> None:
-        self._inbox.append(call)
-
-    def _pump(self) -> None:
-        """Run what was posted, first in first out; a call that posts more finds it run after itself."""
-        if self._pumping:
+    def _pump(self, *calls: Callable[[], None]) -> None:
+        """Run these calls, first in first out; where one of them asks for more, those run after itself."""
+        self._inbox.extend(calls)
+        if self._is_pumping:
             return
-        self._pumping = True
+        self._is_pumping = True
         try:
-            while self._inbox and not self._giving_up.has_begun:
+            while self._inbox and self._giving_up.failing is None:
                 self._inbox.popleft()()
         except Exception as error:
             self._giving_up.begin(Failure(TaskFailed, f"the scheduler failed: {error!r}", self._states(), error))
         finally:
-            self._pumping = False
+            self._is_pumping = False
 
     def _stage_ended(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
         peers = self._peers
@@ -309,13 +299,12 @@ class PipelineRuntime:
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of a hosted unit's group says something."""
-        self._post(lambda: self._actors[unit].hear(step, member, note))
-        self._pump()
+        self._pump(partial(self._actors[unit].hear, step, member, note))
 
     def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
         """A stage elsewhere has ended a step."""
         self._progress_s = time.perf_counter()
-        if not self._giving_up.has_begun:
+        if self._giving_up.failing is None:
             self._add_outcome(unit, step, outcome, Timeline.from_plain(self._num_stages, timeline))
 
     def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
@@ -337,7 +326,7 @@ class PipelineRuntime:
         if self._is_closed:
             return
         stalled_s = time.perf_counter() - self._progress_s
-        if self.is_under_way() and not self._giving_up.has_begun and stalled_s > self._deadline_s:
+        if self.is_under_way() and self._giving_up.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
             self._giving_up.begin(Failure(NoProgress, what, self._states()))
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)

@@ -31,12 +31,15 @@ class EventLog:
     """The newest ``max_segments`` segments of one stage."""
 
     def __init__(self, arbiter: StageArbiter, max_segments: int) -> None:
-        self.segments: deque[Segment] = deque([Segment(arbiter.copy())], maxlen=max_segments)
-
-    def append(self, event: Event, instructions: list[Instruction]) -> None:
-        self.segments[-1].entries.append((event, instructions))
+        self.segments: deque[Segment] = deque(maxlen=max_segments)
+        self._open(Segment(arbiter.copy()))
 
     def roll(self, arbiter: StageArbiter) -> None:
         """Open the next segment; ``arbiter`` is in the state after the last event appended."""
-        last, _ = self.segments[-1].entries[-1]
-        self.segments.append(Segment(arbiter.copy(), last.time_s))
+        last, _ = self.entries[-1]
+        self._open(Segment(arbiter.copy(), last.time_s))
+
+    def _open(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.entries = segment.entries
+        """Of the newest segment: what happens is appended here."""

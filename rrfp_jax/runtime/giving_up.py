@@ -110,21 +110,17 @@ class GivingUp:
     ) -> None:
         self._loop, self._peers, self._ended = loop, peers, ended
         self._wait_s = min(GATHERING_S, deadline_s / 2)
-        self._failing: Failure | None = None
         self._complete = threading.Event()
+        self.failing: Failure | None = None
+        """Why the run is being given up; None while it goes on."""
         self.error: RunFailed | None = None
         """What the run ends with, once it is known."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the run is being given up."""
-        return self._failing is not None
-
     def begin(self, failure: Failure) -> None:
         """Tell the others, and end with what they tell; the first failure counts."""
-        if self._failing is not None:
+        if self.failing is not None:
             return
-        self._failing = failure
+        self.failing = failure
         if self._peers is not None:
             self._peers.announce(failure.as_plain())
             self._loop.call_later(self._wait_s, self._end)
@@ -132,19 +128,19 @@ class GivingUp:
 
     def heard(self, rank: int, plain: Mapping[str, Any], states: Callable[[], Sequence[StageState]]) -> None:
         """Another rank gives up; ``states`` are this rank's own."""
-        if self._failing is None:
+        if self.failing is None:
             self.begin(failed_rank(rank, plain, states()))
         else:
-            self._failing.hear(rank, plain)
+            self.failing.hear(rank, plain)
             self._end_when_complete()
 
     def lost(self, rank: int, reason: str, states: Callable[[], Sequence[StageState]]) -> None:
         """Another rank died or fell silent."""
         assert self._peers is not None
-        if self._failing is None:
+        if self.failing is None:
             self.begin(lost_rank(self._peers.layout, rank, reason, states()))
         else:
-            self._failing.lost.setdefault(rank, reason)
+            self.failing.lost.setdefault(rank, reason)
             self._end_when_complete()
 
     def wait(self) -> RunFailed:
@@ -154,14 +150,14 @@ class GivingUp:
         return self.error
 
     def _end_when_complete(self) -> None:
-        assert self._failing is not None
-        if self._peers is None or self._failing.is_complete(self._peers.layout, self._peers.rank):
+        assert self.failing is not None
+        if self._peers is None or self.failing.is_complete(self._peers.layout, self._peers.rank):
             self._end()
 
     def _end(self) -> None:
         if self.error is None:
-            assert self._failing is not None
-            self.error = self._failing.error(None if self._peers is None else self._peers.layout)
+            assert self.failing is not None
+            self.error = self.failing.error(None if self._peers is None else self._peers.layout)
             self._complete.set()
             self._ended(self.error)
 

@@ -16,6 +16,8 @@ from rrfp_jax.tasks import Placement
 Ship = Callable[[Any, int, Message], Any]
 """Brings a value into the form in which it reaches a stage; see ``Transport.ship``."""
 
+_Held = tuple[Any, int]
+"""A value and its bytes."""
 _COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
@@ -24,7 +26,7 @@ class Mailbox:
 
     def __init__(self, placement: Placement, stage: int, ship: Ship) -> None:
         self._placement, self._stage, self._ship = placement, stage, ship
-        self._inbox: dict[int, dict[Message, Any]] = {}
+        self._inbox: dict[int, dict[Message, _Held]] = {}
         self._outbox: dict[tuple[int, Message], Any] = {}
         self._last_finished = -1
         # bytes that came and went; each counter has one thread that writes it, so none is ever lost
@@ -44,26 +46,28 @@ class Mailbox:
             return
         inbox = self._inbox.setdefault(step, {})
         if message not in inbox:
-            inbox[message] = payload
-            self._accepted_bytes += _num_bytes(message, payload)
+            num_bytes = _num_bytes(message, payload)
+            inbox[message] = (payload, num_bytes)
+            self._accepted_bytes += num_bytes
 
     def post(self, step: int, message: Message, value: Any) -> None:
         """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
         shipped = self._ship(value, receiver, message)
         if receiver == self._stage:
-            self._inbox[step][message] = shipped
-            self._posted_bytes += _num_bytes(message, shipped)
+            num_bytes = _num_bytes(message, shipped)
+            self._inbox[step][message] = (shipped, num_bytes)
+            self._posted_bytes += num_bytes
         else:
             self._outbox[step, message] = shipped
 
     def read(self, step: int, message: Message) -> Any:
         """A value that has arrived; it stays until the step ends or :meth:`take` removes it."""
-        return self._inbox[step][message]
+        return self._inbox[step][message][0]
 
     def take(self, step: int, message: Message) -> Any:
-        value = self._inbox[step].pop(message)
-        self._taken_bytes += _num_bytes(message, value)
+        value, num_bytes = self._inbox[step].pop(message)
+        self._taken_bytes += num_bytes
         return value
 
     def payload(self, step: int, message: Message) -> Any:
@@ -74,7 +78,7 @@ class Mailbox:
         """Forget what is left of a step."""
         self._last_finished = step
         left = self._inbox.pop(step, {})
-        self._accepted_bytes -= sum(_num_bytes(message, value) for message, value in left.items())
+        self._accepted_bytes -= sum(num_bytes for _, num_bytes in left.values())
 
 
 def _num_bytes(message: Message, value: Any) -> int:

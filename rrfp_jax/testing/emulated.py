@@ -9,7 +9,9 @@ runtime.
 import ctypes
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -51,10 +53,11 @@ class EmulatedStage:
         activation: jax.ShapeDtypeStruct | None = None,
         num_devices: int = 1,
     ) -> None:
-        self._graph, self._placement, self._stage = graph, placement, stage
+        self._inputs, self._outputs = _traffic(graph)
         self._durations_ms = of_tasks(durations_ms)
         self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
+        self.accept, self.finish = self._mailbox.accept, self._mailbox.finish
         self._is_alone = num_devices == 1
         activation = activation or activation_spec(DEFAULT_ACTIVATION_BYTES)
         self._source = np.zeros(activation.shape, activation.dtype)
@@ -68,50 +71,37 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def run(self, step: int, task: Task) -> None:
-        duration_ms = self._durations_ms[task.kind][step % self._num_rows][task.chunk][task.microbatch]
-        self._wake.after(duration_ms)
-        result = self._program(self._input(step, task))
+        kind, chunk, microbatch = task
+        duration_ms = self._durations_ms[kind][step % self._num_rows][chunk][microbatch]
+        if duration_ms:
+            self._wake.after(duration_ms)
+        value: Any = self._source
+        for message in self._inputs.get(task, ()):  # the last of them goes into the program
+            value = self._mailbox.take(step, message)
+        result = self._program(value)
         if not result.is_ready():
             result.block_until_ready()
-        for message in self._outputs(task):
+        for message in self._outputs.get(task, ()):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
-
-    def accept(self, step: int, message: Message, payload: Any) -> None:
-        if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
-            self._mailbox.accept(step, message, payload)
 
     def payload(self, step: int, message: Message) -> Any:
         if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
             return self._mailbox.payload(step, message)
         return None
 
-    def finish(self, step: int) -> None:
-        self._mailbox.finish(step)
 
-    def _input(self, step: int, task: Task) -> Any:
-        """Take everything that has arrived for the task; one of the values goes into its program."""
-        value: Any = self._source
-        kind, chunk, m = task
-        if kind is TaskKind.F:
-            for p in self._graph.predecessors(chunk):
-                if self._graph.exists(p, m):
-                    value = self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, m))
-        elif kind is not TaskKind.W:
-            for s in self._graph.gradient_successors(chunk):
-                if self._graph.exists(s, m):
-                    value = self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, m))
-        return value
-
-    def _outputs(self, task: Task) -> list[Message]:
-        kind, chunk, m = task
-        exists = self._graph.exists
-        if kind is TaskKind.F:
-            return [Message(MessageKind.ACTIVATION, chunk, s, m) for s in self._graph.successors(chunk) if exists(s, m)]
-        if kind is TaskKind.W:
-            return []
-        return [
-            Message(MessageKind.GRADIENT, chunk, p, m) for p in self._graph.gradient_predecessors(chunk) if exists(p, m)
-        ]
+@lru_cache(maxsize=1)  # all stages of a process have the same graph
+def _traffic(graph: PipelineGraph) -> tuple[dict[Task, list[Message]], dict[Task, list[Message]]]:
+    """The messages that each task takes from the mailbox, and those that it posts."""
+    taken, posted = defaultdict(list), defaultdict(list)
+    for task in graph.tasks():
+        for source in graph.dependencies(task):
+            if source.chunk != task.chunk:
+                kind = MessageKind.ACTIVATION if source.kind is TaskKind.F else MessageKind.GRADIENT
+                message = Message(kind, source.chunk, task.chunk, task.microbatch)
+                taken[task].append(message)
+                posted[source].append(message)
+    return dict(taken), dict(posted)
 
 
 class _WakeTime:

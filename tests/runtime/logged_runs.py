@@ -93,7 +93,7 @@ class LoggedRun:
         try:
             instructions = arbiter.handle(event)
         finally:
-            self.logs[place].append(event, instructions)
+            self.logs[place].entries.append((event, instructions))
         for instruction in instructions:
             self._carry_out(place, instruction)
         if any(isinstance(instruction, FinishStep) for instruction in instructions):
