@@ -1,14 +1,13 @@
 """What a message between two processes of this machine costs, by transport and size.
 
 Two processes throw an array back and forth as two stages do: a compute thread ships it, its event loop sends it, the
-other loop delivers it to the other compute thread. *One way* is half a round trip; *CPU* is the processor time of both
-processes, user and system, per message. Small arrays are sent by ``transfer`` here too; in a run they go through
-sockets anyway.
+other loop delivers it to the other compute thread, each process on the cores that it would have as a rank. *One way*
+is half a round trip; *CPU* is the processor time of both processes, user and system, per message. Small arrays are sent
+by ``transfer`` here too; in a run they go through sockets anyway.
 """
 
 import asyncio
 import multiprocessing
-import threading
 import time
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -71,26 +70,28 @@ def measure(selection: str, *, encrypt_arrays: bool) -> list[Figures]:
 def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Connection) -> None:
     """The main function of either process: report the address, play, report the figures."""
     from experiments.devices import use_cpu
+    from rrfp_jax.runtime.cluster.binding import rank_cores
+    from rrfp_jax.runtime.cluster.loop import LoopThread
+    from rrfp_jax.runtime.cluster.trampoline import bind
 
+    if cores := rank_cores("cores", 2)[rank]:
+        bind(set(cores))
     use_cpu(1)
     from rrfp_jax.runtime.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
 
     settings = NetworkSettings(encrypt_arrays=encrypt_arrays)
     network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)
     pipe.send(network.address.as_dict())
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    stage = _Stage(rank, network, selection, loop)
+    thread = LoopThread()
+    stage = _Stage(rank, network, selection, thread.loop)
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
-    network.start(loop, addresses, lost=lambda *_: None)
+    network.start(thread.loop, addresses, lost=lambda *_: None)
     network.wait_connected(_PATIENCE_S)
     stage.transport.connect(_PATIENCE_S)
     pipe.send([(name, *stage.play(edge, num_rounds)) for edge, (name, _, num_rounds) in enumerate(SIZES)])
     stage.transport.close()
     network.close()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    thread.close()
 
 
 class _Stage:
