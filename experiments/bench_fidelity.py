@@ -15,6 +15,7 @@ from rich.table import Table
 
 from experiments.emulate import EMULATED_STEP
 from experiments.ordering import parse_ordering
+from experiments.tables import make_console
 from rrfp_jax.simulation import Costs, Machine, for_steps, lognormal, simulate
 from rrfp_jax.testing import dispatch_overhead_ms, emulate
 
@@ -51,7 +52,7 @@ class Fidelity:
 
 def bench_fidelity(console: Console | None = None) -> list[Fidelity]:
     """Print and return the fidelity of every setting."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     table = Table(title="emulated against simulated, mean makespan of 10 steps", title_justify="left")
     for heading in ("order", "sigma", "window", "overhead ms", "emulated ms", "simulated ms", "ratio"):
         table.add_column(heading, justify="left" if heading == "order" else "right")

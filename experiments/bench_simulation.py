@@ -6,6 +6,7 @@ from rich.console import Console
 
 from experiments.ordering import parse_ordering
 from experiments.simulate import RULES
+from experiments.tables import make_console
 from rrfp_jax.simulation import Costs, constant, simulate
 
 NUM_STAGES = 64
@@ -14,7 +15,7 @@ MICROBATCHES = (64, 128, 256, 512)
 
 def bench_simulation(console: Console | None = None) -> dict[int, float]:
     """Print and return the CPU seconds per number of tasks, for the hint bfw; the largest case has 98,304 tasks."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     seconds = {3 * NUM_STAGES * m: simulation_s(NUM_STAGES, m) for m in MICROBATCHES}
     console.print(f"simulation, {NUM_STAGES} stages, hint bfw (arbiters made and driven, CPU time)")
     for num_tasks, duration_s in seconds.items():

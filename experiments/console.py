@@ -3,10 +3,10 @@
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments.tables import make_console
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.memory import format_bytes
 from rrfp_jax.training.loop import StepRow
@@ -21,9 +21,7 @@ class TrainingConsole:
     """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
 
     def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
-        console = Console(highlight=False, quiet=is_quiet)
-        # where the output is no terminal, tables need not fit 80 characters
-        self._console = console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
+        self._console = make_console(is_quiet=is_quiet)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),

@@ -11,11 +11,9 @@ With all durations zero the programs do not sleep, and what remains is the overh
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from experiments.durations import Durations, load_durations, parse_durations_ms
@@ -24,6 +22,7 @@ from experiments.errors import checking_input, run_command
 from experiments.ordering import add_ordering_arguments, parse_ordering
 from experiments.outputs import check_outputs, draw
 from experiments.process import enter
+from experiments.tables import make_console
 from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.runtime.cluster import ClusterConfig
@@ -204,7 +203,7 @@ def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, object]) -
         table.add_column(heading, justify="right")
     for stage, bubble in enumerate(metrics.stage_bubbles):
         table.add_row(str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage]))
-    console = Console(file=sys.stdout, highlight=False)
+    console = make_console()
     console.print(table)
     console.print(
         f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, "

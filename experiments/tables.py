@@ -5,10 +5,17 @@ from rich.console import Console
 from rich.table import Table
 
 
-def make_console() -> Console:
+class _Console(Console):
+    """One whose reader may go away (``| head``): rich would end the process there and then, as a failure."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console(*, is_quiet: bool = False) -> Console:
     """Numbers are never cut: where the output is no terminal, lines may be longer than 80 characters."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    console = _Console(highlight=False, quiet=is_quiet)
+    return console if console.is_terminal else _Console(highlight=False, width=120, quiet=is_quiet)
 
 
 def make_table(title: str, *headings: str, header: bool = True, numeric: bool = False) -> Table:

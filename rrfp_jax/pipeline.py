@@ -27,7 +27,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.initial import ChunkState
 from rrfp_jax.programs.layout import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
-from rrfp_jax.programs.remat import Remat, check_remat
+from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.rng import check_seed
 from rrfp_jax.programs.shapes import model_params, param_specs
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics
@@ -146,7 +146,7 @@ class Pipeline:
             shard_optimizer=shard_optimizer,
             ordered=deterministic,
             seed=seed,
-            remat=_one_per_chunk(remat, len(self.chunks)),
+            remat=remat_of_chunks(remat, len(self.chunks)),
         )
         if dispatch_ahead < 0:
             raise ValueError(f"dispatch_ahead is {dispatch_ahead}: give 0 or more tasks")
@@ -227,11 +227,11 @@ class Pipeline:
         the model; waits for the steps enqueued. The arrays are those in use, see :meth:`params`."""
         self._check_state(state)
         self.wait()
-        return self._by_chunk(self._held_state())
+        return self._model.by_chunk(self._held_state())
 
     def state_specs(self) -> list[tuple[int, ChunkState]]:
         """What :meth:`chunk_states` returns, as shapes with shardings; nothing is computed."""
-        return self._by_chunk(self._model.state_specs(self._graph))
+        return self._model.by_chunk(self._model.state_specs(self._graph))
 
     def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
@@ -241,24 +241,12 @@ class Pipeline:
         if self._runtime is not None:
             raise RuntimeError("this pipeline has been stepped already: make a new one to restore a state")
         check_leafwise(self._optimizer, model_params(map(param_specs, self.chunks)))
-        restored, specs = HostedState({}, {}), self._model.state_specs(self._graph)
-        for number, held in zip(specs.chunks, states, strict=True):
-            base, is_shared = self._copies.base(number), self._copies.base(number) in specs.shared
-            if is_shared:
-                restored.shared.setdefault(base, held.optimizer_state)
-            restored.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
-        self._initial, self._step = restored, step
+        self._initial, self._step = self._model.from_chunks(states, self._graph), step
         return PipelineState(step)
 
     def has_backward(self, chunk: int) -> bool:
         """Whether a chunk of the model trains."""
         return self._graph.has_backward(chunk)
-
-    def _by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
-        return [
-            (base, replace(state, optimizer_state=held.shared.get(base, state.optimizer_state)))
-            for base, state in ((self._copies.base(number), state) for number, state in held.chunks.items())
-        ]
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
@@ -440,14 +428,3 @@ def _process(
     if devices is not None:
         process.use_devices(devices)
     return process
-
-
-def _one_per_chunk(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
-    policies = (remat,) * num_chunks if isinstance(remat, str) or callable(remat) else tuple(remat)
-    if len(policies) != num_chunks:
-        raise ValueError(
-            f"remat has {len(policies)} entries for {num_chunks} chunks: give one for all, or one per chunk"
-        )
-    for policy in policies:
-        check_remat(policy)
-    return policies

@@ -4,7 +4,7 @@ With a split backward the input gradient recomputes and the weight gradient reus
 is owed between the two much larger than the stash, so rematerialisation pays most where backwards are not split.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,18 @@ def check_remat(remat: Remat) -> None:
     """Raise ValueError for a name that stands for no rematerialisation."""
     if not callable(remat) and remat != "none" and remat not in _NAMED:
         raise ValueError(f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint")
+
+
+def remat_of_chunks(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
+    """One for each chunk, from one for all or one for each; raises ValueError for other numbers and unknown names."""
+    policies = (remat,) * num_chunks if isinstance(remat, str) or callable(remat) else tuple(remat)
+    if len(policies) != num_chunks:
+        raise ValueError(
+            f"remat has {len(policies)} entries for {num_chunks} chunks: give one for all, or one per chunk"
+        )
+    for policy in policies:
+        check_remat(policy)
+    return policies
 
 
 def rematerialised(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

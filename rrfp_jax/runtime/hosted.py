@@ -7,7 +7,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), w
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -122,6 +122,25 @@ class HostedModel:
                 state.chunks[number] = state_specs(self.chunks, base, self._optimizer, at, **options)
             if self._shares_optimizer(base, graph):
                 state.shared[base] = shared_state_specs(self.chunks, base, self._optimizer, self._grid(base))
+        return state
+
+    def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
+        """Every hosted chunk's base number and state; what replicas share is in the state of each of them."""
+        numbered = [(self.copies.base(number), state) for number, state in held.chunks.items()]
+        return [
+            (base, replace(state, optimizer_state=held.shared.get(base, state.optimizer_state)))
+            for base, state in numbered
+        ]
+
+    def from_chunks(self, states: Sequence[ChunkState], graph: PipelineGraph) -> HostedState:
+        """The way back, from the states alone, in the same order."""
+        specs, state = self.state_specs(graph), HostedState({}, {})
+        for number, held in zip(specs.chunks, states, strict=True):
+            base = self.copies.base(number)
+            is_shared = base in specs.shared
+            if is_shared:
+                state.shared.setdefault(base, held.optimizer_state)
+            state.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
         return state
 
     def _options(self, base: int, graph: PipelineGraph) -> dict[str, bool]:

@@ -1,6 +1,9 @@
 """What a command's error becomes: a sentence, a report or a traceback, each with its exit code."""
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +12,7 @@ from experiments.errors import BadInput, checking_input, end_with, run_command
 from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
 from rrfp_jax.runtime.cluster import StartFailed
 from rrfp_jax.runtime.report import PeerLost
+from tests.experiments.commands import ROOT
 
 REPORT = WaitForReport(summary="nothing moves", stages=())
 
@@ -83,3 +87,13 @@ def test_other_ends(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
     assert ending(raising(RuntimeError("of another kind")), monkeypatch) == 1
     assert "RuntimeError: of another kind" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    command = [sys.executable, "-m", "experiments.simulate", "--num-stages", "2", "--num-microbatches", "4"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
