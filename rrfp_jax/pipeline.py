@@ -315,9 +315,10 @@ class Pipeline:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
         spec = spec_of_batch(leaves_read(self.chunks, batch, copied_for=()))
         self._resolve(microbatches_per_replica(num_microbatches(spec), self.layout.data))
-        programs = self._programs(spec)
-        self._fit_into_memory({c: chunk_bytes(each) for c, each in programs.chunks.items()})
-        self._model.connect()
+        with self._process.relying_on_others():
+            programs = self._programs(spec)
+            self._fit_into_memory({c: chunk_bytes(each) for c, each in programs.chunks.items()})
+            self._model.connect()
         self._start_runtime(self._initial, programs)
         self._held, self._initial, self._batch_spec = self._initial, None, spec
 

@@ -5,6 +5,7 @@ this order: subscribe to what others may send, connect and watch them, start JAX
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -167,6 +168,12 @@ class Process:
             self.cluster.watch(self._lost, self._left)
             self.gather("start")
         return runtime
+
+    def relying_on_others(self) -> AbstractContextManager[None]:
+        """Around what JAX does with other processes before :meth:`start`: where one of them dies, that is the error."""
+        if self.cluster is None or self._runtime is not None:
+            return nullcontext()
+        return self.cluster.relying_on_others()
 
     def bytes_in_transit(self) -> int:
         """What this process holds of messages on their way to or from other processes."""

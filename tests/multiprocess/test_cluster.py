@@ -51,6 +51,13 @@ def test_a_stopped_rank_ends_the_run_within_the_deadline():
     assert "  rank 1: stood still (SIGSTOP): the launcher ended it" in launcher.text
 
 
+def test_a_collective_that_breaks_as_a_rank_dies_is_the_loss_of_that_rank():
+    with launched("--processes", 3, "--", "member", "--dies", 1) as launcher:
+        assert launcher.wait() == 137
+    assert "ranks 0, 2: code 5, lost another rank" in launcher.text
+    assert "Traceback" not in launcher.text
+
+
 def test_who_takes_over_is_told_instead():
     with launched("--processes", 2, "--", "member", "--take-over") as launcher:
         code, _ = kill(launcher, 1, signal.SIGKILL, 2)

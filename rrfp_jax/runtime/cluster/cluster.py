@@ -10,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.1
 _MORE_LOSSES_S = 0.2
+_NOTICED_S = 2.0
+"""Within which a closed connection is noticed."""
 
 
 class StartFailed(RuntimeError):
@@ -101,6 +103,7 @@ class Cluster:
         self._on_lost: Callable[[int, str], None] = self._give_up
         self._on_left: Callable[[int], None] = lambda rank: self._give_up(rank, "it has ended")
         self._losses: list[str] = []
+        self._has_lost = threading.Event()
         self._is_connecting = self._is_connected = False
         self._closing = threading.Lock()
         self._is_closed = False
@@ -153,15 +156,30 @@ class Cluster:
         from rrfp_jax.runtime.cluster.start_jax import start_jax
 
         self._await_coordinator()
-        return start_jax(
-            self.membership,
-            self.hosts,
-            platform=platform,
-            num_local=num_local_devices,
-            listen_on=self._own_host(),
-            timeout_s=self._config.start_deadline_s,
-            pinned=pinned,
-        )
+        with self.relying_on_others():
+            return start_jax(
+                self.membership,
+                self.hosts,
+                platform=platform,
+                num_local=num_local_devices,
+                listen_on=self._own_host(),
+                timeout_s=self._config.start_deadline_s,
+                pinned=pinned,
+            )
+
+    @contextmanager
+    def relying_on_others(self) -> Iterator[None]:
+        """Around what JAX does together with other ranks, until somebody takes over the :meth:`watch`.
+
+        Where that fails because one of them has died, JAX's error is but a consequence, and may come first: this
+        process then ends for the loss.
+        """
+        try:
+            yield
+        except RuntimeError:
+            if self._has_lost.wait(_NOTICED_S):
+                time.sleep(_NOTICED_S)  # the end is on its way
+            raise
 
     def close(self) -> None:
         """Say farewell to the others and free sockets and threads; JAX's backends stay until the process ends."""
@@ -211,6 +229,7 @@ class Cluster:
             # Others end for the same reason, and may be noticed before the rank that was first.
             self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
         self._losses.append(f"rank {rank} ({reason})")
+        self._has_lost.set()
 
     def _end(self) -> None:
         text = f"error: rank {self.rank} lost {', '.join(self._losses)} before the run had begun"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--absent", type=int, metavar="RANK", help="never come to the rendezvous")
     parser.add_argument("--run-s", type=float, default=FOREVER_S)
     parser.add_argument("--take-over", action="store_true")
+    parser.add_argument("--dies", type=int, metavar="RANK", help="while the others are in a collective, which breaks")
     arguments = parser.parse_args()
     membership = membership_from(os.environ)
     assert membership is not None
@@ -35,6 +37,12 @@ def main() -> int:
         if arguments.take_over:
             cluster.watch(lambda rank, reason: os._exit(3))
         print(f"ready {os.getpid()} {','.join(cluster.hosts)}", flush=True)
+        if arguments.dies is not None:
+            with cluster.relying_on_others():
+                if arguments.dies == membership.rank:
+                    time.sleep(0.5)  # the others may notice their error first
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("connection reset by peer")
         time.sleep(arguments.run_s)
         cluster.watch(lambda rank, reason: None)
     return 0
