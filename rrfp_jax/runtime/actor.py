@@ -93,9 +93,7 @@ class StageActor:
                 self._tell(self.stage, instruction.member, instruction.step, instruction.note)
         for item in outgoing:  # later than the hand-over of the next task, for it takes longer
             self._transport.send(*item)
-        reason = None if is_told_to_run else self.arbiter.idle_reason()
-        if reason is not self._recorder.reason:
-            self._recorder.observe(event.time_s, reason)
+        self._recorder.observe(event.time_s, None if is_told_to_run else self.arbiter.idle_reason())
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

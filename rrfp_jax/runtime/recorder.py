@@ -10,28 +10,27 @@ class StageRecorder:
     def __init__(self, stage: int, num_stages: int) -> None:
         self._stage = stage
         self._timeline = Timeline(num_stages)
-        self.reason: IdleReason | None = None
-        """Why the stage is idle; None while it runs something, and between steps."""
+        self._reason: IdleReason | None = None
         self._since_s = 0.0
         self._step = 0
 
     def begin(self, step: int, time_s: float) -> None:
         """A step starts here; what follows belongs to it."""
-        self.reason = None
+        self._reason = None
         self._step, self._since_s = step, time_s
 
     def ran(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         """A task has run; the time since it was chosen went to the host."""
-        self.reason = IdleReason.HOST
+        self._reason = IdleReason.HOST
         self._close(start_s)
         self._timeline.spans.append(Span(instruction.step, self._stage, instruction.task, start_s, end_s))
         self._since_s = end_s
 
     def observe(self, time_s: float, reason: IdleReason | None) -> None:
         """The stage is idle for this reason from now on, or has been told to run something (None)."""
-        if reason is not self.reason:
+        if reason is not self._reason:
             self._close(time_s)
-            self.reason = reason
+            self._reason = reason
 
     def end(self, time_s: float) -> None:
         """The step has ended here."""
@@ -43,9 +42,9 @@ class StageRecorder:
         return taken
 
     def _close(self, time_s: float) -> None:
-        if self.reason is None:
+        if self._reason is None:
             return
         if time_s > self._since_s:
-            self._timeline.waits.append(Wait(self._step, self._stage, self._since_s, time_s, self.reason))
+            self._timeline.waits.append(Wait(self._step, self._stage, self._since_s, time_s, self._reason))
             self._since_s = time_s
-        self.reason = None
+        self._reason = None

@@ -56,7 +56,7 @@ class Inbox:
 
     def _finish(self, plan: EdgePlan, key: Key, parts: dict[int, Sequence[Any]]) -> None:
         if is_quick(plan):
-            self._deliver(plan.target_unit, key.step, key.message, assemble(plan, parts))
+            self.whole(plan, key, assemble(plan, parts))
             return
         self._held.add(received=plan.incoming_bytes)
         self._workers.submit(lambda: assemble(plan, parts), lambda payload: self._assembled(plan, key, payload))

@@ -69,8 +69,7 @@ class Ways:
 
     def plan_from(self, message: Message, sender: int) -> EdgePlan:
         """The plan of a message that has come. Raises MalformedMessage where ``sender`` has no part in it."""
-        way = self._known.get(message[:3]) or self.expected(message)
-        plan = way.plan
+        plan = self.expected(message).plan
         if plan is None or sender not in plan.incoming:
             raise MalformedMessage(f"rank {sender} sends no part of the message '{message}'")
         return plan
