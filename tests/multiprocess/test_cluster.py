@@ -58,8 +58,9 @@ def test_a_collective_that_breaks_as_a_rank_dies_is_the_loss_of_that_rank():
     assert "Traceback" not in launcher.text
 
 
-def test_who_takes_over_is_told_instead():
-    with launched("--processes", 2, "--", "member", "--take-over") as launcher:
+@pytest.mark.parametrize("when", ["soon", "late"])
+def test_who_takes_over_is_told_instead(when: str):
+    with launched("--processes", 2, "--", "member", "--take-over", when) as launcher:
         code, _ = kill(launcher, 1, signal.SIGKILL, 2)
         assert code == 137
     assert "rank 0: code 3, no progress" in launcher.text

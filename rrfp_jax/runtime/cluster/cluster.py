@@ -5,6 +5,7 @@ from :meth:`Cluster.connect` on, the death of another rank is noticed on a threa
 inside JAX or compiles.
 """
 
+import asyncio
 import os
 import socket
 import sys
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.1
 _MORE_LOSSES_S = 0.2
+_FAREWELL_S = 1.0
 _NOTICED_S = 2.0
 """Within which a closed connection is noticed."""
 
@@ -101,19 +103,23 @@ class Cluster:
         self.loop = LoopThread()
         self._config = config
         self._on_lost: Callable[[int, str], None] = self._give_up
-        self._on_left: Callable[[int], None] = lambda rank: self._give_up(rank, "it has ended")
-        self._losses: list[str] = []
+        self._on_left: Callable[[int], None] = self._give_up_too
+        self._losses: dict[int, str] = {}
         self._has_lost = threading.Event()
-        self._is_connecting = self._is_connected = False
+        self._ending: asyncio.TimerHandle | None = None
+        self._is_connecting, self._is_connected = True, False
         self._closing = threading.Lock()
         self._is_closed = False
 
     def watch(self, lost: Callable[[int, str], None], left: Callable[[int], None] | None = None) -> None:
         """Hand over who is told, on the event loop, of a rank that died and of one that ended in good order.
 
-        Until somebody takes over, either ends this process with exit code 5 and one sentence.
+        Until somebody takes over, either ends this process with exit code 5 and one sentence. Who takes over just then
+        is told of what was lost before.
         """
         self._on_lost, self._on_left = lost, left or (lambda rank: None)
+        with suppress(RuntimeError):  # the loop is closed: nothing comes any more
+            self.loop.loop.call_soon_threadsafe(self._hand_over)
 
     def connect(self) -> None:
         """Start the network on ``loop`` and wait until every connection stands.
@@ -121,18 +127,14 @@ class Cluster:
         Raises:
             StartFailed: where another rank cannot be reached, or ends meanwhile.
         """
-        self._is_connecting = True
-        self.network.start(
-            self.loop.loop,
-            self.addresses,
-            lost=self._lost,
-            left=self._left,
-        )
+        self.network.start(self.loop.loop, self.addresses, lost=self._lost, left=self._left)
         try:
             self.network.wait_connected(self._config.start_deadline_s)
         except ConnectionError as error:
+            self.close()
             raise StartFailed(str(error)) from error
-        self._is_connecting, self._is_connected = False, True
+        self._is_connected = True
+        self.loop.loop.call_soon_threadsafe(self._has_connected)
 
     def initialize_jax(
         self, platform: str | None, num_local_devices: int, *, pinned: bool = False
@@ -223,18 +225,41 @@ class Cluster:
         self._on_left(rank)
 
     def _give_up(self, rank: int, reason: str) -> None:
-        if self._is_connecting:
-            return  # connect raises
-        if not self._losses:
-            # Others end for the same reason, and may be noticed before the rank that was first.
-            self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
-        self._losses.append(f"rank {rank} ({reason})")
+        self._losses[rank] = reason
         self._has_lost.set()
+        self._end_soon()
+
+    def _give_up_too(self, rank: int) -> None:
+        if not self._losses:  # else it has ended for one of these
+            self._give_up(rank, "it has ended")
+
+    def _has_connected(self) -> None:
+        self._is_connecting = False
+        if self._losses:
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Others end for the same reason, and may be noticed before the rank that was first."""
+        if self._ending is None and not self._is_connecting:  # else connect raises
+            self._ending = self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
+
+    def _hand_over(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        losses, self._losses = self._losses, {}
+        for rank, reason in losses.items():
+            self._on_lost(rank, reason)
 
     def _end(self) -> None:
-        text = f"error: rank {self.rank} lost {', '.join(self._losses)} before the run had begun"
+        losses = ", ".join(f"rank {rank} ({reason})" for rank, reason in self._losses.items())
+        text = f"error: rank {self.rank} lost {losses} before the run had begun\n"
         with suppress(OSError):
             sys.stdout.flush()
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(text)  # one piece, which the words of other threads cannot part
+            sys.stderr.flush()
+        guard = threading.Timer(_FAREWELL_S, os._exit, [PEER_LOST])
+        guard.daemon = True
+        guard.start()
+        self.network.close(linger_s=0)
         os._exit(PEER_LOST)

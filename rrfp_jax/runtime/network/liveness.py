@@ -1,8 +1,9 @@
 """Who is alive: a thread that publishes this rank's heartbeat, hears the others', and watches their connections.
 
 It has connections of its own, so a heartbeat never queues behind an array. A closed connection is reported at once,
-silence after the deadline. A rank that ends in good order says farewell first and is then not reported as lost. The
-heartbeat comes from this thread, not from the event loop, and tells how long the loop has not run: a loop that is busy
+silence after the deadline. A rank that ends in good order says farewell first and is then not reported as lost. With it
+goes whom that rank has lost, since it may end for just that: so nobody takes a consequence for the cause. The heartbeat
+comes from this thread, not from the event loop, and tells how long the loop has not run: a loop that is busy
 for less than the deadline is no reason to give a rank up, one that hangs is.
 """
 
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -110,6 +112,7 @@ class Liveness:
         self._early: set[str] = set()
         """Connections that stood before this thread was told of them."""
         self._present: set[int] = set()
+        self._lost: dict[int, str] = {}
         self._suspects: dict[int, float] = {}
         self._running = True
         self._thread = threading.Thread(target=self._run, name="rrfp-liveness", daemon=True)
@@ -207,6 +210,7 @@ class Liveness:
             try:
                 beat = unpack(data)
                 rank, blocked_s = field(beat, "rank", int), field(beat, "blocked_s", float)
+                losses = _losses_in(beat)
             except MalformedMessage as error:
                 self._garbage.warn("a heartbeat was dropped: %s", error)
                 continue
@@ -215,6 +219,8 @@ class Liveness:
                 self._unheard.discard(rank)
                 self._check_connected()
             if beat.get("leaves") and rank in self._present:
+                for other in losses.keys() & self._present:
+                    self._lose(other, losses[other])
                 self._forget(rank)
                 self._watchers.left(rank)
 
@@ -250,7 +256,9 @@ class Liveness:
 
     def _beat(self, *, leaves: bool = False) -> None:
         blocked_s = 0.0 if self._loop_asked_s is None else self._pulse.awake_s - self._loop_asked_s
-        beat = {"rank": self._rank, "blocked_s": blocked_s, "leaves": leaves}
+        beat: dict[str, Any] = {"rank": self._rank, "blocked_s": blocked_s, "leaves": leaves}
+        if leaves:
+            beat["lost"] = [[rank, reason] for rank, reason in self._lost.items()]
         self._publisher.send(pack(beat), zmq.NOBLOCK)
         if self._loop is not None and self._loop_asked_s is None:
             self._loop_asked_s = self._pulse.awake_s
@@ -264,6 +272,7 @@ class Liveness:
 
     def _lose(self, rank: int, reason: str) -> None:
         self._forget(rank)
+        self._lost[rank] = reason
         self._watchers.lost(rank, reason)
 
     def _forget(self, rank: int) -> None:
@@ -284,3 +293,11 @@ class Liveness:
         self._gate.close()
         self._wake_read.close()
         self._wake_write.close()
+
+
+def _losses_in(beat: Mapping[str, Any]) -> dict[int, str]:
+    losses = field(beat, "lost", list) if "lost" in beat else []
+    try:
+        return {int(rank): str(reason) for rank, reason in losses}
+    except (TypeError, ValueError) as error:
+        raise MalformedMessage("its losses are no pairs of rank and reason") from error

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ referenced. May raise :class:`MalformedMessage`: the message is then dropped and
 
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
+_MORE_LOSSES_S = 0.3
+"""How long others may be missed after the first, which may have ended for the loss of one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ class PeerNetwork:
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_left: Callable[[int], None] | None = None
         self._decided = threading.Event()
-        self._first_loss: str | None = None
+        self._missed: dict[int, str] = {}
         self._is_closed = False
 
     def _open(self, key: RunKey) -> list[Link]:
@@ -200,12 +203,14 @@ class PeerNetwork:
         """Wait, on another thread than the loop's, until every connection stands.
 
         Raises:
-            ConnectionError: where a peer is lost before, or the time is over.
+            ConnectionError: where a peer is lost or leaves before, or the time is over.
         """
         if not self._decided.wait(timeout_s):
             raise ConnectionError(f"rank {self.rank} of {self.num_ranks} has not reached all ranks after {timeout_s} s")
-        if self._first_loss is not None:
-            raise ConnectionError(self._first_loss)
+        if self._missed:
+            time.sleep(_MORE_LOSSES_S)
+            missed = "; ".join(f"rank {rank}: {reason}" for rank, reason in self._missed.copy().items())
+            raise ConnectionError(f"rank {self.rank} could not connect to {missed}")
 
     def send_threadsafe(
         self,
@@ -344,16 +349,17 @@ class PeerNetwork:
         self._decided.set()
 
     def _tell_lost(self, rank: int, reason: str) -> None:
-        self._decide(f"rank {self.rank} could not connect to rank {rank}: {reason}")
+        self._miss(rank, reason)
         self._on_loop(lambda: self._lose(rank, reason))
 
     def _tell_left(self, rank: int) -> None:
-        self._decide(f"rank {self.rank} waited for all connections, and rank {rank} left")
+        if not self._missed:
+            self._miss(rank, "it has ended")
         self._on_loop(lambda: self._leave(rank))
 
-    def _decide(self, failure: str) -> None:
-        if not self._decided.is_set():
-            self._first_loss = failure
+    def _miss(self, rank: int, reason: str) -> None:
+        if self._missed or not self._decided.is_set():
+            self._missed[rank] = reason
             self._decided.set()
 
     def _on_loop(self, call: Callable[[], None]) -> None:

@@ -1,14 +1,24 @@
 """A rank without JAX: joins the run, connects, says so, and then waits to be ended."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
+import threading
 import time
 
 from rrfp_jax.runtime.cluster import ClusterConfig, StartFailed, join, membership_from
 
 FOREVER_S = 600.0
+
+
+def first_warning() -> threading.Event:
+    """Set once anything is logged, as the loss of a rank is."""
+    logged, handler = threading.Event(), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.set()  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    return logged
 
 
 def main() -> int:
@@ -18,7 +28,7 @@ def main() -> int:
     parser.add_argument("--other-configuration", type=int, metavar="RANK")
     parser.add_argument("--absent", type=int, metavar="RANK", help="never come to the rendezvous")
     parser.add_argument("--run-s", type=float, default=FOREVER_S)
-    parser.add_argument("--take-over", action="store_true")
+    parser.add_argument("--take-over", choices=("soon", "late"), help="at once, or just when a rank has been lost")
     parser.add_argument("--dies", type=int, metavar="RANK", help="while the others are in a collective, which breaks")
     arguments = parser.parse_args()
     membership = membership_from(os.environ)
@@ -34,9 +44,12 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 6
     with cluster:
-        if arguments.take_over:
-            cluster.watch(lambda rank, reason: os._exit(3))
+        loss = first_warning()
         print(f"ready {os.getpid()} {','.join(cluster.hosts)}", flush=True)
+        if arguments.take_over:
+            if arguments.take_over == "late":
+                loss.wait()
+            cluster.watch(lambda rank, reason: os._exit(3))
         if arguments.dies is not None:
             with cluster.relying_on_others():
                 if arguments.dies == membership.rank:

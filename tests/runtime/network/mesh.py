@@ -156,11 +156,15 @@ class Process:
 
 
 @contextmanager
-def processes(num_ranks: int, **settings: Any) -> Iterator[list[Process]]:
-    """Connected members in processes of their own; killed at the end."""
+def processes(
+    num_ranks: int, *, deadlines_s: Mapping[int, float] | None = None, **settings: Any
+) -> Iterator[list[Process]]:
+    """Connected members in processes of their own; killed at the end. ``deadlines_s``: of silence, by rank."""
     key, members = RunKey.generate(), []
+    common = {"silence_deadline_s": 5.0} | settings
+    own = {rank: {"silence_deadline_s": deadline_s} for rank, deadline_s in (deadlines_s or {}).items()}
     try:
-        members = [Process(r, num_ranks, key, {"silence_deadline_s": 5.0} | settings) for r in range(num_ranks)]
+        members = [Process(r, num_ranks, key, common | own.get(r, {})) for r in range(num_ranks)]
         addresses = {r: member.wait_for("address", 20.0)[1] for r, member in enumerate(members)}
         for member in members:
             member.pipe.send(addresses)

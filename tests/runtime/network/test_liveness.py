@@ -4,6 +4,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +14,14 @@ from tests.runtime.network.mesh import Node, processes, running_loop
 
 DEADLINE_S = 1.2
 NOTICED_S = 2.0
+
+
+@contextmanager
+def unused_place() -> Iterator[str]:
+    """An address where nobody listens, nor will."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{unused.getsockname()[1]}"
 
 
 def test_a_killed_rank_is_noticed_at_once_by_all_others() -> None:
@@ -98,19 +108,42 @@ def test_a_rank_that_closes_has_left_and_what_it_sent_arrives() -> None:
         assert [member.drain() for member in members[:2]] == [[], []]
 
 
+def test_a_farewell_names_whom_its_sender_has_lost_so_that_the_cause_comes_first() -> None:
+    with processes(3, deadlines_s={0: DEADLINE_S}, silence_deadline_s=30.0) as members:
+        members[2].signal(signal.SIGSTOP)
+        reason = members[0].wait_for("lost", 2 * DEADLINE_S + 1)[2]
+        members[0].tell("close")
+        assert members[1].wait_for("left") == ("left", 0)
+        assert members[1].events == [("lost", 2, reason)]
+
+
 def test_a_peer_that_has_died_before_the_start_fails_the_connecting() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        nowhere = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
     node = Node(0, 2, RunKey.generate(), NetworkSettings(silence_deadline_s=30.0))
-    address = PeerAddress(heartbeats=nowhere, messages=nowhere)
-    with running_loop() as loop:
-        node.start(loop, {1: address})
+    with running_loop() as loop, unused_place() as nowhere:
+        node.start(loop, {1: PeerAddress(heartbeats=nowhere, messages=nowhere)})
         started_s = time.monotonic()
         with pytest.raises(ConnectionError, match="rank 0 could not connect to rank 1: closed: it no longer listens"):
             node.network.wait_connected(5.0)
         assert time.monotonic() - started_s < 3
         node.network.close()
+
+
+def test_whoever_is_missed_at_the_start_is_named_with_all_others_that_are() -> None:
+    key = RunKey.generate()
+    node, other = (Node(rank, 4, key, NetworkSettings(silence_deadline_s=30.0)) for rank in (0, 3))
+    with running_loop() as loop, unused_place() as nowhere, unused_place() as nowhere_else:
+        dead = {
+            rank: PeerAddress(heartbeats=place, messages=place) for rank, place in ((1, nowhere), (2, nowhere_else))
+        }
+        node.start(loop, {**dead, 3: other.network.address})
+        with pytest.raises(ConnectionError) as caught:
+            node.network.wait_connected(5.0)
+        other.network.close()
+        node.network.close()
+    gone = "closed: it no longer listens"
+    assert str(caught.value) in {
+        f"rank 0 could not connect to rank {first}: {gone}; rank {second}: {gone}" for first, second in ((1, 2), (2, 1))
+    }
 
 
 def test_a_peer_that_never_answers_fails_the_connecting_by_the_deadline() -> None:
