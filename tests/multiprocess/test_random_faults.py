@@ -137,6 +137,7 @@ def strike_once(strike: Strike, folder: Path) -> Ended:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fifty_runs_end_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs: list[Ended] = []
     failures = []
