@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from rrfp_jax.runtime.cluster.binding import go_first
+
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 5.0
 
@@ -20,7 +22,7 @@ class LoopThread:
 
     def __init__(self, name: str = "rrfp-loop") -> None:
         self.loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -58,3 +60,7 @@ class LoopThread:
         self._thread.join(_STOP_TIMEOUT_S)
         if not self._thread.is_alive():
             self.loop.close()
+
+    def _run(self) -> None:
+        go_first()
+        self.loop.run_forever()

@@ -1,6 +1,9 @@
 """An event loop in a thread of its own."""
 
+import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,3 +40,18 @@ def test_it_can_end_itself():
     thread.call(thread.close)
     thread.close()
     assert thread.loop.is_closed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+@pytest.mark.parametrize(("around", "within"), [("SCHED_BATCH", "SCHED_OTHER"), ("SCHED_OTHER", "SCHED_OTHER")])
+def test_it_need_not_wait_for_the_threads_of_a_bound_process(around: str, within: str):
+    def policy_within() -> int:
+        os.sched_setscheduler(0, getattr(os, around), os.sched_param(0))  # this thread's, and of those that it starts
+        loop = LoopThread()
+        try:
+            return loop.call(os.sched_getscheduler, 0)
+        finally:
+            loop.close()
+
+    with ThreadPoolExecutor(1) as bound:
+        assert bound.submit(policy_within).result() == getattr(os, within)
