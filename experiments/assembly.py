@@ -1,7 +1,7 @@
 """From a run's configuration to the objects that train, with every check that can be made before work starts."""
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -35,6 +35,7 @@ class Run:
     ) -> None:
         self.config, self.pipeline, self.dataset = config, pipeline, dataset
         self.process, self.directory = process, directory
+        self._training = training_of(config, dataset)
         self.console = TrainingConsole(config.run.steps, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
@@ -90,7 +91,7 @@ class Run:
             raise ValueError(
                 f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
             )
-        changed = check_same_training(found.host["config"], self.config.as_dict(), force=force)
+        changed = check_same_training(found.host["config"], self._training, force=force)
         self.state = saver.restore(found)
         self._num_skipped = int(found.host["num_skipped"])
         self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
@@ -110,7 +111,7 @@ class Run:
             on_step=self.console.show_step,
             timeline_steps=self.config.run.timeline_steps,
             saver=self._saver,
-            host_data={"config": self.config.as_dict()},
+            host_data={"config": self._training},
             num_skipped=self._num_skipped,
         )
 
@@ -130,6 +131,13 @@ class Run:
                 self.console.say(f"the state after step {last.step - 1} was not saved: {last.failure}")
         self.pipeline.close()
         self.process.finish()
+
+
+def training_of(config: TrainConfig, dataset: TextBytes) -> dict[str, Any]:
+    """What decides the result: the configuration, and in its section ``data`` also which text was found there."""
+    training = config.as_dict()
+    training["data"]["text"] = dataset.fingerprint
+    return training
 
 
 def assemble(config: TrainConfig, path: Path) -> Run:
@@ -156,7 +164,7 @@ def assemble(config: TrainConfig, path: Path) -> Run:
         data=num_replicas,
         tensor=layout.tensor,
         placement=order.placement,
-        configuration=config.as_dict(),
+        configuration=training_of(config, dataset),
         cluster=config.cluster,
         platform=config.run.platform,
         pinned=layout.deterministic,

@@ -7,6 +7,8 @@ _DECIDING = ("model", "data", "optimizer")
 _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite"), "run": ("seed",)}
 _LAYOUT_ONLY = {"data": ("num_microbatches",)}
 """How a batch is cut changes neither its gradient nor what comes next."""
+_ONLY_IF_SAVED = "data.text"
+"""Earlier checkpoints do not tell the text."""
 
 
 def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -14,9 +16,12 @@ def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, f
 
     Raises ValueError, naming them, unless ``force`` says that they are meant.
     """
+    names = {*_names(saved), *_names(given)}
+    if _at(saved, _ONLY_IF_SAVED) is None:
+        names.discard(_ONLY_IF_SAVED)
     different = [
         f"{name} was {_at(saved, name)!r} and is {_at(given, name)!r}"
-        for name in sorted({*_names(saved), *_names(given)})
+        for name in sorted(names)
         if _at(saved, name) != _at(given, name)
     ]
     if different and not force:

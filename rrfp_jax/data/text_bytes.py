@@ -9,7 +9,8 @@ A loader library (grain) was considered. It brings worker processes and iterator
 batch of windows takes NumPy well below a millisecond and needs no state at all.
 """
 
-from functools import lru_cache
+import hashlib
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,11 @@ class TextBytes:
                 f"fewer than batch_size {config.batch_size}: give at least {config.batch_size * config.length + 1} "
                 "bytes of text (more files, a larger max_bytes), or a smaller length or batch_size"
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The text in a few words, the same wherever the text is: its size and a digest."""
+        return f"{self.num_bytes} bytes, SHA-256 {hashlib.sha256(self._text.data).hexdigest()[:16]}"
 
     def batch(self, step: int) -> Batch:
         """The batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32).

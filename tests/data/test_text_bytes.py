@@ -23,6 +23,14 @@ def windows(batch):
     return [row.tobytes() for row in batch["tokens"].reshape(-1, batch["tokens"].shape[-1])]
 
 
+def test_texts_differ_in_their_fingerprints_whatever_their_names(text, tmp_path):
+    same, other = tmp_path / "same.bin", tmp_path / "other.bin"
+    same.write_bytes(text.read_bytes())
+    other.write_bytes(text.read_bytes()[::-1])
+    assert dataset(text).fingerprint == dataset(same).fingerprint != dataset(other).fingerprint
+    assert dataset(text).fingerprint.startswith("1001 bytes, SHA-256 ")
+
+
 def test_shapes_dtypes_and_targets(text):
     data = dataset(text)
     batch = data.batch(0)

@@ -81,6 +81,10 @@ def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_pat
     assert "--fresh" in refused
     assert rows_of(run) == before
 
+    text = tmp_path / "text.md"
+    text.write_text("another text " * 10_000)
+    assert "data.text was " in sentence(run_command("train", *options, "--steps", 3, "--path", text))
+
     forced = run_command("train", *other, "--force")
     assert forced.returncode == 0, forced.stderr
     assert "forced: optimizer.learning_rate was 0.005" in forced.stdout

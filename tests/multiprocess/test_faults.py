@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -128,6 +129,29 @@ def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) ->
     for rank, saying in sayings.items():
         assert saying in rank_text(launcher, rank)
     assert "Traceback" not in launcher.text
+
+
+def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> None:
+    for folder in ("text", "other/text"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.txt").write_text(folder * 100)
+    config = training_config(tmp_path, path="~/text")
+    arguments = (
+        "--processes",
+        2,
+        "--",
+        "faulty",
+        "home",
+        1,
+        "train",
+        "--config",
+        config,
+        "--run-dir",
+        tmp_path / "run",
+    )
+    with launched(*arguments, HOME=str(tmp_path)) as launcher:
+        assert launcher.wait() == 6
+    assert re.search(r'data.text is "401 bytes, SHA-256 \w+" on rank 0, "1001 bytes, SHA', launcher.text), launcher.text
 
 
 @pytest.mark.slow

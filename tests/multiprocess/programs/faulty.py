@@ -91,6 +91,8 @@ def main() -> None:
         time.sleep(FOREVER_S)
     if is_faulty and fault == "configuration":
         arguments += ["--window", "3"]
+    if is_faulty and fault == "home":
+        os.environ["HOME"] += "/other"
     if is_faulty and fault == "key":
         os.environ |= RunKey.generate().environment()
     make_stages_faulty(IN_A_TASK.get(fault, no_fault) if is_faulty else no_fault)
