@@ -100,6 +100,8 @@ class RollCall:
         self.members: tuple[Member, ...] | None = None
         self.failure: str | None = None
         self._hellos: dict[int, Hello] = {}
+        self._awaited: list[int] = []
+        """Whom a failure came before."""
 
     @property
     def is_decided(self) -> bool:
@@ -120,6 +122,8 @@ class RollCall:
                 f"rank {new.rank} was started twice: it is here as pid {old.pid} on host {old.host}, "
                 f"this is pid {new.pid} on host {new.host}; start every rank once"
             )
+        if new.rank in self._awaited:
+            return self.failure
         if known is None and self.is_decided:
             outcome = "had failed" if self.failure else "was complete"
             refusal = f"rank {new.rank} came late: the rendezvous {outcome} before; start all ranks together again"
@@ -139,7 +143,7 @@ class RollCall:
     def expire(self, deadline_s: float) -> None:
         """The deadline is over."""
         if not self.is_decided:
-            self._judge(f"the rendezvous was not complete after {deadline_s:g} s")
+            self._judge(f"the rendezvous was not complete after {deadline_s:g} s", is_time_over=True)
 
     def give_up(self, why: str) -> None:
         """No further rank is waited for."""
@@ -150,11 +154,16 @@ class RollCall:
         """The ranks that have not said hello."""
         return [rank for rank in range(self.num_ranks) if rank not in self._hellos]
 
-    def _judge(self, occasion: str) -> None:
+    def _judge(self, occasion: str, *, is_time_over: bool = False) -> None:
         """The verdict names everything that is known to be wrong, not just the first thing."""
-        reasons = []
-        if missing := self.missing():
+        reasons, missing = [], self.missing()
+        if not is_time_over:
+            self._awaited = [rank for rank in missing if rank not in self.exits]
+            missing = [rank for rank in missing if rank in self.exits]
+        if missing:
             reasons.append(f"missing: {name_ranks(missing)}")
+        if self._awaited:
+            reasons.append(f"not here yet: {name_ranks(self._awaited)}")
         reasons += self._differences()
         if ended := sorted(self.exits):
             reasons.append("; ".join(f"rank {rank} ended with code {self.exits[rank]}" for rank in ended))

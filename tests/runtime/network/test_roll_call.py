@@ -57,11 +57,28 @@ def test_an_exit_before_the_end_is_the_verdict_and_one_after_changes_nothing() -
     roll.admit(hello(0, num_ranks=2))
     roll.exited(1, 17)
     assert roll.failure is not None
-    assert "rank 1 ended with code 17 before all ranks had come" in roll.failure
+    assert roll.failure.splitlines() == [
+        "the rendezvous failed: rank 1 ended with code 17 before all ranks had come",
+        "  missing: rank 1",
+        "  rank 1 ended with code 17",
+    ]
     done = RollCall(1)
     done.admit(hello(0, num_ranks=1))
     done.exited(0, -9)
     assert (done.failure, done.exits) == (None, {0: -9})
+
+
+def test_who_comes_after_the_exit_of_another_is_not_to_blame() -> None:
+    roll = RollCall(3)
+    roll.exited(1, 6)
+    assert roll.failure is not None
+    assert roll.failure.splitlines()[1:] == [
+        "  missing: rank 1",
+        "  not here yet: ranks 0, 2",
+        "  rank 1 ended with code 6",
+    ]
+    assert roll.admit(hello(2)) == roll.failure
+    assert "rank 1 came late" in (roll.admit(hello(1)) or "")
 
 
 @pytest.mark.parametrize(
