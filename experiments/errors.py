@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rrfp_jax.runtime.exit_codes import (
@@ -22,6 +22,7 @@ from rrfp_jax.runtime.exit_codes import (
     START_FAILED,
     TASK_FAILED,
 )
+from rrfp_jax.runtime.last_words import say_last_words
 
 
 class BadInput(ValueError):
@@ -82,9 +83,5 @@ def _notes(error: BaseException) -> list[str]:
 
 def _end(code: int, text: str) -> NoReturn:
     """End at once: a program that hangs cannot be stopped from within, and would keep the interpreter from ending."""
-    with suppress(OSError):
-        sys.stdout.flush()
-    with suppress(OSError):
-        if text:
-            print(text, file=sys.stderr, flush=True)
+    say_last_words(text)
     os._exit(code)

@@ -136,20 +136,8 @@ def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> N
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.txt").write_text(folder * 100)
     config = training_config(tmp_path, path="~/text")
-    arguments = (
-        "--processes",
-        2,
-        "--",
-        "faulty",
-        "home",
-        1,
-        "train",
-        "--config",
-        config,
-        "--run-dir",
-        tmp_path / "run",
-    )
-    with launched(*arguments, HOME=str(tmp_path)) as launcher:
+    arguments = ("--processes", 2, "--", "faulty", "home", 1, "train", "--config", config)
+    with launched(*arguments, "--run-dir", tmp_path / "run", HOME=str(tmp_path)) as launcher:
         assert launcher.wait() == 6
     assert re.search(r'data.text is "401 bytes, SHA-256 \w+" on rank 0, "1001 bytes, SHA', launcher.text), launcher.text
 

@@ -8,7 +8,6 @@ inside JAX or compiles.
 import asyncio
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from rrfp_jax.runtime.cluster.config import ClusterConfig
 from rrfp_jax.runtime.cluster.loop import LoopThread
 from rrfp_jax.runtime.cluster.membership import Membership
 from rrfp_jax.runtime.exit_codes import PEER_LOST
+from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.network import (
     Hello,
     Member,
@@ -107,7 +107,7 @@ class Cluster:
         self._losses: dict[int, str] = {}
         self._has_lost = threading.Event()
         self._ending: asyncio.TimerHandle | None = None
-        self._is_connecting, self._is_connected = True, False
+        self._is_connected = False
         self._closing = threading.Lock()
         self._is_closed = False
 
@@ -133,8 +133,7 @@ class Cluster:
         except ConnectionError as error:
             self.close()
             raise StartFailed(str(error)) from error
-        self._is_connected = True
-        self.loop.loop.call_soon_threadsafe(self._has_connected)
+        self.loop.call(self._has_connected)
 
     def initialize_jax(
         self, platform: str | None, num_local_devices: int, *, pinned: bool = False
@@ -234,13 +233,13 @@ class Cluster:
             self._give_up(rank, "it has ended")
 
     def _has_connected(self) -> None:
-        self._is_connecting = False
+        self._is_connected = True
         if self._losses:
             self._end_soon()
 
     def _end_soon(self) -> None:
         """Others end for the same reason, and may be noticed before the rank that was first."""
-        if self._ending is None and not self._is_connecting:  # else connect raises
+        if self._ending is None and self._is_connected:  # before, connect raises
             self._ending = self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
 
     def _hand_over(self) -> None:
@@ -252,12 +251,7 @@ class Cluster:
 
     def _end(self) -> None:
         losses = ", ".join(f"rank {rank} ({reason})" for rank, reason in self._losses.items())
-        text = f"error: rank {self.rank} lost {losses} before the run had begun\n"
-        with suppress(OSError):
-            sys.stdout.flush()
-        with suppress(OSError):
-            sys.stderr.write(text)  # one piece, which the words of other threads cannot part
-            sys.stderr.flush()
+        say_last_words(f"error: rank {self.rank} lost {losses} before the run had begun")
         guard = threading.Timer(_FAREWELL_S, os._exit, [PEER_LOST])
         guard.daemon = True
         guard.start()

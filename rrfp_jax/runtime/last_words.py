@@ -1,0 +1,16 @@
+"""What a process says before it ends at once."""
+
+import sys
+from contextlib import suppress
+
+
+def say_last_words(text: str) -> None:
+    """Write ``text``, if any, to stderr, after what stdout still holds; whoever reads either may be gone.
+
+    In one piece, since other threads may be writing too.
+    """
+    with suppress(OSError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n" if text else "")
+        sys.stderr.flush()
