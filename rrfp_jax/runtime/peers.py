@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Note
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.log_file.plain import MalformedRecord, from_plain, to_plain
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
 from rrfp_jax.runtime.network.plain import field, pack, unpack
 

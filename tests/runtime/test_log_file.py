@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,10 +29,10 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.saved import in_state, rebuild, save_arbiter, save_state
+from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
-from rrfp_jax.runtime.log_file.plain import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.report import StageState, WaitForReport
-from rrfp_jax.tasks import Placement, Task, TaskKind, chain, linear
+from rrfp_jax.tasks import Task, TaskKind, chain, linear
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
 from tests.runtime.logged_runs import LoggedRun, arbiter_of
 
@@ -142,13 +141,6 @@ def test_random_runs_replay_from_their_files_wherever_they_end(seed: int, num_ev
         for stage in replay.stages:
             assert stage.difference is stage.refusal is None
             assert stage.arbiter.key() == arbiters[stage.arbiter.stage, member].key()
-
-
-def test_numbers_of_numpy_are_written_as_numbers() -> None:
-    assert to_plain((np.int64(3), np.float32(0.5), frozenset({(np.int32(1), 0)}))) == [3, 0.5, [[1, 0]]]
-    assert type(to_plain(np.int64(3))) is int
-    with pytest.raises(TypeError, match="no record"):
-        to_plain(object())
 
 
 def test_a_changed_instruction_is_the_first_difference() -> None:
@@ -381,29 +373,6 @@ def test_logs_with_a_changed_value_are_refused_or_replayed_but_never_break_the_p
         return
     str(replay.report())
     replay.timeline()
-
-
-@pytest.mark.parametrize(
-    ("kind", "data", "message"),
-    [
-        (int, True, "expected"),
-        (int, 1.5, "int"),
-        (float, "1", "float"),
-        (Task, "F0", "not a task"),
-        (Task, 3, "a task"),
-        (Placement, {"stage_of_chunk": [0, 2]}, "leaves stages"),
-        (Placement, {"stage_of_chunk": [0], "more": 1}, "an object with stage_of_chunk"),
-        (MessageKind, "letter", "one of activation"),
-        (Message, ["Message", "activation", 0, 1], "a list of 5"),
-        (Message, ["Task", "activation", 0, 1, 2], "where Message is expected"),
-        (tuple[int, int], [1, 2, 3], "a list of 2"),
-        (tuple[int, ...], [1, "2"], "an item of it"),
-        (int | None, "2", "int"),
-    ],
-)
-def test_values_of_another_type_are_refused_with_their_place(kind: Any, data: Any, message: str) -> None:
-    with pytest.raises(MalformedRecord, match=message):
-        from_plain(kind, data)
 
 
 @pytest.mark.parametrize(

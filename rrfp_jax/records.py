@@ -1,8 +1,9 @@
 """Records as plain data and back, by their annotations: what JSON can hold, and never anything that runs code.
 
 A dataclass becomes an object with its fields; a named tuple a list that begins with its name, so that the members of a
-union are told apart; a task its text form. Sets and tuples become lists. On the way back every value must be of the
-type that its field is annotated with, and every record's own checks apply.
+union are told apart; a task its text form; an enumeration its value. Sets and tuples become lists, dicts lists of
+pairs. On the way back every value must be of the type that its field is annotated with, and every record's own checks
+apply. What a type needs is worked out once, so that records may travel in every step.
 """
 
 from collections.abc import Callable
@@ -22,24 +23,37 @@ class MalformedRecord(ValueError):
 
 def to_plain(value: Any) -> Any:
     """``value`` as dicts, lists, strings, numbers, booleans and None; raises TypeError for another type."""
-    if isinstance(value, Task):
-        return str(value)
-    if isinstance(value, tuple):
-        items = [to_plain(item) for item in value]
-        return [type(value).__name__, *items] if hasattr(value, "_fields") else items
-    if isinstance(value, frozenset):
-        return [to_plain(item) for item in sorted(value)]
-    if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-    return _plain_scalar(value)
+    kind: Any = type(value)
+    return _writer(kind)(value)
 
 
-def _plain_scalar(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, Real):  # NumPy's numbers too
-        return int(value) if isinstance(value, Integral) else float(value)
-    raise TypeError(f"{type(value).__name__} is no record and no part of one")
+@cache
+def _writer(kind: Any) -> Callable[[Any], Any]:
+    """What makes values of exactly this type plain."""
+    if kind is not Task and issubclass(kind, tuple | list | dict | frozenset):
+        return _collection_writer(kind)
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        return lambda value: {name: to_plain(getattr(value, name)) for name in names}
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if issubclass(kind, Real) and kind is not bool:  # NumPy's numbers too
+        return int if issubclass(kind, Integral) else float
+    if kind is Task:
+        return str
+    if kind in (NoneType, str, bool):
+        return lambda value: value
+    raise TypeError(f"{kind.__name__} is no record and no part of one")
+
+
+def _collection_writer(kind: Any) -> Callable[[Any], Any]:
+    if hasattr(kind, "_fields"):
+        return lambda value: [kind.__name__, *map(to_plain, value)]
+    if issubclass(kind, dict):
+        return lambda value: [[to_plain(key), to_plain(item)] for key, item in value.items()]
+    if issubclass(kind, frozenset):
+        return lambda value: [to_plain(item) for item in sorted(value)]
+    return lambda value: [to_plain(item) for item in value]
 
 
 def from_plain(kind: Any, data: Any) -> Any:
@@ -56,8 +70,10 @@ def _reader(kind: Any) -> _Reader:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _union(arguments)
-    if origin is frozenset or (origin is tuple and arguments[1:] == (...,)):
+    if origin in (frozenset, list) or (origin is tuple and arguments[1:] == (...,)):
         return _sequence(origin, arguments[0])
+    if origin is dict:
+        return _sequence(dict, tuple.__class_getitem__(arguments))
     return _tuple(arguments) if origin is tuple else _reader_of_class(kind)
 
 
@@ -89,7 +105,8 @@ def _scalar(kind: type) -> _Reader:
 def _task(data: Any, where: str) -> Task:
     if not isinstance(data, str):
         raise _refuse(data, "a task", where)
-    return _checked(Task.parse, where, data)
+    task: Task = _checked(Task.parse, where, data)
+    return task
 
 
 def _enum(kind: type[Enum]) -> _Reader:
