@@ -4,6 +4,7 @@ All of it are small messages of plain data over the run's :class:`PeerNetwork`. 
 is kept for it. Rank 0 collects: the outcomes of steps, for metrics and pictures, and what ranks bring to a gathering.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from rrfp_jax.runtime.network.plain import field, pack, unpack
 _NOTE, _OUTCOME, _FAILURE, _GATHER, _CLOCK = "note", "outcome", "failure", "gather", "clock"
 _NUM_CLOCK_PINGS = 8
 _MAX_TIMELINE_BYTES = 1 << 30
+_MOMENT_S = 0.5
+"""No wait is longer, so that a signal that comes just before one is noticed soon."""
 
 
 class PeerFailed(ConnectionError):
@@ -120,11 +123,11 @@ class Peers:
 
     # -- called from any thread but the loop's -----------------------------------------------------------------------
 
-    def gather(self, name: str, data: Any = None, *, deadline_s: float) -> dict[int, Any]:
+    def gather(self, name: str, data: Any = None, *, deadline_s: float | None = None) -> dict[int, Any]:
         """Bring plain data to rank 0 and wait until every rank has; returns everybody's, by rank, to everybody.
 
         ``name`` is new for every gathering, and the same on all ranks. Raises PeerFailed where a rank is lost before,
-        or does not come within the deadline.
+        or does not come within the deadline; without one the ranks are waited for as long as all of them live.
         """
         gathering = self._gathering(name)
         if self._gone is not None:
@@ -133,7 +136,10 @@ class Peers:
             self.network.send_threadsafe(0, _GATHER, {"name": name, "data": data})
         else:
             self.network.call_soon(lambda: self._bring(name, 0, data))
-        gathering.complete.wait(deadline_s)
+        until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        while not gathering.complete.wait(min(_MOMENT_S, max(0.0, until_s - time.monotonic()))):
+            if time.monotonic() >= until_s:
+                break
         del self._gatherings[name]
         if len(gathering.brought) == self.layout.num_ranks:
             return gathering.brought

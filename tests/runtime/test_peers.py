@@ -92,6 +92,21 @@ def test_a_gathering_that_somebody_misses_ends_with_the_deadline(peers: list[Pee
             gatherings[1].result()
 
 
+def test_without_a_deadline_the_slow_are_waited_for_and_the_lost_are_not(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        gatherings = [pool.submit(p.gather, "slow") for p in peers[:2]]
+        time.sleep(0.7)
+        assert not any(gathering.done() for gathering in gatherings)
+        assert peers[2].gather("slow", 2) == {0: None, 1: None, 2: 2}
+        assert [gathering.result(PATIENCE_S)[2] for gathering in gatherings] == [2, 2]
+        gatherings = [pool.submit(p.gather, "lost") for p in peers[:2]]
+        for each in peers[:2]:
+            on_loop(each, lambda each=each: each.lose("rank 2 was lost: killed"))
+        for gathering in gatherings:
+            with pytest.raises(PeerFailed, match="rank 2 was lost: killed"):
+                gathering.result(PATIENCE_S)
+
+
 def test_a_gathering_under_way_ends_when_a_rank_gives_up(peers: list[Peers]) -> None:
     listener = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(listener))
