@@ -7,11 +7,12 @@ all others.
 
 from rrfp_jax.runtime.network.configuration import configuration_digest
 from rrfp_jax.runtime.network.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, RunKey
-from rrfp_jax.runtime.network.peers import Handler, NetworkSettings, PeerAddress, PeerNetwork, Traffic
+from rrfp_jax.runtime.network.peers import NetworkSettings, PeerAddress, PeerNetwork, Traffic
 from rrfp_jax.runtime.network.plain import MalformedMessage
 from rrfp_jax.runtime.network.rendezvous import ExitWatch, meet, report_exit
 from rrfp_jax.runtime.network.rendezvous_server import RendezvousFailed, RendezvousServer
 from rrfp_jax.runtime.network.roll_call import Hello, Member
+from rrfp_jax.runtime.network.topics import Handler
 from rrfp_jax.runtime.network.wire import Envelope, decode, empty_aligned, encode
 
 __all__ = [

@@ -20,9 +20,9 @@ from rrfp_jax.runtime.network.window import Outgoing, SendWindow
 
 _LOG = logging.getLogger(__name__)
 
-PackedHandler = Callable[[int, bytes, list[memoryview]], None]
-"""Called on the event loop with the sender's rank, the header as it came and the frames, which stay valid as long as
-they are referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
+Deliver = Callable[[int, bytes, bytes, list[memoryview]], None]
+"""Called on the event loop with the sender's rank, the topic, the header as it came and the frames, which stay valid as
+long as they are referenced."""
 
 MAX_TOPIC_BYTES = 255
 _HEAD = struct.Struct("<QB")
@@ -46,7 +46,7 @@ class Channel:
 
     Args:
         link: connected by the owner; closed here.
-        handlers: by topic; the owner may add to it.
+        deliver: called with every message.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Channel:
         link: Link,
         loop: AbstractEventLoop,
         peers: Iterable[int],
-        handlers: dict[bytes, PackedHandler],
+        deliver: Deliver,
         high_water_bytes: int,
     ) -> None:
-        self._link, self._loop, self._handlers = link, loop, handlers
+        self._link, self._loop, self._deliver = link, loop, deliver
         self._high_water = high_water_bytes
         self._peers = {rank: _Peer(SendWindow(high_water_bytes)) for rank in peers}
         self._receipts_due = False
@@ -149,15 +149,9 @@ class Channel:
             peer.num_received += 1
             for frame in frames:
                 peer.unreceipted_bytes += frame.nbytes
-            handler = self._handlers.get(topic)
-            if handler is None:
-                raise MalformedMessage(f"nobody listens to the topic {topic[:40]!r}")
-            handler(rank, header, frames[1:])
+            self._deliver(rank, topic, header, frames[1:])
         except MalformedMessage as error:
             self._drop_message("a message from rank %d was dropped: %s", rank, error)
-        except Exception as error:
-            what = f"the handler of a message from rank {rank} failed"
-            self._loop.call_exception_handler({"message": what, "exception": error})
         if peer.unreceipted_bytes >= _RECEIPT_BYTES and not self._is_closed:
             self._receipt(rank, peer)
 

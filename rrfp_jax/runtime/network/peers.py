@@ -11,19 +11,16 @@ from typing import Any
 
 import zmq
 
-from rrfp_jax.runtime.network.channel import MAX_TOPIC_BYTES, Channel, PackedHandler
+from rrfp_jax.runtime.network.channel import MAX_TOPIC_BYTES, Channel
 from rrfp_jax.runtime.network.gate import Gate
 from rrfp_jax.runtime.network.keys import RunKey
 from rrfp_jax.runtime.network.link import COPY_BELOW_BYTES, ClearLink, Link, SecureLink
 from rrfp_jax.runtime.network.liveness import Liveness, Watchers
-from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
+from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, pack
 from rrfp_jax.runtime.network.sockets import LOOPBACK, rank_role
+from rrfp_jax.runtime.network.topics import Handler, PackedHandler, Topics, unpacked
 
 _LOG = logging.getLogger(__name__)
-
-Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
-"""Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
-referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
 
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
@@ -40,7 +37,8 @@ class NetworkSettings:
     silence_deadline_s: float = 60.0
     """Within how long a peer counts as lost that is silent, or whose event loop stands still."""
     high_water_bytes: int = 256 << 20
-    """How much may be unconfirmed per peer before further messages wait at the sender."""
+    """How much may be unconfirmed per peer before further messages wait at the sender, and how much is kept for topics
+    that nobody has subscribed to yet."""
     max_frame_bytes: int = 16 << 30
     """No larger frame is sent, and who sends one nevertheless is disconnected."""
     encrypt_arrays: bool = True
@@ -112,7 +110,7 @@ class PeerNetwork:
             arrays=None if self._settings.encrypt_arrays else self._links[1].address,
         )
         self._channels: list[Channel] = []
-        self._handlers: dict[bytes, PackedHandler] = {}
+        self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_left: Callable[[int], None] | None = None
@@ -143,21 +141,19 @@ class PeerNetwork:
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, handler: Handler) -> None:
-        """Give the messages of a topic to ``handler``; one per topic, and before :meth:`start`."""
+        """Give the messages of a topic to ``handler``, one per topic.
 
-        def unpacked(rank: int, packed: bytes, frames: list[memoryview]) -> None:
-            header = unpack(packed)
-            if not isinstance(header, dict):
-                raise MalformedMessage("its header is no dict")
-            handler(rank, header, frames)
-
-        self.subscribe_packed(topic.encode(), unpacked)
+        Where the network has started before, messages that have come meanwhile are handed over first, in order.
+        """
+        self._topics.subscribe(topic.encode(), unpacked(handler))
 
     def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
         """Give the messages of a topic to ``handler``, with the header as :meth:`send_packed` took it."""
-        if topic in self._handlers:
-            raise ValueError(f"the topic '{topic.decode()}' has a handler: choose another name")
-        self._handlers[topic] = handler
+        self._topics.subscribe(topic, handler)
+
+    def unsubscribe(self, topic: str | bytes) -> None:
+        """Keep the messages of a topic for the next who subscribes; what waits for a handler is bounded in bytes."""
+        self._topics.unsubscribe(topic.encode() if isinstance(topic, str) else topic)
 
     def start(
         self,
@@ -180,12 +176,14 @@ class PeerNetwork:
         listening = {r: self._listening(r, addresses) for r in range(self.num_ranks) if r != self.rank}
         self._on_lost, self._on_left = lost, left
         self._loop = loop
+        self._topics.start(loop)
         self._liveness.follow(loop, listening)
         for rank, (_, *places) in listening.items():
             for link, place in zip(self._links, places, strict=True):
                 link.connect(rank, place)
         self._channels = [
-            Channel(link, loop, listening, self._handlers, self._settings.high_water_bytes) for link in self._links
+            Channel(link, loop, listening, self._topics.deliver, self._settings.high_water_bytes)
+            for link in self._links
         ]
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
@@ -299,7 +297,7 @@ class PeerNetwork:
         return Traffic(
             num_sent=sum(channel.num_sent for channel in self._channels),
             num_received=sum(channel.num_received for channel in self._channels),
-            num_dropped=sum(channel.num_dropped for channel in self._channels),
+            num_dropped=self._topics.num_dropped + sum(channel.num_dropped for channel in self._channels),
             unconfirmed_bytes=sum(unconfirmed for unconfirmed, _ in held),
             waiting_bytes=sum(waiting for _, waiting in held),
             peak_bytes=max((channel.peak_bytes for channel in self._channels), default=0),

@@ -226,3 +226,63 @@ def test_closing_on_the_loop_or_after_it_has_ended_works() -> None:
         network.start(loop, {}, lost=lambda rank, why: None)
         network.wait_connected(PATIENCE_S)
     network.close()
+
+
+def note_numbers(member: Any) -> list[int]:
+    return [header["number"] for _, header, _ in member.got]
+
+
+def test_who_subscribes_late_gets_everything_in_order_and_before_what_is_newer() -> None:
+    with nodes(3) as (first, second, third):
+        second.network.unsubscribe("note")
+        for number in range(50):
+            first.network.send_threadsafe(1, "note", {"number": number}, [bytes([number])])
+            third.network.send_threadsafe(1, "other", {"number": number})
+        assert eventually(lambda: second.network.traffic().num_received == 100)
+        assert second.got == []
+        others: list[int] = []
+        second.network.subscribe("other", lambda rank, header, frames: others.append(header["number"]))
+        on_loop(second, lambda: None)
+        assert (others, second.got) == (list(range(50)), [])
+
+        def subscribe_and_send() -> None:
+            second.network.subscribe("note", lambda *message: second.got.append(message))
+            for number in range(50, 60):  # on the loop too, so they may come before what is kept has been handed over
+                first.network.send(1, "note", {"number": number}, [bytes([number])])
+
+        on_loop(second, subscribe_and_send)
+        assert eventually(lambda: note_numbers(second) == list(range(60)))
+        assert [bytes(frames[0])[0] for _, _, frames in second.got] == list(range(60))
+        assert second.network.traffic().num_dropped == second.network._topics.kept_bytes == 0
+
+
+def test_a_topic_may_be_handed_over_while_messages_come() -> None:
+    with nodes(2) as (first, second):
+        later: list[int] = []
+
+        def take_over(rank: int, header: dict[str, Any], frames: list[memoryview]) -> None:
+            later.append(header["number"])
+            if header["number"] % 10 == 9:  # handed back and taken again by a handler, with more still kept
+                second.network.unsubscribe("note")
+                second.network.subscribe("note", take_over)
+
+        for number in range(300):
+            first.network.send_threadsafe(1, "note", {"number": number})
+        assert eventually(lambda: len(second.got) > 0)
+        second.network.unsubscribe("note")
+        second.network.subscribe("note", take_over)
+        assert eventually(lambda: len(second.got) + len(later) == 300)
+        assert note_numbers(second) + later == list(range(300))
+
+
+def test_what_nobody_subscribes_to_is_bounded_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"), nodes(2, high_water_bytes=1 << 20) as (first, second):
+        for number in range(20):
+            first.network.send_threadsafe(1, "nobody's", {"number": number}, [bytes(100_000)])
+        assert eventually(lambda: second.network.traffic().num_received == 20)
+        assert second.network._topics.kept_bytes <= 1 << 20
+        assert second.network.traffic().num_dropped == 10
+        assert "nobody listens to the topic" in caplog.text
+        numbers: list[int] = []
+        second.network.subscribe("nobody's", lambda rank, header, frames: numbers.append(header["number"]))
+        assert eventually(lambda: numbers == list(range(10)))
