@@ -24,6 +24,7 @@ from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, pars
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.programs.batches import BatchSpec, check_same_shapes, leaves_read, num_microbatches, spec_of_batch
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.initial import ChunkState
 from rrfp_jax.programs.layout import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
@@ -304,8 +305,11 @@ class Pipeline:
         self._enqueued[0].result()
         self._enqueued.popleft()
 
-    def prepare(self, batch: Mapping[str, Any]) -> None:
+    def prepare(self, batch: Mapping[str, Any], *, progress: CompileProgress = lambda done, total: None) -> None:
         """Compile every program for batches of these shapes (arrays or specs) and start the stages, if not done yet.
+
+        ``progress`` is called with the number of programs that this process has compiled and of all that it compiles,
+        from 0 on, one call at a time, from any thread; not at all where nothing is left to compile.
 
         ``step`` does so by itself with its first batch. Raises ValueError where chunks, graph and batch do not fit.
         """
@@ -316,7 +320,7 @@ class Pipeline:
         spec = spec_of_batch(leaves_read(self.chunks, batch, copied_for=()))
         self._resolve(microbatches_per_replica(num_microbatches(spec), self.layout.data))
         with self._process.relying_on_others():
-            programs = self._programs(spec)
+            programs = self._programs(spec, progress)
             self._fit_into_memory({c: chunk_bytes(each) for c, each in programs.chunks.items()})
             self._model.connect()
         self._start_runtime(self._initial, programs)
@@ -356,10 +360,10 @@ class Pipeline:
 
     # -- assembly ----------------------------------------------------------------------------------------------------
 
-    def _programs(self, batch: BatchSpec) -> HostedPrograms:
+    def _programs(self, batch: BatchSpec, progress: CompileProgress) -> HostedPrograms:
         key = (self._graph, tuple(sorted(batch.items())))
         if key not in self._compiled:
-            self._compiled[key] = self._model.compile(self._graph, batch)
+            self._compiled[key] = self._model.compile(self._graph, batch, progress)
         return self._compiled[key]
 
     def _fit_into_memory(self, own: Mapping[int, ChunkBytes]) -> None:

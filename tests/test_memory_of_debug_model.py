@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.language_model import language_model
+from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.gradients import GradientPlan, plan_gradients
 from rrfp_jax.programs.handover import OwedBytes
 from rrfp_jax.programs.shapes import derive_shapes

@@ -19,7 +19,8 @@ inside a larger program XLA may round the same formula differently, and the copi
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +62,7 @@ class ChunkPrograms:
         seed: int,
         remat: Remat,
         replicas: ReplicaPrograms | None,
-        twin: "ChunkPrograms | None",
+        plan: GradientPlan | None,
     ) -> None:
         self.index = index
         self.chunk = chunks[index]
@@ -73,7 +74,7 @@ class ChunkPrograms:
         self._chunks, self._optimizer, self._seed = tuple(chunks), optimizer, seed
         self._replicas = replicas
         self._accumulators = spread(accumulator_spec(self.shapes.params), self.shardings.params)
-        traced = twin.plan if twin else plan_gradients(self.chunk, index, graph, self.shapes, remat=remat)
+        traced = plan or plan_gradients(self.chunk, index, graph, self.shapes, remat=remat)
         self._gradients = GradientPrograms(traced, self.shapes.params, self.shardings)
         self.plan: GradientPlan = self._gradients.plan
         self._uses_key, self._is_sink = self.chunk.uses_key, not graph.successors(index)
@@ -272,7 +273,7 @@ def compile_chunk(
     seed: int = 0,
     remat: Remat = "none",
     replicas: ReplicaPrograms | None = None,
-    twin: ChunkPrograms | None = None,
+    plan: GradientPlan | None = None,
 ) -> ChunkPrograms:
     """Compile all programs of chunk ``index`` for the devices of one unit.
 
@@ -284,11 +285,11 @@ def compile_chunk(
     whole model.
 
     ``replicas`` are the programs of the chunk's stage if there are several replicas: they take the place of ``reduce``
-    and, with a sharded optimizer state, of ``update``. ``twin`` are the programs of the same chunk, graph and ``remat``
-    on another unit, whose traces serve again.
+    and, with a sharded optimizer state, of ``update``. ``plan`` is what :func:`trace_chunk` has returned for the same
+    chunk, graph, shapes and ``remat``; it serves for any number of units.
     """
     check_seed(seed)
-    try:
+    with _naming(chunks, index):
         return ChunkPrograms(
             index,
             chunks,
@@ -299,8 +300,22 @@ def compile_chunk(
             seed=seed,
             remat=remat,
             replicas=replicas,
-            twin=twin,
+            plan=plan,
         )
+
+
+def trace_chunk(
+    index: int, chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes], *, remat: Remat = "none"
+) -> GradientPlan:
+    """The forward and backward of chunk ``index``, traced for :func:`compile_chunk` to compile."""
+    with _naming(chunks, index):
+        return plan_gradients(chunks[index], index, graph, shapes[index], remat=remat)
+
+
+@contextmanager
+def _naming(chunks: Sequence[Chunk], index: int) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
 

@@ -5,14 +5,44 @@ every program is lowered and compiled for the shapes it will see, and a second t
 """
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import chex
 import jax
 from jax.stages import Compiled
 
+CompileProgress = Callable[[int, int], None]
+"""Told how many programs are compiled, and of how many."""
+
 _serial = itertools.count()
+_done: ContextVar[Callable[[], None] | None] = ContextVar("done", default=None)
+
+
+class ProgramCount:
+    """Counts compiled programs over several threads, and tells each new number, one call at a time, in order."""
+
+    def __init__(self, total: int, progress: CompileProgress) -> None:
+        self._total, self._progress = total, progress
+        self._num_done, self._lock = 0, threading.Lock()
+        progress(0, total)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """What this thread compiles within the block counts."""
+        token = _done.set(self._one_more)
+        try:
+            yield
+        finally:
+            _done.reset(token)
+
+    def _one_more(self) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._progress(self._num_done, self._total)
 
 
 def compile_program(
@@ -40,4 +70,7 @@ def compile_program(
     once = chex.assert_max_traces(program, n=1)
     once.__name__ = name
     jitted = jax.jit(once, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
-    return jitted.lower(*specs).compile()
+    compiled = jitted.lower(*specs).compile()
+    if (done := _done.get()) is not None:
+        done()
+    return compiled

@@ -92,6 +92,13 @@ class GradientPlan:
         """What crosses from program to program array by array, beside what ``jax.vjp`` would keep."""
         return self.split.report if self.split is not None else None
 
+    def num_programs(self, params: Specs) -> int:
+        """How many programs :class:`rrfp_jax.programs.gradient_programs.GradientPrograms` makes of it."""
+        forwards = 1 + bool(jax.eval_shape(self.prepare, params))
+        if self.split is None or not self.is_split:
+            return forwards + (self.split is not None)
+        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + bool(jax.tree.leaves(params))
+
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work."""
         return self.split.prepare(params) if self.split is not None else ()

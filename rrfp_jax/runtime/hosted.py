@@ -18,10 +18,12 @@ from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk, trace_chunk
+from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.connect import connect
+from rrfp_jax.programs.gradients import GradientPlan
 from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.initial import ChunkState, initial_state, pick, state_specs
+from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, state_specs
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state, shared_state_specs
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, param_specs
@@ -160,39 +162,58 @@ class HostedModel:
         if layout.data > 1 or layout.tensor > 1:
             connect(self.grids)
 
-    def compile(self, graph: PipelineGraph, batch: BatchSpec) -> HostedPrograms:
+    def compile(
+        self, graph: PipelineGraph, batch: BatchSpec, progress: CompileProgress = lambda done, total: None
+    ) -> HostedPrograms:
         """Compile everything for batches of these shapes; ``graph`` is that of one replica.
+
+        ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
 
         Raises ValueError where chunks, graph and batch do not fit.
         """
         shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
         programs = HostedPrograms(shapes, {}, {})
 
+        def trace_one(base: int) -> GradientPlan:
+            return trace_chunk(base, self.chunks, graph, shapes, remat=self._remat[base])
+
         def compile_one(base: int) -> tuple[int, ReplicaPrograms | None, dict[int, ChunkPrograms]]:
-            replicas = self._compile_replicas(base, graph)
-            compiled: dict[int, ChunkPrograms] = {}
-            for replica, number in self.numbers(base).items():
-                compiled[number] = compile_chunk(
-                    base,
-                    self.chunks,
-                    graph,
-                    shapes,
-                    optimizer=self._optimizer,
-                    sharding=self._grid(base).unit_sharding(replica),
-                    seed=self._seed,
-                    remat=self._remat[base],
-                    replicas=replicas,
-                    twin=next(iter(compiled.values()), None),
-                )
+            with count.counting():
+                replicas = self._compile_replicas(base, graph)
+                compiled = {
+                    number: compile_chunk(
+                        base,
+                        self.chunks,
+                        graph,
+                        shapes,
+                        optimizer=self._optimizer,
+                        sharding=self._grid(base).unit_sharding(replica),
+                        seed=self._seed,
+                        remat=self._remat[base],
+                        replicas=replicas,
+                        plan=plans[base],
+                    )
+                    for replica, number in self.numbers(base).items()
+                }
             return base, replicas, compiled
 
         # XLA releases the GIL while it compiles
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
+            plans = dict(zip(self.base_chunks, executor.map(trace_one, self.base_chunks), strict=True))
+            count = ProgramCount(sum(self._num_programs(*each, graph) for each in plans.items()), progress)
             for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
                 programs.chunks.update(compiled)
                 if replicas is not None:
                     programs.replicas[base] = replicas
         return programs
+
+    def _num_programs(self, base: int, plan: GradientPlan, graph: PipelineGraph) -> int:
+        params, num_units = param_specs(self.chunks[base]), len(self.numbers(base))
+        num_programs = num_units * plan.num_programs(params)
+        if graph.has_backward(base) and jax.tree.leaves(params):
+            num_updates = len(parts_of(self.chunks[base], params))
+            num_programs += 1 + num_updates * (1 if self._shard_optimizer else num_units)
+        return num_programs
 
     def _compile_replicas(self, base: int, graph: PipelineGraph) -> ReplicaPrograms | None:
         if self._process.layout.data == 1:

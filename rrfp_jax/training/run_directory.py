@@ -21,7 +21,6 @@ import yaml
 
 from rrfp_jax.observe.files import replacing
 from rrfp_jax.observe.metrics import MetricsFile
-from rrfp_jax.observe.picture import draw_timelines
 from rrfp_jax.observe.trace import write_trace
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
@@ -95,6 +94,8 @@ class RunDirectory:
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
         """Write the picture and the trace."""
+        from rrfp_jax.observe.picture import draw_timelines  # takes long to load
+
         draw_timelines([(caption, timeline)], self.path / PICTURE)
         write_trace(timeline, self.path / TRACE)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.language_model import language_model
+from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.grid import StageGrid
 from rrfp_jax.programs.shapes import param_specs
 from rrfp_jax.programs.shardings import param_partition, place

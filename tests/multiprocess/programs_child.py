@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rrfp_jax.models.language_model import language_model
+from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.connect import connect
 from rrfp_jax.programs.grid import StageGrid

@@ -12,7 +12,7 @@ import optax
 
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk, trace_chunk
 from rrfp_jax.programs.grid import StageGrid
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state
@@ -56,6 +56,7 @@ class GridTrainer:
         ]
         self.programs: dict[Unit, ChunkPrograms] = {}
         for c, grid in enumerate(grids):
+            plan = trace_chunk(c, chunks, graph, shapes, remat=remat)
             for r in self.replicas:
                 self.programs[r, c] = compile_chunk(
                     c,
@@ -66,7 +67,7 @@ class GridTrainer:
                     sharding=grid.unit_sharding(r),
                     remat=remat,
                     replicas=self.joint[c],
-                    twin=self.programs.get((self.replicas[0], c)),
+                    plan=plan,
                 )
         self.held = {unit: each.initial_state(jax.random.key(0)) for unit, each in self.programs.items()}
         self.shared_states = [

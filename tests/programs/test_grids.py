@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.language_model import language_model
+from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.plain_loop import assert_same_training, train_plainly

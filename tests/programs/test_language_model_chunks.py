@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.language_model import language_model
+from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_programs import ChunkPrograms
 from rrfp_jax.tasks import PipelineGraph, chain

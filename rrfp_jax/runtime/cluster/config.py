@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from rrfp_jax.runtime.network.sockets import LOOPBACK
-
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
 after :class:`ClusterConfig`'s ``silence_deadline_s``, so that the ranks notice first and end by themselves."""
@@ -18,7 +16,7 @@ class ClusterConfig:
     """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
     start_deadline_s: float = 300.0
     """How long all processes may take to come together, and then the slowest of them to compile."""
-    interface: str = LOOPBACK
+    interface: str = "127.0.0.1"
     """Address or name (``eth0``) of the network interface that the processes listen on."""
     encrypt_arrays: bool = True
     """False sends arrays authenticated only by their head and not encrypted: faster, for networks that are trusted."""
