@@ -1,5 +1,10 @@
-"""How fast the simulator is: 64 stages x 512 microbatches x F, I and W, and how time grows with the number of tasks."""
+"""How fast the core is in virtual time, by processor time.
 
+The simulator on 64 stages x 512 microbatches x F, I and W, and how its time grows with the number of tasks; and one
+arbiter with its window of 32 always full, per event, which must not depend on how many forwards wait behind it.
+"""
+
+from collections import deque
 from time import process_time
 
 from rich.console import Console
@@ -7,10 +12,25 @@ from rich.console import Console
 from experiments.ordering import parse_ordering
 from experiments.simulate import RULES
 from experiments.tables import make_console
+from rrfp_jax.arbitration import (
+    HINTS,
+    Event,
+    InputArrived,
+    Message,
+    MessageKind,
+    RunTask,
+    StageArbiter,
+    StepStarted,
+    TaskFinished,
+    ready,
+)
 from rrfp_jax.simulation import Costs, constant, simulate
+from rrfp_jax.tasks import TaskKind, chain, linear
 
 NUM_STAGES = 64
 MICROBATCHES = (64, 128, 256, 512)
+WINDOW = 32
+MICROBATCHES_PER_STEP = (64, 512, 1024, 2048)
 
 
 def bench_simulation(console: Console | None = None) -> dict[int, float]:
@@ -20,6 +40,10 @@ def bench_simulation(console: Console | None = None) -> dict[int, float]:
     console.print(f"simulation, {NUM_STAGES} stages, hint bfw (arbiters made and driven, CPU time)")
     for num_tasks, duration_s in seconds.items():
         console.print(f"  {num_tasks:7,} tasks  {duration_s:6.2f} s  {duration_s / num_tasks * 1e6:5.1f} us per task")
+    console.print(f"one arbiter, hint bf, window {WINDOW} always full (CPU time, best of 3)")
+    for num_microbatches in MICROBATCHES_PER_STEP:
+        event_s = min(event_with_full_window_s(num_microbatches) for _ in range(3))
+        console.print(f"  {num_microbatches:7,} microbatches  {event_s * 1e6:5.1f} us per event")
     return seconds
 
 
@@ -30,6 +54,25 @@ def simulation_s(num_stages: int, num_microbatches: int) -> float:
     costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), resolved.graph))
     simulate(resolved.arbiters(RULES), costs)
     return process_time() - start_s
+
+
+def event_with_full_window_s(num_microbatches: int) -> float:
+    """CPU seconds per event of a first stage whose gradients come only when its window is full."""
+    graph, placement = chain(2, num_microbatches), linear(2)
+    arbiter = StageArbiter(graph, placement, 0, consumption=ready(HINTS["bf"]), window=WINDOW, rules=RULES)
+    events: deque[Event] = deque([StepStarted(0, 0.0)])
+    owed: deque[int] = deque()
+    num_events, start_s = 0, process_time()
+    while events:
+        for instruction in arbiter.handle(events.popleft()):
+            if isinstance(instruction, RunTask):
+                events.append(TaskFinished(0, 0.0, instruction.task))
+                if instruction.task.kind is TaskKind.F:
+                    owed.append(instruction.task.microbatch)
+        num_events += 1
+        if not events and owed:
+            events.append(InputArrived(0, 0.0, Message(MessageKind.GRADIENT, 1, 0, owed.popleft())))
+    return (process_time() - start_s) / num_events
 
 
 if __name__ == "__main__":

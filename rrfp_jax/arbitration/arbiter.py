@@ -28,7 +28,7 @@ from rrfp_jax.arbitration.events import (
 )
 from rrfp_jax.arbitration.hints import Choice
 from rrfp_jax.arbitration.plan import StagePlan, StepRules, stage_plan
-from rrfp_jax.arbitration.ready_set import ReadySet
+from rrfp_jax.arbitration.ready_set import HELD, ReadySet
 from rrfp_jax.arbitration.story import FINISHED, RUNNING, IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
@@ -40,7 +40,7 @@ _MAX_CACHED_PLANS = 64
 class _RankedPlan:
     """A plan with its consumption's order: what is fixed during a step."""
 
-    __slots__ = ("at", "microbatch_at", "plan", "position")
+    __slots__ = ("at", "forwards_of", "microbatch_at", "plan", "position")
 
     def __init__(self, plan: StagePlan, consumption: Consumption) -> None:
         self.plan = plan
@@ -50,6 +50,10 @@ class _RankedPlan:
             position[node] = place
         self.position = tuple(position)
         self.microbatch_at = tuple(plan.tasks[node].microbatch for node in self.at)
+        self.forwards_of: dict[int, list[int]] = {}
+        for place, node in enumerate(self.at):
+            if not plan.lanes[node]:
+                self.forwards_of.setdefault(plan.tasks[node].microbatch, []).append(place)
 
 
 class StageArbiter:
@@ -277,7 +281,9 @@ class StageArbiter:
     def _make_ready(self, node: int, out: list[Instruction]) -> None:
         ranked = self._ranked
         if node < len(ranked.position):
-            self._ready.add(ranked.plan.lanes[node], ranked.position[node])
+            lane, position = ranked.plan.lanes[node], ranked.position[node]
+            is_held = not lane and ranked.microbatch_at[position] in self._window.held
+            self._ready.add(HELD if is_held else lane, position)
         else:
             self._finish_node(node, out)
 
@@ -290,14 +296,17 @@ class StageArbiter:
             self._start(self._ranked.at[position], position, out)
 
     def _choose(self) -> Choice:
-        return self.consumption.choose(self._hint_state, self._ready.heads(self._window, self._ranked.microbatch_at))
+        ranked = self._ranked
+        heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
+        return self.consumption.choose(self._hint_state, heads)
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan
         lane, task = plan.lanes[node], plan.tasks[node]
-        self._ready.remove(lane, position)
-        if not lane:
+        if not lane and task.microbatch not in self._window.held:
             self._window.start_forward(task.microbatch)
+            self._ready.hold(self._ranked.forwards_of[task.microbatch])
+        self._ready.remove(lane, position)
         self._waiting[node] = RUNNING
         self._running.append(node)
         self._num_started += 1
@@ -320,6 +329,8 @@ class StageArbiter:
         ready = {self._ranked.position[n] for n in range(len(plan.tasks)) if not waiting[n]}
         assert ready == {p for lane in self._ready.lanes for p in lane}
         assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
+        forwards = [(p, is_held) for is_held in (0, 1) for p in self._ready.lanes[is_held * HELD]]
+        assert all((self._ranked.microbatch_at[p] in self._window.held) == is_held for p, is_held in forwards)
         assert set(self._running) == {n for n, left in enumerate(waiting) if left == RUNNING}
         assert len(self._running) <= self.dispatch_ahead + 1
         assert self._left == sum(left != FINISHED for left in waiting)

@@ -13,7 +13,7 @@ from rrfp_jax.arbitration.events import Event, Message
 from rrfp_jax.arbitration.group import group_arbiter
 from rrfp_jax.arbitration.hints import SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StagePlan, StepRules
-from rrfp_jax.arbitration.ready_set import ReadySet
+from rrfp_jax.arbitration.ready_set import HELD, ReadySet
 from rrfp_jax.arbitration.saved_group import SavedMembership, SavedNotes, put_notes, save_membership, save_notes
 from rrfp_jax.arbitration.story import FINISHED, RUNNING
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
@@ -145,11 +145,6 @@ def _put_tasks(arbiter: StageArbiter, state: SavedState) -> None:
     finished = [nodes[name] for name in state.finished]
     arbiter._running = [nodes[str(task)] for task in state.running]
     arbiter._waiting = _waiting(plan, set(finished), set(arbiter._running), arbiter._arrived)
-    arbiter._ready = ReadySet()
-    if state.is_active:
-        for node, lane in enumerate(plan.lanes):
-            if not arbiter._waiting[node]:
-                arbiter._ready.add(lane, arbiter._ranked.position[node])
     started = [plan.tasks[node] for node in (*finished, *arbiter._running) if node < len(plan.tasks)]
     arbiter._num_started = len(started)
     arbiter._left -= len(finished)
@@ -160,6 +155,12 @@ def _put_tasks(arbiter: StageArbiter, state: SavedState) -> None:
         if node < len(plan.tasks) and plan.tasks[node].microbatch >= 0:
             arbiter._tasks_left -= 1
             arbiter._window.finish(plan.tasks[node].microbatch)
+    arbiter._ready = ReadySet()
+    if state.is_active:
+        for node, lane in enumerate(plan.lanes):
+            if not arbiter._waiting[node]:
+                is_held = not lane and plan.tasks[node].microbatch in arbiter._window.held
+                arbiter._ready.add(HELD if is_held else lane, arbiter._ranked.position[node])
 
 
 def _waiting(plan: StagePlan, finished: set[int], running: set[int], arrived: set[Message]) -> list[int]:

@@ -42,11 +42,13 @@ class CountingArbiter(LooseArbiter):
         self.executed = 0
 
     def _dispatch(self, out):
-        forwards = self._ready.lanes[0]
-        hidden = list(forwards) if self.limit is not None and self.executed >= self.limit else []
-        del forwards[: len(hidden)]
+        forwards = self._ready.lanes[0], self._ready.lanes[-1]
+        hidden = [list(lane) if self.limit is not None and self.executed >= self.limit else [] for lane in forwards]
+        for lane, some in zip(forwards, hidden, strict=True):
+            del lane[: len(some)]
         super()._dispatch(out)
-        forwards[:0] = hidden
+        for lane, some in zip(forwards, hidden, strict=True):
+            lane[:0] = some
 
     def _start(self, node, position, out):
         self.executed += self._ranked.plan.tasks[node].kind is TaskKind.F
