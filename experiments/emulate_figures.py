@@ -42,7 +42,7 @@ def agreement_us_per_task(process: Process, arbiters: list[StageArbiter], emulat
     groups = {
         unit: ranks for unit in range(process.layout.num_units) if len(ranks := process.layout.ranks_of(unit)) > 1
     }
-    later_s = 0.0 if process.peers is None else process.peers.clock_offset_s
+    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
     told = [
         [arbiter.stage, run.step, str(run.task), launch.launch_s + later_s, launch.could_launch_s + later_s]
         for arbiter in arbiters

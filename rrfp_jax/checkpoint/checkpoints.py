@@ -23,7 +23,7 @@ from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layer
 from rrfp_jax.checkpoint.record import Unusable
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
 from rrfp_jax.programs.initial import ChunkState
-from rrfp_jax.runtime.waiting import result_of
+from rrfp_jax.waiting import result_of
 
 _LOG = logging.getLogger(__name__)
 

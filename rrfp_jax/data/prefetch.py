@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import count
 
 from rrfp_jax.data.dataset import Batch, Dataset
-from rrfp_jax.runtime.waiting import result_of
+from rrfp_jax.waiting import result_of
 
 
 @contextmanager

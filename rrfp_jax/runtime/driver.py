@@ -27,6 +27,7 @@ from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Transport
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.waiting import wait_for
 
 _CHECKS_PER_DEADLINE = 8
 _STOP_TIMEOUT_S = 5.0
@@ -113,6 +114,7 @@ class PipelineRuntime:
         self._is_waking = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_pumping = False
+        self._closing = threading.Lock()
         self._is_closed = False
         self._progress_s = time.perf_counter()
         self._num_stages = arbiters[0].placement.num_stages
@@ -167,10 +169,11 @@ class PipelineRuntime:
 
         Raises PipelineClosed after ``close``.
         """
-        if self._is_closed:
-            raise PipelineClosed() from self._giving_up.error
         future: Future[StepOutcome] = Future()
-        self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
+        with self._closing:
+            if self._is_closed:
+                raise PipelineClosed() from self._giving_up.error
+            self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
         return future
 
     def close(self) -> bool:
@@ -178,16 +181,17 @@ class PipelineRuntime:
 
         Returns whether all threads have ended; one that hangs in a program cannot be stopped and is left behind.
         """
-        if self._is_closed:
+        with self._closing:  # what was submitted before is on the loop now, ahead of the end
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
             return not any(thread.is_alive() for thread in self._threads.values())
-        self._is_closed = True
         for thread in self._threads.values():
             thread.ask_to_stop()
         until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._giving_up.failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
-        left_loop.wait(_STOP_TIMEOUT_S)
+        wait_for(left_loop, _STOP_TIMEOUT_S)
         if self._own_loop is not None:
             self._own_loop.close()
         if self._on_close is not None:
@@ -219,7 +223,7 @@ class PipelineRuntime:
             {stage: running for stage, running in started.items() if running is not None},
             report=None if self._giving_up.error is None else self._giving_up.error.report,
             rank=0 if self._peers is None else self._peers.rank,
-            clock_offset_s=0.0 if self._peers is None else self._peers.clock_offset_s,
+            clock_offset_s=0.0 if self._peers is None else self._peers.clocks.offset_s,
         )
 
     # -- on the event loop: steps ------------------------------------------------------------------------------------
@@ -282,7 +286,7 @@ class PipelineRuntime:
     def _stage_ended(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
         peers = self._peers
         if peers is not None and peers.rank and peers.layout.ranks_of(stage)[0] == peers.rank:
-            peers.report(stage, step, outcome, timeline.as_plain(later_s=peers.clock_offset_s))
+            peers.report(stage, step, outcome, timeline.as_plain(later_s=peers.clocks.offset_s))
         self._add_outcome(stage, step, outcome, timeline)
 
     def _add_outcome(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
@@ -329,6 +333,8 @@ class PipelineRuntime:
         if self.is_under_way() and self._giving_up.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
             self._giving_up.begin(Failure(NoProgress, what, self._states()))
+        if self._peers is not None:
+            self._peers.clocks.refresh()
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
     def _end_with(self, failure: RunFailed) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.peers import Peers
-from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, WaitForReport
+from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, WaitForReport, shortened
+from rrfp_jax.waiting import wait_for
 
 GATHERING_S = 1.0
 """How long other ranks' reports are waited for, or half the silence deadline where that is less."""
@@ -31,6 +32,9 @@ class Failure:
     """Ranks that died or fell silent, with how that was noticed."""
     heard: dict[int, list[StageState]] = field(default_factory=dict)
     """What other ranks tell of their stages."""
+
+    def __post_init__(self) -> None:
+        self.summary = shortened(self.summary)
 
     def as_plain(self) -> dict[str, Any]:
         """For the other ranks."""
@@ -122,8 +126,8 @@ class GivingUp:
             return
         self.failing = failure
         if self._peers is not None:
+            self._loop.call_later(self._wait_s, self._end)  # before all else, so that nothing can keep it from coming
             self._peers.announce(failure.as_plain())
-            self._loop.call_later(self._wait_s, self._end)
         self._end_when_complete()
 
     def heard(self, rank: int, plain: Mapping[str, Any], states: Callable[[], Sequence[StageState]]) -> None:
@@ -145,7 +149,7 @@ class GivingUp:
 
     def wait(self) -> RunFailed:
         """The error, once it is known; for other threads, after :meth:`begin` is on its way."""
-        self._complete.wait(2 * GATHERING_S)
+        wait_for(self._complete)
         assert self.error is not None
         return self.error
 

@@ -34,7 +34,7 @@ class Process:
         layout: the degrees of parallelism and the number of processes.
         cluster: this process's place among several, joined and not yet connected; None: it is the only one.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
-        patience_s: how long this process waits where all have to come, with their programs compiled or a step done.
+        patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
     Raises ValueError where the cluster is not of the layout's size.
@@ -82,7 +82,7 @@ class Process:
         self.cluster.connect()
         assert self.peers is not None
         try:
-            self.peers.synchronise()
+            self.peers.clocks.synchronise(deadline_s=self._patience_s)
         except ConnectionError as error:
             raise StartFailed(str(error)) from error
 
@@ -184,17 +184,17 @@ class Process:
         """The most that this process has held of messages on their way to or from other processes."""
         return 0 if self._latest is None else self._latest.held.peak
 
-    def gather(self, name: str, data: Any = None) -> dict[int, Any]:
-        """Everybody's plain data, by rank, once all have brought theirs.
+    def gather(self, name: str, data: Any = None, *, to_all: bool = True) -> dict[int, Any]:
+        """Everybody's plain data, by rank, once all have brought theirs; see :class:`Gatherings` for ``to_all``.
 
-        All processes call this in the same order, from one thread. Raises RunFailed where one is lost or does not come
-        in time, and StartFailed before anything runs.
+        All processes call this in the same order, from one thread. Waits as long as all of them live. Raises RunFailed
+        where one is lost, and StartFailed before anything runs.
         """
         if self.peers is None:
             return {0: data}
         self._num_gatherings += 1
         try:
-            return self.peers.gather(f"{name} {self._num_gatherings}", data, deadline_s=self._patience_s)
+            return self.peers.gather(f"{name} {self._num_gatherings}", data, to_all=to_all)
         except ConnectionError as error:
             if self._runtime is None:
                 raise StartFailed(f"rank {self.rank} cannot start: {error}") from error

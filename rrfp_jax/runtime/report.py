@@ -1,6 +1,6 @@
 """The wait-for report: which task each stage waits for or runs, and since when; and the errors that carry it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,6 +8,9 @@ from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.tasks import Placement
 
 _MAX_TASKS_SHOWN = 3
+_MAX_MESSAGES_SHOWN = 8
+_MAX_TEXT = 4096
+"""Characters of an error's text that a report keeps; the error itself stays whole where it was raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +129,25 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, 
         since_s=since_s,
         idle_reason=reason and str(reason),
         held=tuple(sorted(arbiter.held())),
-        waits=tuple(
-            f"{w.what} waits for {' and '.join(f'the {m} (stage {owing[m]})' for m in w.missing_messages)}"
-            for w in shown
-        ),
+        waits=tuple(f"{w.what} waits for {_awaited(w.missing_messages, owing)}" for w in shown),
         waits_for_stages=tuple(sorted(set(owing.values()))),
         rank=rank,
     )
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a text that is too long for a report."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+
+
+def _awaited(messages: Sequence[Message], owing: Mapping[Message, int]) -> str:
+    texts = [f"the {message} (stage {owing[message]})" for message in messages[:_MAX_MESSAGES_SHOWN]]
+    if more := len(messages) - len(texts):
+        texts.append(f"{more} more")
+    return " and ".join(texts)
 
 
 def _sender(message: Message, placement: Placement) -> int:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rrfp_jax.runtime.driver import StepOutcome
 from rrfp_jax.runtime.program_stage import StageOutcome
-from rrfp_jax.runtime.waiting import result_of
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.waiting import result_of
 
 
 @dataclass(frozen=True, kw_only=True)

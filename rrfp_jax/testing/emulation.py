@@ -17,9 +17,9 @@ from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.runtime.waiting import result_of
 from rrfp_jax.testing.emulated import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.waiting import result_of
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,17 @@
 """The driver's own promises: closing, misuse, and an executor that fails on the event loop."""
 
+import asyncio
+import threading
+import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
 from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
+from rrfp_jax.runtime.cluster import LoopThread
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -37,15 +43,17 @@ class DirectTransport:
     def __init__(self, deliver: Any) -> None:
         self._deliver = deliver
 
-    def ship(self, payload: Any, stage: int) -> Any:
+    def ship(self, payload: Any, stage: int, message: Message) -> Any:
         return payload
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._deliver(stage, step, message, payload)
 
 
-def make_runtime(stages: list[CountingStage], deadline_s: float = 30) -> PipelineRuntime:
-    graph, placement = chain(len(stages), 2), linear(len(stages))
+def make_runtime(
+    stages: list[CountingStage], deadline_s: float = 30, *, num_microbatches: int = 2, loop: LoopThread | None = None
+) -> PipelineRuntime:
+    graph, placement = chain(len(stages), num_microbatches), linear(len(stages))
     arbiters = [
         StageArbiter(
             graph,
@@ -57,7 +65,7 @@ def make_runtime(stages: list[CountingStage], deadline_s: float = 30) -> Pipelin
         )
         for stage in range(len(stages))
     ]
-    return PipelineRuntime(arbiters, stages, DirectTransport, progress_deadline_s=deadline_s)
+    return PipelineRuntime(arbiters, stages, DirectTransport, progress_deadline_s=deadline_s, loop=loop)
 
 
 def test_steps_may_be_enqueued_ahead_and_run_in_order() -> None:
@@ -99,4 +107,49 @@ def test_a_runtime_without_work_never_reaches_its_deadline() -> None:
     runtime = make_runtime([CountingStage()], deadline_s=0.05)
     time.sleep(0.2)
     assert runtime.submit(0, {}).result().step == 0
+    runtime.close()
+
+
+class SlowLoop:
+    """A loop that takes a step only after whoever closes the pipeline meanwhile has had time to do so."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, closed: threading.Event) -> None:
+        self._loop, self._closed = loop, closed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_soon_threadsafe(self, call: Any, *arguments: Any) -> None:
+        if call.__name__ == "_begin":
+            self._closed.wait(0.3)
+        self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def test_a_step_submitted_while_the_pipeline_closes_ends_too() -> None:
+    shared, closed = LoopThread(), threading.Event()
+    runtime = make_runtime([CountingStage()], loop=shared)
+    runtime._loop = SlowLoop(shared.loop, closed)  # type: ignore[assignment]
+    closing = threading.Timer(0.1, lambda: (runtime.close(), closed.set()))
+    closing.start()
+    with suppress(PipelineClosed):
+        runtime.submit(0, {}).result(timeout=5)  # it ended before the pipeline was closed, or with PipelineClosed
+    closing.join()
+    shared.close()
+
+
+class Interrupted(deque[Any]):
+    """A queue that lets other threads run right after it was found empty."""
+
+    def __len__(self) -> int:
+        if not (length := super().__len__()):
+            time.sleep(0)
+        return length
+
+
+def test_wake_ups_are_never_lost() -> None:
+    """Thousands of tasks over four stages, whose ends come just after the loop has found no more of them."""
+    runtime = make_runtime([CountingStage() for _ in range(4)], num_microbatches=64)
+    runtime._completions = Interrupted()
+    for step in range(20):
+        assert runtime.submit(step, {}).result(timeout=20).step == step
     runtime.close()

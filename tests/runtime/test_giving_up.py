@@ -1,7 +1,10 @@
 """One report from what all ranks say."""
 
+import time
+
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.giving_up import Failure, failed_rank, lost_rank
+from rrfp_jax.runtime.cluster import LoopThread
+from rrfp_jax.runtime.giving_up import Failure, GivingUp, failed_rank, lost_rank
 from rrfp_jax.runtime.report import NoProgress, PeerLost, StageState, TaskFailed
 
 LAYOUT = Layout(num_stages=4, num_ranks=4)
@@ -26,6 +29,35 @@ def over_the_wire(failure: Failure) -> dict:
     from rrfp_jax.runtime.network.plain import pack, unpack
 
     return unpack(pack(failure.as_plain()))
+
+
+class DeafPeers:
+    """Nobody can be told anything."""
+
+    layout, rank = LAYOUT, 0
+
+    def announce(self, failure: object) -> None:
+        raise OSError("the network is broken")
+
+
+def test_nothing_keeps_a_run_from_ending() -> None:
+    loop, ended = LoopThread(), []
+    giving_up = GivingUp(loop.loop, DeafPeers(), 10.0, ended.append)  # type: ignore[arg-type]
+    failure = Failure(TaskFailed, "x" * 5_000_000, [state(0)])
+    loop.loop.call_soon_threadsafe(giving_up.begin, failure)
+    assert isinstance(error := giving_up.wait(), TaskFailed)
+    assert len(str(error)) < 10_000
+    loop.close()
+    assert ended == [error]
+
+
+def test_the_error_is_waited_for_however_long_the_loop_is_busy() -> None:
+    loop = LoopThread()
+    giving_up = GivingUp(loop.loop, None, 10.0, lambda _: None)
+    loop.loop.call_soon_threadsafe(time.sleep, 2.5)
+    loop.loop.call_soon_threadsafe(giving_up.begin, Failure(TaskFailed, "it failed", [state(0)]))
+    assert isinstance(giving_up.wait(), TaskFailed)
+    loop.close()
 
 
 def test_a_lost_rank_is_named_and_found_to_be_what_all_wait_for() -> None:

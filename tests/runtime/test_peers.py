@@ -1,8 +1,9 @@
 """What ranks tell each other beside data: notes, outcomes, failures, gatherings, clocks."""
 
+import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,12 @@ from tests.runtime.network.mesh import PATIENCE_S, eventually
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
 CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)
+CLOCKS_LATER_S = (100.0, 142.5, 57.25)
+"""What each rank's clock shows more than this machine's."""
+
+
+def clock(later_s: float) -> Callable[[], float]:
+    return lambda: time.perf_counter() + later_s
 
 
 class Recorder:
@@ -42,7 +49,10 @@ class Recorder:
 def peers() -> Iterator[list[Peers]]:
     """Three ranks in this process, connected, on one loop; nobody listens yet."""
     key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5), LoopThread()
-    made = [Peers(PeerNetwork(rank=r, num_ranks=3, key=key, settings=settings), LAYOUT) for r in range(3)]
+    made = [
+        Peers(PeerNetwork(rank=r, num_ranks=3, key=key, settings=settings), LAYOUT, clock=clock(later_s))
+        for r, later_s in enumerate(CLOCKS_LATER_S)
+    ]
     addresses = {each.rank: each.network.address for each in made}
     try:
         for each in made:
@@ -86,7 +96,7 @@ def test_everybody_gets_what_everybody_brought(peers: list[Peers]) -> None:
 def test_a_gathering_that_somebody_misses_ends_with_the_deadline(peers: list[Peers]) -> None:
     with ThreadPoolExecutor(2) as pool:
         gatherings = [pool.submit(p.gather, "alone", deadline_s=0.3) for p in peers[:2]]
-        with pytest.raises(PeerFailed, match=r"alone: .*2.* did not come within 0.3 s"):
+        with pytest.raises(PeerFailed, match=r"alone: rank 2 did not come within 0.3 s"):
             gatherings[0].result()
         with pytest.raises(PeerFailed, match=r"within 0.3 s"):
             gatherings[1].result()
@@ -119,10 +129,62 @@ def test_a_gathering_under_way_ends_when_a_rank_gives_up(peers: list[Peers]) -> 
     assert listener.failures == [(2, {"summary": "out of memory"})]
 
 
-def test_clocks_of_one_machine_agree(peers: list[Peers]) -> None:
-    peers[1].synchronise()
-    assert abs(peers[1].clock_offset_s) < 0.02
-    assert peers[0].clock_offset_s == 0.0
+def test_clocks_are_compared_with_rank_0s(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            list(pool.map(lambda p: p.clocks.synchronise(deadline_s=PATIENCE_S), peers))
+            for each, later_s in zip(peers, CLOCKS_LATER_S, strict=True):
+                assert abs(each.clocks.offset_s - (CLOCKS_LATER_S[0] - later_s)) < 0.02, each.rank
+    assert peers[0].clocks.offset_s == 0.0
+
+
+def test_a_report_larger_than_any_header_reaches_the_others(peers: list[Peers]) -> None:
+    listener = Recorder()
+    on_loop(peers[0], lambda: peers[0].attach(listener))
+    on_loop(peers[2], lambda: peers[2].announce({"summary": "x" * 5_000_000}))
+    assert eventually(lambda: bool(listener.failures))
+    assert len(listener.failures[0][1]["summary"]) == 5_000_000
+
+
+def test_what_cannot_travel_does_not_keep_a_rank_from_giving_up(peers: list[Peers]) -> None:
+    on_loop(peers[2], lambda: peers[2].announce({"summary": "a report", "states": object()}))
+    with pytest.raises(PeerFailed, match="gave up: a report"):
+        peers[2].gather("later")
+
+
+def test_a_gathering_larger_than_any_header_comes_to_all(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        brought = list(pool.map(lambda p: p.gather("large", str(p.rank) * 1_000_000), peers))
+    assert all(
+        {rank: len(data) for rank, data in each.items()} == dict.fromkeys(range(3), 1_000_000) for each in brought
+    )
+
+
+def test_what_only_rank_0_needs_comes_to_it_alone(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        brought = list(pool.map(lambda p: p.gather("sizes", 7 * p.rank, to_all=False), peers))
+    assert brought == [{0: 0, 1: 7, 2: 14}, {0: 0}, {0: 0}]
+
+
+def test_a_gathering_waits_as_long_as_all_live(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(p.gather, "unequal") for p in peers[:2]]
+        time.sleep(1.0)
+        assert peers[2].gather("unequal") == {0: None, 1: None, 2: None}
+        assert [each.result(PATIENCE_S) for each in early] == [{0: None, 1: None, 2: None}] * 2
+
+
+def test_a_signal_is_noticed_while_others_are_waited_for(peers: list[Peers]) -> None:
+    other = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    handler_before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_s = time.monotonic()
+    try:
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            peers[0].gather("never", deadline_s=6)
+    finally:
+        signal.signal(signal.SIGINT, handler_before)
+    assert time.monotonic() - start_s < 5
 
 
 def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:

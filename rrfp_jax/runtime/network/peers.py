@@ -19,6 +19,7 @@ from rrfp_jax.runtime.network.liveness import Liveness, Watchers
 from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, pack
 from rrfp_jax.runtime.network.sockets import LOOPBACK, rank_role
 from rrfp_jax.runtime.network.topics import Handler, PackedHandler, Topics, unpacked
+from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class PeerNetwork:
         Raises:
             ConnectionError: where a peer is lost or leaves before, or the time is over.
         """
-        if not self._decided.wait(timeout_s):
+        if not wait_for(self._decided, timeout_s):
             raise ConnectionError(f"rank {self.rank} of {self.num_ranks} has not reached all ranks after {timeout_s} s")
         if self._missed:
             time.sleep(_MORE_LOSSES_S)

@@ -22,6 +22,7 @@ from rrfp_jax.runtime.network.keys import RunKey
 from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
 from rrfp_jax.runtime.network.roll_call import Hello, Member, RollCall, parse_exit
 from rrfp_jax.runtime.network.sockets import LOOPBACK, QuietLog, bind, connection_events, new_socket, serve_as, watch
+from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 SERVER_ROLE, MEMBER_ROLE = "rendezvous", "member"
@@ -90,7 +91,7 @@ class RendezvousServer:
             RendezvousFailed: where they did not.
             TimeoutError: after ``timeout_s`` without a verdict.
         """
-        if not self._decided.wait(timeout_s):
+        if not wait_for(self._decided, timeout_s):
             raise TimeoutError(f"the rendezvous has no verdict after {timeout_s} s")
         if self._roll.members is None:
             raise RendezvousFailed(self._roll.failure)

@@ -33,6 +33,7 @@ from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
 from rrfp_jax.runtime.transports.sockets import SocketsRemote
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
+from rrfp_jax.waiting import wait_for
 
 _ADDRESS, _OFFER, _CONFIRMATION = "transfer-address", "transfer-offer", "transfer-confirmation"
 _KEY, _NUMBER, _CONFIRMED = "k", "n", "c"
@@ -118,7 +119,7 @@ class TransferRemote:
         address = self._server.address()
         for rank in self._owed:
             self._network.send_threadsafe(rank, _ADDRESS, {_ADDRESS: address})
-        if self._owed and not self._all_known.wait(timeout_s):
+        if self._owed and not wait_for(self._all_known, timeout_s):
             missing = sorted(self._owed.keys() - self._addresses.keys())
             raise ConnectionError(f"no transfer server's address came from ranks {missing} within {timeout_s} s")
         for rank in self._owed:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rrfp_jax.runtime.waiting import result_of
+from rrfp_jax.waiting import result_of
 
 
 def test_a_signal_that_does_not_interrupt_the_wait_is_noticed() -> None:

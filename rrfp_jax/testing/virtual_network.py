@@ -1,0 +1,80 @@
+"""A network among thousands of ranks in one process: no sockets, no threads, every message counted.
+
+For the parts of the control plane, which only need to send, to subscribe and to be called on "the loop". Nothing
+happens until :meth:`VirtualNetwork.run`, which delivers messages and calls in the order in which they were sent.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rrfp_jax.runtime.network.plain import pack, unpack
+
+Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
+
+
+@dataclass
+class Counts:
+    """What one rank has done."""
+
+    num_sent: int = 0
+    num_received: int = 0
+    sent_bytes: int = 0
+    neighbours: set[int] = field(default_factory=set)
+    """The ranks that it has sent to or heard from."""
+    handlers_s: float = 0.0
+    """Processor time of its handlers, those of its own calls included."""
+
+
+class VirtualNetwork:
+    """All ranks of a run; ``ranks[r]`` is what rank r has of it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [VirtualRank(self, rank, num_ranks) for rank in range(num_ranks)]
+        self.queue: deque[tuple[VirtualRank, Callable[[], None]]] = deque()
+
+    def run(self) -> None:
+        """Deliver messages and make calls until none are left."""
+        clock = time.process_time
+        while self.queue:
+            rank, call = self.queue.popleft()
+            start_s = clock()
+            call()
+            rank.counts.handlers_s += clock() - start_s
+
+    def reset_counts(self) -> None:
+        """Count from now on."""
+        for rank in self.ranks:
+            rank.counts = Counts()
+
+
+class VirtualRank:
+    """One rank's network; the methods are those of :class:`rrfp_jax.runtime.network.PeerNetwork`."""
+
+    def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int) -> None:
+        self._network, self.rank, self.num_ranks = network, rank, num_ranks
+        self._handlers: dict[str, Handler] = {}
+        self.counts = Counts()
+
+    def subscribe(self, topic: str, handler: Handler) -> None:
+        """Give the messages of a topic to ``handler``."""
+        self._handlers[topic] = handler
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Make a call in its turn."""
+        self._network.queue.append((self, call))
+
+    def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
+        """Send a message; its header is packed as it would be for a socket."""
+        packed, other = pack(header), self._network.ranks[rank]
+        self.counts.num_sent += 1
+        self.counts.sent_bytes += len(packed) + sum(memoryview(frame).nbytes for frame in frames)
+        self.counts.neighbours.add(rank)
+        other.call_soon(lambda: other._receive(self.rank, topic, packed, [memoryview(frame) for frame in frames]))
+
+    def _receive(self, sender: int, topic: str, packed: bytes, frames: list[memoryview]) -> None:
+        self.counts.num_received += 1
+        self.counts.neighbours.add(sender)
+        self._handlers[topic](sender, unpack(packed), frames)

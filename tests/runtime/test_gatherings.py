@@ -1,0 +1,36 @@
+"""Gatherings of thousands of ranks over a network that only counts."""
+
+import pytest
+
+from rrfp_jax.runtime.gatherings import Gatherings
+from rrfp_jax.testing.virtual_network import VirtualNetwork
+from rrfp_jax.tree import CONTROL_DEGREE
+
+
+def gather(num_ranks: int, data_of, *, to_all: bool = True):
+    network = VirtualNetwork(num_ranks)
+    ranks = [Gatherings(rank) for rank in network.ranks]
+    under_way = [each.bring("sizes", data_of(each.rank), to_all=to_all) for each in ranks]
+    network.run()
+    assert all(gathering.complete.is_set() for gathering in under_way)
+    return ranks, network
+
+
+def test_the_sizes_of_4096_ranks_gather() -> None:
+    sizes = lambda rank: [[[10 * rank + chunk, 1 << 30, 3 << 30, 1 << 40] for chunk in range(10)], [[rank, None]]]  # noqa: E731
+    ranks, network = gather(4096, sizes)
+    expected = {rank: sizes(rank) for rank in range(4096)}
+    for rank in (0, 1, 2047, 4095):
+        assert ranks[rank].result("sizes") == expected
+    busiest = max(network.ranks, key=lambda rank: rank.counts.num_sent)
+    assert busiest.counts.num_sent <= CONTROL_DEGREE + 1
+    assert max(len(rank.counts.neighbours) for rank in network.ranks) <= CONTROL_DEGREE + 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 6, 100])
+def test_what_only_rank_0_needs_makes_no_large_answers(num_ranks: int) -> None:
+    ranks, network = gather(num_ranks, lambda rank: rank, to_all=False)
+    assert ranks[0].result("sizes") == {rank: rank for rank in range(num_ranks)}
+    for each in ranks[1:]:
+        assert each.result("sizes") == {0: 0}
+    assert all(rank.counts.sent_bytes < 40 * (CONTROL_DEGREE + 1 + num_ranks) for rank in network.ranks)
