@@ -1,6 +1,7 @@
 """The checkpoints of a run: saved in the background, committed as a whole, restored into any layout."""
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,15 +13,13 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.checkpoint.attempt import Attempt, PartWriter, attempt_at, commit, new_data_name
-from rrfp_jax.checkpoint.coordinator import Alone, Coordinator, Gatherings
-from rrfp_jax.checkpoint.files import remove_tree
-from rrfp_jax.checkpoint.host_arrays import HostArray, copy_to_host
-from rrfp_jax.checkpoint.layers import ChunkLayers
-from rrfp_jax.checkpoint.names import Name
-from rrfp_jax.checkpoint.owners import Owner, parts_of_step
-from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers, steps_in
-from rrfp_jax.checkpoint.record import Unusable
+from rrfp_jax.checkpoint.arrays import HostArray, Name, copy_to_host
+from rrfp_jax.checkpoint.coordinator import Alone, Calls, Coordinator, NotDone, Together, sentence
+from rrfp_jax.checkpoint.files import canonical_json, remove_tree
+from rrfp_jax.checkpoint.layers import OPTIMIZER, ChunkLayers
+from rrfp_jax.checkpoint.parts import Owner, PartWriter, parts_of_step
+from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
+from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, step_directory, steps_in
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
 from rrfp_jax.programs.initial import ChunkState
 from rrfp_jax.waiting import result_of
@@ -38,6 +37,15 @@ class Saved:
     duration_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """What is to be saved of a step; ``arrays`` and ``host`` are this process's."""
+
+    step: int
+    arrays: Mapping[Name, HostArray]
+    host: Mapping[str, Any]
+
+
 class Checkpoints:
     """Saves and restores the state of a run. Every method is called by all ranks, in the same order.
 
@@ -49,9 +57,10 @@ class Checkpoints:
         processes: ``jax.process_index()`` of every rank; None: the rank itself, or 0 where each rank runs a JAX of its
             own.
         layout: written down with every step, for people.
-        timeout_s: how long ranks wait for each other before a save counts as failed.
+        before_commit: called on rank 0 before a step is committed; an error that it raises is why it is not.
 
-    What earlier saves left that did not come to an end is removed at once.
+    What earlier saves left that did not come to an end is removed at once. Ranks wait for each other for as long as all
+    of them live. An error of one rank reaches all of them: :class:`NotDone`, a ValueError, with the same sentence.
     """
 
     def __init__(
@@ -63,21 +72,21 @@ class Checkpoints:
         coordinator: Coordinator | None = None,
         processes: Sequence[int] | None = None,
         layout: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}: give 1 or more checkpoints")
         self.directory, self._owners, self._keep = Path(directory).absolute(), owners, keep
         self._layout = dict(layout or {})
         self._parts = parts_of_step(owners)
-        self._gatherings = Gatherings(coordinator or Alone(), deadline_s=timeout_s)
-        self._rank = self._gatherings.rank
+        coordinator = coordinator or Alone()
+        self._rank, self._calls, self._before_commit = coordinator.rank, Calls(coordinator), before_commit
         num_ranks = 1 + max(rank for part in self._parts for rank in part.ranks)
         if processes is None:
             processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
         self._writer = PartWriter(self._rank, self._parts, processes)
         self._under_way: Future[Saved] | None = None
-        self._first_rank_does("leftovers", lambda: remove_leftovers(self.directory))
+        self._calls.next("leftovers").first("removed", lambda: remove_leftovers(self.directory))
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -92,12 +101,19 @@ class Checkpoints:
                 this returns.
             host: plain data to be kept with the step; rank 0's counts.
 
-        Raises ValueError where ``host`` is not plain data, or states lack a layer that this rank is to write.
+        Raises ValueError where ``host`` is not plain data, or states lack a layer that this rank is to write; the step
+        is then saved by no rank.
         """
         self.wait()
-        arrays = self._copy(states)
-        attempt = attempt_at(self.directory, step, new_data_name(), arrays, host)
-        self._under_way = _in_background(lambda: self._save(attempt))
+        together, attempt = self._calls.next("save"), _Attempt(step=step, arrays={}, host={})
+        try:
+            canonical_json(host)
+            attempt = _Attempt(step=step, arrays=self._copy(states), host=host)
+        except Exception as error:
+            problem = sentence(error)
+            self._under_way = _in_background(lambda: self._save(together, attempt, problem))
+            raise
+        self._under_way = _in_background(lambda: self._save(together, attempt, None))
 
     def wait(self) -> Saved | None:
         """Wait for the save under way; returns how the last one ended."""
@@ -123,103 +139,112 @@ class Checkpoints:
             raise ValueError(f"rank {self._rank} is to write {', '.join(missing)}: give the states of their chunks")
         return copy_to_host(arrays, writes)
 
-    def _save(self, attempt: Attempt) -> Saved:
+    def _save(self, together: Together, attempt: _Attempt, problem: str | None) -> Saved:
+        """On all ranks, in the background; ``problem``: why this rank cannot take part."""
         start_s = time.monotonic()
         try:
-            failure = self._save_together(attempt)
+            self._save_together(together, attempt, problem)
+            failure = None
         except Exception as error:
-            failure = _sentence(error)
-        if failure is not None:
+            failure = sentence(error)
             _LOG.warning("step %d was not saved: %s", attempt.step, failure)
         return Saved(step=attempt.step, failure=failure, duration_s=time.monotonic() - start_s)
 
-    def _save_together(self, attempt: Attempt) -> str | None:
-        attempt = _with_data(attempt, self._gatherings.from_first("data", attempt.data))
-        written, failure = {}, None
+    def _save_together(self, together: Together, attempt: _Attempt, problem: str | None) -> None:
+        directory = step_directory(self.directory, attempt.step)
+        # Every attempt writes to a directory of its own, whose name rank 0 chooses.
+        data = together.each("start", lambda: _start(directory, problem))[0]
         try:
-            written = self._writer.write(attempt)
-        except Exception as error:  # whatever Orbax, TensorStore or the file system may raise
-            failure = f"rank {self._rank}: {_sentence(error)}"
-        reports = self._gatherings.gather("written", {"parts": written, "failure": failure})
-        if self._rank:
-            return self._gatherings.from_first("committed")
-        failure = self._conclude(attempt, reports)
-        with suppress(ConnectionError):  # the step is committed all the same, or is not
-            self._gatherings.gather("committed", failure)
-        return failure
-
-    def _conclude(self, attempt: Attempt, reports: Sequence[Mapping[str, Any]]) -> str | None:
-        """On rank 0, once all have written: commit, or clear away."""
-        failure = next((report["failure"] for report in reports if report["failure"]), None)
-        if failure is None:
-            try:
-                written = {part: sha for report in reports for part, sha in report["parts"].items()}
-                commit(attempt, self._parts, written, self._layout)
-            except OSError as error:
-                failure = _sentence(error)
-        if failure is None:
+            together.each("written", lambda: self._writer.write(directory / data, attempt.arrays))
+            finished = together.each("finished", lambda: self._writer.finish(directory / data, attempt.arrays))
+            parts = {part: checksum for own in finished for part, checksum in own.items()}
+            together.first("committed", lambda: self._commit(attempt, data, parts))
+        except NotDone:
+            if self._rank == 0:
+                remove_tree(directory / data)
+                with suppress(OSError):
+                    directory.rmdir()  # only if it is empty
+            raise
+        except ConnectionError:
+            # Rank 0 may have committed the step, and not been heard: the record says it.
+            if not is_committed(self.directory, attempt.step, data):
+                raise
+        if self._rank == 0:
             with suppress(OSError):  # the step is committed; what stays too long is removed after the next one
                 keep_last(self.directory, attempt.step, self._keep)
-            return None
-        remove_tree(attempt.directory / attempt.data)
-        with suppress(OSError):
-            attempt.directory.rmdir()  # only if it is empty
-        return failure
+
+    def _commit(self, attempt: _Attempt, data: str, parts: Mapping[str, str]) -> None:
+        """On rank 0, once all have written. Raises OSError where the disk does not let it."""
+        directory = step_directory(self.directory, attempt.step)
+        missing = [part.name for part in self._parts if not (directory / data / f"{part.name}.json").exists()]
+        if missing:
+            raise OSError(
+                f"{', '.join(missing)} is not in {directory} as rank 0 sees it: checkpoints need a directory that all "
+                "processes share"
+            )
+        self._before_commit()
+        commit = Commit(step=attempt.step, data=data, parts=parts, layout=self._layout, host=attempt.host)
+        try:
+            commit.write(directory)
+        except OSError:
+            if not is_committed(self.directory, attempt.step, data):
+                raise
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
     def newest(self) -> Found | None:
         """The newest step that can be restored, or None; those that cannot are named in a warning each."""
         self.wait()
-        for step in self._gatherings.from_first("steps", steps_in(self.directory)):
-            found, problem = self._examine(step)
-            if found is not None:
-                return found
-            _LOG.warning("%s", problem)
+        together = self._calls.next("newest")
+        for step in together.first("steps", lambda: steps_in(self.directory)):
+            try:
+                return self._examine(together, step)
+            except NotDone as problem:
+                _LOG.warning("%s", problem)
         return None
 
     def find(self, step: int) -> Found:
         """A step that can be restored; raises Unusable, a ValueError, where this one cannot."""
         self.wait()
-        found, problem = self._examine(step)
-        if found is None:
-            raise Unusable(problem)
-        return found
+        try:
+            return self._examine(self._calls.next("find"), step)
+        except NotDone as problem:
+            raise Unusable(str(problem)) from None
 
     def restore(self, found: Found, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
         """The states of chunks, as ``targets`` say: arrays or specs (``jax.ShapeDtypeStruct``) with shardings.
 
-        Every process reads its own share only. Cuts, shardings and degrees may differ from those at saving. Raises
-        ValueError where model or optimizer do.
+        Every process reads its own share only; an optimizer state that is one and the same object in several targets is
+        read once. Cuts, shardings and degrees may differ from those at saving. Raises ValueError, on all ranks, where
+        model or optimizer do.
         """
-        return [layers.join(read_layers(found, layers.split(target)), target) for layers, target in targets]
+        states: list[ChunkState] = []
+        shared: dict[int, dict[Name, jax.Array]] = {}
 
-    def _examine(self, step: int) -> tuple[Found | None, str | None]:
-        found, problem = None, None
-        try:
-            found = open_step(self.directory, step)
-        except Unusable as error:
-            problem = str(error)
-        problems = self._gatherings.gather("records", problem)
-        if any(problems) or found is None:
-            return None, next(filter(None, problems))
-        problems = self._gatherings.gather("files", check_files(found, self._rank, len(problems)))
-        return (None, next(filter(None, problems))) if any(problems) else (found, None)
+        def read() -> None:
+            for layers, target in targets:
+                specs, known = layers.split(target), shared.get(id(target.optimizer_state), {})
+                leaves = known | read_layers(found, {name: spec for name, spec in specs.items() if name not in known})
+                shared[id(target.optimizer_state)] = {n: leaf for n, leaf in leaves.items() if n[1] == OPTIMIZER}
+                states.append(layers.join(leaves, target))
 
-    def _first_rank_does(self, what: str, action: Callable[[], None]) -> None:
-        if self._rank == 0:
-            action()
-        self._gatherings.gather(what)
+        self._calls.next("restore").each("read", read)
+        return states
 
-
-def _with_data(attempt: Attempt, data: str) -> Attempt:
-    return Attempt(step=attempt.step, arrays=attempt.arrays, host=attempt.host, directory=attempt.directory, data=data)
+    def _examine(self, together: Together, step: int) -> Found:
+        found: list[Found] = []
+        ranks = together.each(f"step {step} opened", lambda: found.append(open_step(self.directory, step)))
+        together.each(f"step {step} checked", lambda: check_files(found[0], self._rank, len(ranks)))
+        return found[0]
 
 
-def _sentence(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    short = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
-    return f"{type(error).__name__}: {short}"
+def _start(directory: Path, problem: str | None) -> str:
+    """Raise ValueError where an attempt cannot be begun, else return a name for it that no other attempt has."""
+    if problem is not None:
+        raise ValueError(problem)
+    if directory.is_symlink():
+        raise ValueError(f"{directory} is a symbolic link, through which nothing is written: remove it")
+    return f"data-{secrets.token_hex(4)}"
 
 
 def _in_background(work: Callable[[], Saved]) -> "Future[Saved]":

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from rrfp_jax.checkpoint.host_arrays import is_key
-from rrfp_jax.checkpoint.names import Name, describe, name_of, named_leaves
+from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.initial import ChunkState, parts_of, pick
 from rrfp_jax.programs.shapes import param_specs

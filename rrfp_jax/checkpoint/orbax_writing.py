@@ -1,4 +1,4 @@
-"""Writing with Orbax: one checkpoint per group of processes, of arrays that were copied to host before.
+"""Writing with Orbax: one checkpoint per part, by a group of processes, of arrays that were copied to host before.
 
 Orbax's own handlers do not fit: that for ``jax.Array`` refuses arrays whose devices all belong to one process as soon
 as the run has several, that for NumPy arrays writes on process 0 only. A handler of one's own is Orbax's public way
@@ -6,22 +6,23 @@ out; what it writes is what Orbax itself would, and plain Orbax reads it.
 """
 
 import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import future, type_handlers
 
 # Where Orbax puts an array inside a checkpoint, for its merging of what several processes wrote, has no public name.
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from rrfp_jax.checkpoint.host_arrays import HostArray
-from rrfp_jax.checkpoint.names import Name, nested
+from rrfp_jax.checkpoint.arrays import HostArray, Name, nested
 
 _CHUNK_BYTES = 16 << 20
 """What is read at once, at least: small enough to read a share of a large array, large enough for a disk."""
@@ -83,10 +84,10 @@ class _HostArrayHandler(type_handlers.TypeHandler):
             await array[index].write(piece, can_reference_source_data_indefinitely=True).copy
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        raise NotImplementedError("see orbax_reading")
+        raise NotImplementedError("see reader")
 
     async def metadata(self, infos: Any) -> Any:
-        raise NotImplementedError("see orbax_reading")
+        raise NotImplementedError("see reader")
 
 
 async def _open_store(value: HostArray, info: Any, arg: ocp.SaveArgs) -> ts.KvStore:
@@ -112,81 +113,60 @@ def chunk_shape(shape: Sequence[int], item_bytes: int, limit_bytes: int) -> list
     return chunks
 
 
-class _PatientHandler(ocp.CheckpointHandler):
-    """Keeps an error until every member has passed all barriers: nobody waits for a member whose disk is full."""
-
-    def __init__(self, inner: ocp.PyTreeCheckpointHandler) -> None:
-        self._inner = inner
-        self.error: Exception | None = None
-
-    def save(self, directory: Any, args: "_Arrays") -> None:
-        self.error = None
-        try:
-            self._inner.save(directory, args=ocp.args.PyTreeSave(args.tree))
-        except Exception as error:
-            self.error = error
-
-    def finalize(self, directory: Any) -> None:
-        try:
-            if self.error is None:
-                self._inner.finalize(directory)
-        except Exception as error:
-            self.error = error
-
-    def restore(self, directory: Any, args: Any = None) -> Any:
-        raise NotImplementedError("see orbax_reading")
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-@ocp.args.register_with_handler(_PatientHandler, for_save=True, for_restore=True)
-@dataclass
-class _Arrays(ocp.args.CheckpointArgs):
-    tree: Any
-
-
-class GroupCheckpointer:
-    """Saves arrays that are spread over the processes of a group, which all take part in every save.
+class PartFiles:
+    """The files of one part, written by a group of processes side by side.
 
     Args:
-        processes: ``jax.process_index()`` of the group's members, this process among them.
-        label: the same on all members, and no other group's; tells their barriers apart.
+        processes: ``jax.process_index()`` of the group's members, the first of them first.
+        is_first: whether this process is the first member, which also writes what is known of the part as a whole.
 
-    Members wait for each other for five minutes at most, which is Orbax's own limit.
+    Nobody waits for anybody here: the caller sees to it that all members have written before the first one merges.
     """
 
-    def __init__(self, processes: Sequence[int], *, label: str) -> None:
-        primary = min(processes)
-        self.is_primary = jax.process_index() == primary
-        options = ocp.options.MultiprocessingOptions(
-            primary_host=primary, active_processes=set(processes), barrier_sync_key_prefix=label
+    def __init__(self, processes: Sequence[int], *, is_first: bool) -> None:
+        # Orbax's handler, without its Checkpointer: that brings members together by barriers with a deadline of their
+        # own, in which the others are left waiting when one of them fails.
+        self._handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=True,
+            use_compression=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=processes[0], active_processes=set(processes)
+            ),
+            type_handler_registry=type_handlers.create_type_handler_registry(
+                (HostArray, _HostArrayHandler(primary=is_first)),
+                (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
+            ),
         )
-        self._handler = _PatientHandler(
-            ocp.PyTreeCheckpointHandler(
-                use_ocdbt=True,
-                use_compression=False,
-                multiprocessing_options=options,
-                type_handler_registry=type_handlers.create_type_handler_registry(
-                    (HostArray, _HostArrayHandler(primary=self.is_primary)),
-                    (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
-                ),
-            )
-        )
-        # Not its AsyncCheckpointer: that would keep the process from ending while members wait for each other, logs
-        # every failure itself, and hands errors of one save to the next.
-        self._checkpointer = ocp.Checkpointer(self._handler, multiprocessing_options=options)
 
-    def save(self, path: Path, arrays: Mapping[Name, HostArray]) -> None:
-        """Write the arrays to a new directory; returns once all members have.
+    def write(self, path: Path, arrays: Mapping[Name, HostArray]) -> None:
+        """Write this process's pieces into the part's directory, which is made where it is missing.
 
-        Raises whatever Orbax, TensorStore or the file system raise, on the member where it happens; the directory is
-        complete only where none does.
+        Raises whatever Orbax, TensorStore or the file system raise.
         """
-        self._checkpointer.save(path, args=_Arrays(nested(arrays)))
-        if self._handler.error is not None:
-            raise self._handler.error
+        path.mkdir(parents=True, exist_ok=True)
+        with _raised_is_not_logged():
+            self._handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(arrays)))
+
+    def merge(self, path: Path) -> None:
+        """Put together what the members have written; on the first one."""
+        with _raised_is_not_logged():
+            self._handler.finalize(epath.Path(path))
 
     def close(self) -> None:
         """Free the threads."""
-        self._checkpointer.close()
+        self._handler.close()
+
+
+@contextmanager
+def _raised_is_not_logged() -> Iterator[None]:
+    """Orbax's threads log the traceback of every error that they also hand on: it is told once, by who saves."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
+
+    log = logging.getLogger("absl")
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath  # type: ignore[import-untyped]
+from orbax.checkpoint import type_handlers
 
-from rrfp_jax.checkpoint.host_arrays import is_key
-from rrfp_jax.checkpoint.names import Name, describe
-from rrfp_jax.checkpoint.orbax_reading import read_arrays
-from rrfp_jax.checkpoint.record import Commit, PartRecord, Unusable, check_file, step_directory, step_of
+from rrfp_jax.checkpoint.arrays import Name, describe, is_key, nested
+from rrfp_jax.checkpoint.record import Commit, PartRecord, Unusable, check_file, step_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +29,6 @@ class Found:
     """What was given to ``save`` beside arrays."""
     parts: Mapping[Path, PartRecord]
     """By the directory of the part."""
-
-
-def steps_in(root: Path) -> list[int]:
-    """The steps that directories are named after, newest first."""
-    if not root.is_dir():
-        return []
-    steps = {step_of(entry) for entry in root.iterdir() if entry.is_dir()}
-    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def open_step(root: Path, step: int) -> Found:
@@ -55,15 +48,15 @@ def open_step(root: Path, step: int) -> Found:
     return Found(step=step, path=directory, layout=commit.layout, host=commit.host, parts=parts)
 
 
-def check_files(found: Found, rank: int, num_ranks: int) -> str | None:
-    """What is wrong with a step's files, in one sentence, or None; every rank looks at its share of the files."""
+def check_files(found: Found, rank: int, num_ranks: int) -> None:
+    """Look at a rank's share of a step's files; raises Unusable, with one sentence, where one is not as it was."""
     files = [(path / name, expected) for path, part in found.parts.items() for name, expected in part.files.items()]
     files.sort(key=lambda file: file[1].num_bytes)
     for path, expected in files[rank::num_ranks]:
         problem = check_file(path, expected)
         if problem:
-            return f"step {found.step} cannot be restored from {found.path}: {path.relative_to(found.path)} {problem}"
-    return None
+            where = path.relative_to(found.path)
+            raise Unusable(f"step {found.step} cannot be restored from {found.path}: {where} {problem}")
 
 
 def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array]:
@@ -71,7 +64,7 @@ def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array
 
     Beside what was read before, memory holds the arrays being read twice, which are one or together at most 16 MiB.
 
-    Raises ValueError for an array that the step does not have, or has in another shape or dtype.
+    Raises Unusable for an array that the step does not have, or has in another shape or dtype.
     """
     part_of_layer = {layer: path for path, part in found.parts.items() for layer in part.layers}
     by_layer: dict[str, dict[Name, Any]] = {}
@@ -84,10 +77,10 @@ def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array
     for layer, wanted in by_layer.items():
         part = part_of_layer.get(layer)
         if part is None:
-            raise ValueError(f"{found.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
+            raise Unusable(f"{found.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
         _check_specs(found, found.parts[part], wanted)
         for batch in _batches(wanted):
-            arrays |= read_arrays(part, batch)
+            arrays |= _read_arrays(part, batch)
     return {name: _typed(arrays[name], spec) for name, spec in specs.items()}
 
 
@@ -113,10 +106,10 @@ def _check_specs(found: Found, part: PartRecord, wanted: Mapping[Name, Any]) -> 
     for name, spec in wanted.items():
         saved = part.arrays.get(name)
         if saved is None:
-            raise ValueError(f"{found.path} has no array {describe(name)}: {_REMEDY}")
+            raise Unusable(f"{found.path} has no array {describe(name)}: {_REMEDY}")
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))
         if saved != here:
-            raise ValueError(
+            raise Unusable(
                 f"{describe(name)} is {_text(*saved)} in {found.path} and {_text(*here)} in this run: {_REMEDY}"
             )
 
@@ -143,3 +136,31 @@ def _empty(spec: Any) -> jax.Array:
     return jax.make_array_from_callback(
         spec.shape, spec.sharding, lambda _: np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
     )
+
+
+def _read_arrays(path: Path, specs: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, jax.Array]:
+    """Read arrays of a checkpoint in the shapes, dtypes and shardings given, only what lies on this process's devices.
+
+    Waits for no other process.
+    """
+    handler = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        ),
+        type_handler_registry=type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler())),
+    )
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=spec.sharding, global_shape=spec.shape, dtype=spec.dtype
+        )
+        for name, spec in specs.items()
+    }
+    args = ocp.args.PyTreeRestore(nested(specs), restore_args=nested(restore_args), partial_restore=True)
+    tree = handler.restore(epath.Path(path), args=args)
+    return {name: _pick(tree, name) for name in specs}
+
+
+def _pick(tree: Any, name: Name) -> Any:
+    for key in name:
+        tree = tree[key]
+    return tree

@@ -19,20 +19,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, Field
+
+from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.checkpoint.files import FileSum, canonical_json, sum_file, write_whole
-from rrfp_jax.checkpoint.names import Name
 
 FORMAT, VERSION = "rrfp-jax checkpoint", 1
 COMMIT = "commit.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _DATA = re.compile(r"data-[0-9a-f]+")
+_COMMIT_NAME = re.compile(re.escape(COMMIT))
 _TEMPORARY = re.compile(re.escape(COMMIT) + r"\.[0-9a-f]+\.tmp")
 
 
 class Unusable(ValueError):
-    """A checkpoint that cannot be restored; the message says in one sentence why."""
+    """A checkpoint that cannot be restored, at all or in this run; the message says in one sentence why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +69,14 @@ class PartRecord:
             raise Unusable(f"{path.name} cannot be read ({error.strerror})") from None
         if hashlib.sha256(data).hexdigest() != checksum:
             raise Unusable(f"{path.name} is damaged")
-        content = json.loads(data)
+        try:
+            form = _PartForm.model_validate_json(data)
+        except ValueError:
+            raise Unusable(f"{path.name} is malformed") from None
         return cls(
-            layers=tuple(content["layers"]),
-            arrays={tuple(name): (dtype, tuple(shape)) for name, dtype, shape in content["arrays"]},
-            files={name: FileSum(*of) for name, of in content["files"].items()},
+            layers=form.layers,
+            arrays={name: (dtype, shape) for name, dtype, shape in form.arrays},
+            files={name: FileSum(*of) for name, of in form.files.items()},
         )
 
 
@@ -107,23 +113,59 @@ class Commit:
         """Read what :meth:`write` wrote; raises Unusable for anything else."""
         try:
             data = json.loads((directory / COMMIT).read_bytes())
+            content: Any = data.get("content") if isinstance(data, dict) else None
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise Unusable("it is no checkpoint of this package")
+            is_whole = hashlib.sha256(canonical_json(content)).hexdigest() == data.get("sha256")
         except FileNotFoundError:
             raise Unusable("it was never committed") from None
         except OSError as error:
             raise Unusable(f"{COMMIT} cannot be read ({error.strerror})") from None
-        except ValueError:
-            raise Unusable(f"{COMMIT} is damaged") from None
-        content = data.get("content") if isinstance(data, dict) else None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Unusable("it is no checkpoint of this package")
-        if hashlib.sha256(canonical_json(content)).hexdigest() != data.get("sha256"):
+        except Unusable:
+            raise
+        except (ValueError, RecursionError):  # no JSON, numbers that are none, or too deep
+            is_whole = False
+        if not is_whole:
             raise Unusable(f"{COMMIT} is damaged")
         if content.get("version") != VERSION:
             raise Unusable(f"it has format version {content.get('version')}, this package reads {VERSION}")
-        fields = {name: content[name] for name in ("step", "data", "parts", "layout", "host")}
-        if step_of(directory) != fields["step"]:
-            raise Unusable(f"it is a copy of step {fields['step']} under another name")
-        return cls(**fields)
+        try:
+            form = _CommitForm.model_validate(content)
+        except ValueError:
+            raise Unusable(f"{COMMIT} is malformed") from None
+        if step_of(directory) != form.step:
+            raise Unusable(f"it is a copy of step {form.step} under another name")
+        return cls(**dict(form))
+
+
+def _inside(path: str) -> str:
+    """A path below a directory, which it does not leave."""
+    if "\0" in path or {"", ".", ".."} & set(path.split("/")):
+        raise ValueError("leads elsewhere")
+    return path
+
+
+def _name(name: str) -> str:
+    if "/" in name:
+        raise ValueError("is no name")
+    return _inside(name)
+
+
+# A checksum shows that a record is as it was written, not who wrote it: so its form is looked at too.
+
+
+class _PartForm(BaseModel, strict=True):
+    layers: tuple[str, ...]
+    arrays: tuple[tuple[tuple[str, ...], str, tuple[int, ...]], ...]
+    files: dict[Annotated[str, AfterValidator(_inside)], tuple[int, int]]
+
+
+class _CommitForm(BaseModel, strict=True):
+    step: int
+    data: Annotated[str, Field(pattern=f"^{_DATA.pattern}$")]
+    parts: dict[Annotated[str, AfterValidator(_name)], str]
+    layout: dict[str, Any]
+    host: dict[str, Any]
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -137,12 +179,38 @@ def step_of(directory: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_ours(directory: Path) -> bool:
-    """Whether a step's directory holds nothing but what this package puts there, so that it may be removed."""
-    return all(
-        entry.name == COMMIT or _DATA.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
-        for entry in directory.iterdir()
-    )
+def is_ours(path: Path) -> bool:
+    """Whether a step's directory, or an entry of it, is what this package puts there, so that it may be removed.
+
+    A symbolic link is not: what it shows belongs to somebody else.
+    """
+    if path.is_symlink():
+        return False
+    if step_of(path) is not None:
+        return path.is_dir() and all(is_ours(entry) for entry in path.iterdir())
+    return any(form.fullmatch(path.name) for form in (_COMMIT_NAME, _DATA, _TEMPORARY))
+
+
+def last_committed(root: Path) -> int | None:
+    """The newest step that is committed; whether its files are whole is not looked at."""
+    return next((step for step in steps_in(root) if is_committed(root, step)), None)
+
+
+def is_committed(root: Path, step: int, data: str | None = None) -> bool:
+    """Whether a step is committed; with ``data``, by this very attempt."""
+    try:
+        found = Commit.read(step_directory(root, step)).data
+    except Unusable:
+        return False
+    return data is None or found == data
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps that directories are named after, newest first."""
+    if not root.is_dir():
+        return []
+    steps = {step_of(entry) for entry in root.iterdir() if entry.is_dir()}
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def check_file(path: Path, expected: FileSum) -> str | None:

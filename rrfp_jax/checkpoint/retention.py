@@ -1,20 +1,21 @@
-"""What is removed, and when: only after something newer is committed, and always the record of a commit first."""
+"""What is removed, and when: only after something newer is committed, and always the record of a commit first.
+
+Nothing is ever changed through a symbolic link, and a directory that holds anything that is not ours is left alone.
+"""
 
 import logging
 from pathlib import Path
 
 from rrfp_jax.checkpoint.files import remove_tree, sync_directory
-from rrfp_jax.checkpoint.reader import steps_in
-from rrfp_jax.checkpoint.record import COMMIT, Commit, Unusable, is_ours, step_directory
+from rrfp_jax.checkpoint.record import COMMIT, Commit, Unusable, is_committed, is_ours, step_directory, steps_in
 
 _LOG = logging.getLogger(__name__)
 
 
 def remove_leftovers(root: Path) -> None:
     """Remove what saves left that did not come to an end; called while none is under way."""
-    for step in steps_in(root):
-        directory = step_directory(root, step)
-        if directory.is_dir() and is_ours(directory):
+    for directory in (step_directory(root, step) for step in steps_in(root)):
+        if is_ours(directory):
             if not (directory / COMMIT).exists():
                 remove_tree(directory)
             else:
@@ -24,13 +25,14 @@ def remove_leftovers(root: Path) -> None:
 def keep_last(root: Path, step: int, keep: int) -> None:
     """After ``step`` was committed: keep it and the ``keep - 1`` committed steps before it, remove all others.
 
-    Steps after it belong to a run that was given up for the one that saved this step. A directory that holds anything
-    that is not ours is left alone.
+    Steps after it belong to a run that was given up for the one that saved this step. What is not ours is left alone,
+    and is not counted.
     """
-    kept = [older for older in steps_in(root) if older <= step and _is_committed(root, older)][:keep]
-    for other in steps_in(root):
+    ours = [other for other in steps_in(root) if is_ours(step_directory(root, other))]
+    kept = [older for older in ours if older <= step and is_committed(root, older)][:keep]
+    for other in ours:
         directory = step_directory(root, other)
-        if other in kept or not is_ours(directory):
+        if other in kept:
             continue
         if other > step:
             _LOG.warning("%s is removed: the run went on from an earlier step and has saved step %d", directory, step)
@@ -40,14 +42,6 @@ def keep_last(root: Path, step: int, keep: int) -> None:
     _remove_other_data(step_directory(root, step))
 
 
-def _is_committed(root: Path, step: int) -> bool:
-    try:
-        Commit.read(step_directory(root, step))
-    except Unusable:
-        return False
-    return True
-
-
 def _remove_other_data(directory: Path) -> None:
     """Remove attempts that another attempt at the same step has replaced."""
     try:
@@ -55,5 +49,5 @@ def _remove_other_data(directory: Path) -> None:
     except Unusable:
         return  # damaged: whoever wants to look into it still can
     for entry in directory.iterdir():
-        if entry.name not in (COMMIT, data):
+        if is_ours(entry) and entry.name not in (COMMIT, data):
             remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)

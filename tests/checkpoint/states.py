@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
-from rrfp_jax.checkpoint.names import Name
+from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.initial import ChunkState, parts_of, pick
 

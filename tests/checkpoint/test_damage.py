@@ -1,14 +1,18 @@
 """What is corrupt, incomplete or not ours is recognised, with one sentence, and never taken for a checkpoint."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import optax
 import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Unusable
+from rrfp_jax.checkpoint.files import canonical_json
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
@@ -92,15 +96,140 @@ def test_sentences_say_what_is_wrong(checkpoints: Checkpoints, caplog: pytest.Lo
     refused("it is a copy of step 1 under another name")
 
 
-def test_a_later_format_is_refused(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
-    import hashlib
-
-    from rrfp_jax.checkpoint.files import canonical_json
-
+def commit_again(checkpoints: Checkpoints, **changes: Any) -> None:
+    """Write the record of step 2 with other contents and a checksum that fits."""
     path = checkpoints.directory / "step_00000002" / "commit.json"
-    content = json.loads(path.read_text())["content"] | {"version": 99}
+    content = json.loads(path.read_text())["content"] | changes
     path.write_text(json.dumps({"content": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}))
+
+
+def test_a_later_format_is_refused(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    commit_again(checkpoints, version=99)
     expect_refused(checkpoints, "it has format version 99, this package reads 1", caplog)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"content": {"format": "rrfp-jax checkpoint", "step": NaN}, "sha256": ""}',
+        '{"content": {"format": "rrfp-jax checkpoint", "step": -Infinity}, "sha256": ""}',
+        "[" * 100_000,
+        '{"content": {"format": "rrfp-jax checkpoint", "host": ' + "[" * 900 + "]" * 900 + '}, "sha256": ""}',
+        '{"content": {"format": "rrfp-jax checkpoint"}}',
+        "1" * 5000,
+        "\ud800",
+        "null",
+    ],
+    ids=["NaN", "Infinity", "deep", "deep inside", "no checksum", "huge", "no text", "nothing"],
+)
+def test_a_commit_record_of_any_damage_is_named(
+    checkpoints: Checkpoints, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoints.directory / "step_00000002" / "commit.json").write_bytes(text.encode(errors="surrogatepass"))
+    expect_refused(checkpoints, "step 2 cannot be restored from", caplog)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "2"},
+        {"data": "../../elsewhere"},
+        {"data": "/etc"},
+        {"data": ["data-00"]},
+        {"data": "data-00/.."},
+        {"parts": {"../step_00000001/data-0/layers.0": "00"}},
+        {"parts": {"..": "00"}},
+        {"parts": {"/etc/passwd": "00"}},
+        {"parts": {"layers.0": 3}},
+        {"parts": ["layers.0"]},
+        {"host": 3},
+        {"layout": None},
+    ],
+    ids=str,
+)
+def test_a_commit_record_with_a_checksum_may_still_be_malformed(
+    checkpoints: Checkpoints, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    commit_again(checkpoints, **changes)
+    expect_refused(checkpoints, "commit.json is malformed", caplog)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": None},
+        {"layers": [1]},
+        {"arrays": [["layers.0"]]},
+        {"arrays": [[["layers.0"], "float32", "6"]]},
+        {"files": {"../../../step_00000001/commit.json": [1, 2]}},
+        {"files": {"/etc/passwd": [1, 2]}},
+        {"files": {"manifest.ocdbt": [1]}},
+        {"files": [1]},
+    ],
+    ids=str,
+)
+def test_a_part_s_record_with_a_checksum_may_still_be_malformed(
+    checkpoints: Checkpoints, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = (checkpoints.directory / "step_00000002").glob("data-*/*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    commit_again(checkpoints, parts={path.stem: hashlib.sha256(path.read_bytes()).hexdigest()})
+    expect_refused(checkpoints, f"{path.name} is malformed", caplog)
+
+
+def test_a_layer_may_have_any_name(tmp_path: Path) -> None:
+    from rrfp_jax.checkpoint.parts import Owner, parts_of_step
+
+    owner = Owner(ranks=(0,), device=jax.devices()[0])
+    for layer, name in (("a/b", "a%2Fb"), ("..", "%2E%2E"), (".", "%2E"), ("layers.0", "layers.0")):
+        assert [part.name for part in parts_of_step({layer: owner})] == [name]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_changed_through_a_link(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = tmp_path_factory.mktemp("archive")
+    directory = checkpoints.directory / "step_00000002"
+    shutil.move(directory, archive)
+    directory.symlink_to(archive / "step_00000002")
+    before = contents(archive)
+    resumed = opened(checkpoints.directory, PIECES, keep=1)
+    assert bits(restored(resumed, PIECES)) == bits(trained(PIECES, 2))
+    for step in (3, 4, 5):
+        assert save(resumed, step, PIECES) is None
+    assert contents(archive) == before
+    assert directory.is_symlink()
+    assert newest_step(resumed) == 5
+    assert sorted(entry.name for entry in checkpoints.directory.iterdir()) == ["step_00000002", "step_00000005"]
+    assert bits(restored(resumed, PIECES, 2)) == bits(trained(PIECES, 2))
+    # Nor is anything written through it, when the run comes to the same step again.
+    failure = save(resumed, 2, PIECES)
+    assert failure is not None
+    assert f"{directory} is a symbolic link" in failure
+    assert contents(archive) == before
+
+
+@pytest.mark.parametrize("name", ["commit.json", "data"])
+def test_links_within_a_step_are_left_alone(
+    checkpoints: Checkpoints, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    archive = tmp_path_factory.mktemp("archive")
+    directory = checkpoints.directory / "step_00000001"
+    entry = next(directory.glob(f"{name}*"))
+    shutil.move(entry, archive)
+    entry.symlink_to(archive / entry.name)
+    (directory / "data-00").symlink_to(archive)
+    before = contents(archive)
+    resumed = opened(checkpoints.directory, PIECES, keep=1)
+    for step in (3, 1):
+        assert save(resumed, step, PIECES) is None
+    assert contents(archive) == before
+    assert (directory / "data-00").is_symlink()
+    assert bits(restored(resumed, PIECES, 1)) == bits(trained(PIECES, 1))
 
 
 def test_a_damaged_step_is_saved_again_when_the_run_comes_back_to_it(checkpoints: Checkpoints) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import optax
 import pytest
 
-from rrfp_jax.checkpoint.attempt import PartWriter
+from rrfp_jax.checkpoint.parts import PartWriter
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
@@ -47,21 +47,28 @@ class Life:
 @pytest.fixture
 def quick_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orbax's files come out of a cupboard: what it writes while it is killed lies outside of committed steps."""
-    write = PartWriter.write
+    write, finish = PartWriter.write, PartWriter.finish
 
-    def from_cupboard(self: PartWriter, attempt: Any) -> dict[str, str]:
-        cupboard = tmp_path / f"cupboard-{attempt.step}"
-        folder = attempt.directory / attempt.data
-        if attempt.step == 3 and cupboard.exists():
+    def cupboard_of(folder: Path) -> Path:
+        return tmp_path / f"cupboard-{folder.parent.name}"
+
+    def written(self: PartWriter, folder: Path, arrays: Any) -> None:
+        pass
+
+    def finished(self: PartWriter, folder: Path, arrays: Any) -> dict[str, str]:
+        cupboard = cupboard_of(folder)
+        if cupboard.exists() and folder.parent.name == "step_00000003":
             shutil.copytree(cupboard / "data", folder)
-            written: dict[str, str] = json.loads((cupboard / "written").read_text())
+            sums: dict[str, str] = json.loads((cupboard / "sums").read_text())
         else:
-            written = write(self, attempt)
+            write(self, folder, arrays)
+            sums = finish(self, folder, arrays)
             shutil.copytree(folder, cupboard / "data", dirs_exist_ok=True)
-            (cupboard / "written").write_text(json.dumps(written))
-        return written
+            (cupboard / "sums").write_text(json.dumps(sums))
+        return sums
 
-    monkeypatch.setattr(PartWriter, "write", from_cupboard)
+    monkeypatch.setattr(PartWriter, "write", written)
+    monkeypatch.setattr(PartWriter, "finish", finished)
 
 
 def test_no_change_of_the_file_system_is_a_bad_one_to_be_killed_at(

@@ -11,7 +11,7 @@ import yaml
 from jax.sharding import SingleDeviceSharding
 
 from experiments.config import SECTIONS
-from rrfp_jax.checkpoint.names import Name
+from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.checkpoint.reader import open_step, read_layers
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
