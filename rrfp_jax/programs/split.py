@@ -25,7 +25,7 @@ and not allowed to donate. So jit the functions that return only what they made,
 
 `split.stash_places` and `split.owed_places` say which array comes from where, for those who keep arrays their own way.
 
-`split.report` counts the bytes.
+`split.full_backward` is the backward in one piece, with the same lean stash. `split.report` counts the bytes.
 
 Once per update
 ---------------
@@ -50,17 +50,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from rrfp_jax.programs.splitting.cut import Partition
-from rrfp_jax.programs.splitting.derived import hoisted
+from rrfp_jax.programs.splitting.fixed import hoisted
 from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate
-from rrfp_jax.programs.splitting.light import light_outputs
 from rrfp_jax.programs.splitting.liveness import slice_nodes
-from rrfp_jax.programs.splitting.partition import partition
+from rrfp_jax.programs.splitting.partition import Halves, partition
 from rrfp_jax.programs.splitting.report import SplitReport, make_report
+from rrfp_jax.programs.splitting.rules import light_outputs
 from rrfp_jax.programs.splitting.stash import Joined, join
 from rrfp_jax.programs.splitting.tracing import Traced, trace
 
-__all__ = ["FusedBackward", "Place", "SplitBackward", "SplitReport", "fused_backward", "split_backward"]
+__all__ = ["Place", "SplitBackward", "SplitReport", "split_backward"]
 
 Origin = Literal["input", "output", "stash", "output gradient", "input gradient", "made"]
 
@@ -90,19 +89,12 @@ def split_backward(
     return SplitBackward(_traced=traced, _joined=joined, _shared=tuple(shared))
 
 
-def fused_backward(
-    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, *, input_gradients: Any = True
-) -> FusedBackward:
-    """As `split_backward`, for a backward in one piece with the same lean stash."""
-    return FusedBackward(split_backward(fn, params, inputs, input_gradients=input_gradients))
-
-
-def _divide(joined: Joined) -> Partition:
+def _divide(joined: Joined) -> Halves:
     prices = {value: value.num_bytes for value in (*joined.stash, *joined.cotangents)}
     if not joined.inputs_grad:
         live = slice_nodes(joined.backward, joined.params_grad)
         crossing = [value for value in prices if value in live.needed]
-        return Partition(first=[], second=live.nodes, crossing=crossing, outputs=joined.params_grad)
+        return Halves(first=[], second=live.nodes, crossing=crossing, outputs=joined.params_grad)
     light = light_outputs(joined.backward, joined.inputs_grad, joined.params_grad)
     early = [gradient for gradient, is_light in zip(joined.params_grad, light, strict=True) if is_light]
     return partition(joined.backward, [*joined.inputs_grad, *early], joined.params_grad, prices=prices)
@@ -117,13 +109,13 @@ class SplitBackward:
     _shared: tuple[Value, ...] = field(repr=False)
 
     @cached_property
-    def _parts(self) -> Partition:
+    def _halves(self) -> Halves:
         return _divide(self._joined)
 
     @cached_property
     def report(self) -> SplitReport:
         """The bytes of all that is handed on."""
-        return make_report(self._joined, self._parts.crossing, self._shared)
+        return make_report(self._joined, self._halves.crossing, self._shared)
 
     @cached_property
     def stash_places(self) -> tuple[Place, ...]:
@@ -138,7 +130,7 @@ class SplitBackward:
             "output gradient": joined.cotangents,
             "input gradient": joined.inputs_grad,
         }
-        return _places(self._parts.crossing, {"stash": joined.stash, **gradients})
+        return _places(self._halves.crossing, {"stash": joined.stash, **gradients})
 
     @cached_property
     def stash_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -148,7 +140,7 @@ class SplitBackward:
     @cached_property
     def owed_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of what is owed."""
-        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._parts.crossing)
+        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._halves.crossing)
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
@@ -190,9 +182,9 @@ class SplitBackward:
     ) -> tuple[Any, tuple[Any, ...]]:
         """(input_grad, made): what is owed without the arrays of the stash and the gradients in it."""
         received = self._bind_backward(stash, output_grad)
-        made = _made(self._parts.crossing, self.owed_places)
+        made = _made(self._halves.crossing, self.owed_places)
         wanted = [*self._joined.inputs_grad, *made]
-        results = self._run(self._parts.first, self._bind_params(params) | received, wanted, derived)
+        results = self._run(self._halves.first, self._bind_params(params) | received, wanted, derived)
         count = len(self._joined.inputs_grad)
         return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
 
@@ -210,8 +202,8 @@ class SplitBackward:
     def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
         """The gradient of the parameters, a tree like theirs with None for leaves that are not inexact."""
         environment = self._bind_params(params)
-        environment.update(zip(self._parts.crossing, owed, strict=True))
-        gradients = self._run(self._parts.second, environment, self._parts.outputs, derived)
+        environment.update(zip(self._halves.crossing, owed, strict=True))
+        gradients = self._run(self._halves.second, environment, self._halves.outputs, derived)
         return self._traced.params.unflatten_gradient(gradients)
 
     def full_backward(
@@ -259,28 +251,3 @@ def _made(values: Sequence[Value], places: Sequence[Place]) -> list[Value]:
 
 def _gather(places: Sequence[Place], sources: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
     return tuple(sources[place.origin][place.position] for place in places)
-
-
-@dataclass(frozen=True, eq=False)
-class FusedBackward:
-    """Forward and one-piece backward of a function with the lean stash of its split."""
-
-    split: SplitBackward
-
-    @cached_property
-    def report(self) -> SplitReport:
-        return self.split.report
-
-    def prepare(self, params: Any) -> tuple[Any, ...]:
-        """See `SplitBackward.prepare`."""
-        return self.split.prepare(params)
-
-    def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
-        """(outputs, stash)."""
-        return self.split.forward(params, inputs, derived=derived)
-
-    def backward(
-        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
-    ) -> tuple[Any, Any]:
-        """(input_grad, params_grad)."""
-        return self.split.full_backward(params, stash, output_grad, derived=derived)

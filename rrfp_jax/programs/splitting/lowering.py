@@ -19,8 +19,7 @@ import jax.extend.core
 
 from rrfp_jax.programs.splitting import versions
 from rrfp_jax.programs.splitting.ir import Block, Constant, Node, Operand, Value, is_fixed
-from rrfp_jax.programs.splitting.liveness import restrict
-from rrfp_jax.programs.splitting.nests import LoopParts, ShardedParts, Stack, loop_parts, sharded_parts
+from rrfp_jax.programs.splitting.liveness import LoopParts, ShardedParts, Stack, loop_parts, restrict, sharded_parts
 from rrfp_jax.programs.splitting.operations import Apply, Barrier, Loop, Port, Reshard, Sharded
 from rrfp_jax.programs.splitting.rules import can_batch
 

@@ -1,15 +1,22 @@
-"""Which operations are free, and which are the work that a weight gradient consists of.
+"""Which operations are free, which are heavy, and which weight gradients are too light to defer.
 
 Free: moves or widens data and computes nothing. Free operations may be done twice, so a program redoes them where that
 lets it receive a smaller array, or one that is there anyway.
 
 Heavy: matrix products, convolutions, scatter-adds (gradients of embeddings and of expert dispatch), and whatever we
-cannot look into. A parameter's gradient is worth deferring to W only if its own part of the backward is heavy.
+cannot look into. Deferring a parameter's gradient to W pays only if its own part of the backward, the nodes that the
+input gradient does not need, is heavy. Otherwise (biases, norm scales, sums) W would have to be handed an activation or
+cotangent merely to sum it: such gradients are *light*, are made in I and cross as they are. A weight gradient is not
+light downstream of a heavy node that I does not need: a forward walk marks values, through loops to a fixed point of
+their carries.
 """
 
 from __future__ import annotations
 
-from rrfp_jax.programs.splitting.ir import Block, Node
+from collections.abc import Sequence
+
+from rrfp_jax.programs.splitting.ir import Block, Node, Operand, Value
+from rrfp_jax.programs.splitting.liveness import close_over_carries, loop_parts, sharded_parts, slice_nodes
 from rrfp_jax.programs.splitting.operations import Apply, Barrier, Loop, Reshard, Sharded
 
 _FREE = frozenset(
@@ -101,3 +108,47 @@ def can_batch(body: Block) -> bool:
         elif isinstance(node.operation, Sharded) or node.operation.effectful or is_opaque(node):
             return False
     return True
+
+
+def light_outputs(nodes: Sequence[Node], first: Sequence[Operand], second: Sequence[Operand]) -> list[bool]:
+    """Which of the outputs `second` need no heavy node beyond what the outputs `first` need."""
+    needed = slice_nodes(nodes, first).needed
+    marked: set[Operand] = set()
+    _mark(nodes, needed, marked)
+    return [operand not in marked for operand in second]
+
+
+def _mark(nodes: Sequence[Node], needed: set[Value], marked: set[Operand]) -> None:
+    """Adds to `marked` the values that have a heavy node outside the slice `needed` above them."""
+    for node in nodes:
+        keep = [output in needed for output in node.outputs]
+        operation = node.operation
+        if isinstance(operation, Loop):
+            _mark_loop(node, operation, keep, marked)
+        elif isinstance(operation, Sharded):
+            _mark_sharded(node, operation, keep, marked)
+        elif not any(keep) and (is_heavy(node) or any(operand in marked for operand in node.inputs)):
+            marked.update(node.outputs)
+
+
+def _mark_loop(node: Node, loop: Loop, keep: Sequence[bool], marked: set[Operand]) -> None:
+    parts = loop_parts(node, loop)
+    needed = close_over_carries(parts, loop, keep)[1].needed if any(keep) else set[Value]()
+    inner: set[Operand] = {e.inner for e in (*parts.constants, *parts.slices) if e.outer in marked}
+    inner |= {carry.before for carry in parts.carries if carry.start in marked}
+    while True:
+        _mark(loop.body.nodes, needed, inner)
+        more = {carry.before for carry in parts.carries if carry.after in inner} - inner
+        if not more:
+            break
+        inner |= more
+    marked.update(outer for after, outer in zip(loop.body.outputs, node.outputs, strict=True) if after in inner)
+
+
+def _mark_sharded(node: Node, sharded: Sharded, keep: Sequence[bool], marked: set[Operand]) -> None:
+    parts = sharded_parts(node, sharded)
+    wanted = [outlet.inner for outlet, kept in zip(parts.outlets, keep, strict=True) if kept]
+    needed = slice_nodes(sharded.body.nodes, wanted).needed if wanted else set[Value]()
+    inner: set[Operand] = {inlet.inner for inlet in parts.inlets if inlet.outer in marked}
+    _mark(sharded.body.nodes, needed, inner)
+    marked.update(outlet.outer for outlet in parts.outlets if outlet.inner in inner)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rrfp_jax.programs.splitting.fixed import Twins, merge_fixed, renamed
 from rrfp_jax.programs.splitting.ir import Node, Operand, Value, is_fixed, values
 from rrfp_jax.programs.splitting.liveness import slice_nodes
 from rrfp_jax.programs.splitting.lowering import lower, new_value
-from rrfp_jax.programs.splitting.merging import Twins, merge_fixed, renamed
 from rrfp_jax.programs.splitting.operations import Apply
 from rrfp_jax.programs.splitting.rules import is_free
 from rrfp_jax.programs.splitting.tracing import Spec, Traced

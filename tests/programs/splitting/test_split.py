@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rrfp_jax.programs.split import fused_backward, split_backward
+from rrfp_jax.programs.split import split_backward
 from tests.programs.splitting.checks import (
     assert_close,
     check_split,
@@ -50,12 +50,12 @@ def test_inputs_can_be_denied_a_gradient() -> None:
 @pytest.mark.parametrize("name", ["mlp", "remat_full_scan", "head", "embedding"])
 def test_fused_backward(name: str) -> None:
     example = ZOO[name](KEY)
-    fused = fused_backward(*example)
+    split = split_backward(*example)
     output_grad = output_gradient(jax.eval_shape(example.fn, example.params, example.inputs))
 
     def both(params: Any, inputs: Any) -> Any:
-        outputs, stash = fused.forward(params, inputs)
-        return outputs, *fused.backward(params, stash, output_grad)
+        outputs, stash = split.forward(params, inputs)
+        return outputs, *split.full_backward(params, stash, output_grad)
 
     expected = quick_jit(lambda p, x: reference(example._replace(params=p, inputs=x), output_grad))
     actual = quick_jit(both)(example.params, example.inputs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrfp_jax.programs.split import fused_backward, split_backward
+from rrfp_jax.programs.split import split_backward
 from tests.programs.splitting.checks import assert_close
 from tests.programs.splitting.zoo import ZOO, Example, block, block_params
 
@@ -191,11 +191,10 @@ def test_rematerialised_layers_wait_for_their_cotangents() -> None:
     assert "optimization_barrier" not in str(jax.make_jaxpr(split.weight_gradient)(example.params, owed))
 
 
-def test_the_fused_backward_shares_the_stash() -> None:
+def test_the_backward_in_one_piece_shares_the_stash() -> None:
     example = ZOO["transformer"](jax.random.key(0))
-    split, fused = split_backward(*example), fused_backward(*example)
-    assert fused.report.stash == split.report.stash
-    _, stash = jax.eval_shape(fused.forward, example.params, example.inputs)
-    input_grad, params_grad = jax.eval_shape(fused.backward, example.params, stash, example.inputs)
+    split = split_backward(*example)
+    _, stash = jax.eval_shape(split.forward, example.params, example.inputs)
+    input_grad, params_grad = jax.eval_shape(split.full_backward, example.params, stash, example.inputs)
     assert input_grad.shape == example.inputs.shape
     assert jax.tree.structure(params_grad) == jax.tree.structure(example.params)

@@ -1,8 +1,15 @@
-"""Merges fixed nodes that do the same: what is derived from parameters exists once, however often it is written.
+"""What is fixed for a step, since it is derived from parameters and constants alone: written once, computed once.
 
-Under rematerialisation the backward casts the weights again that the forward has cast. Two fixed nodes are merged if
-they apply the same primitive, with the same parameters and in the same context, to the same operands; loops, if their
-bodies do so line by line. Whatever cannot be compared stays as it is. The rest of a program is left to the compiler.
+Written once: under rematerialisation the backward casts the weights again that the forward has cast. Two fixed nodes
+are merged if they apply the same primitive, with the same parameters and in the same context, to the same operands;
+loops, if their bodies do so line by line. Whatever cannot be compared stays as it is. The rest of a program is left to
+the compiler.
+
+Computed once: casts of weights to a narrower type, merged or normalised matrices cost work, and one copy serves all
+microbatches between two updates. Free nodes are not worth a copy; the values that `hoisted` picks are those made by a
+node that is not free and read by one that is not both fixed and unfree, that is, where the fixed part of a program
+meets the rest. What is made of constants alone (masks, position tables) is left to the compiler, which folds it into
+each program.
 """
 
 from __future__ import annotations
@@ -13,8 +20,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from rrfp_jax.programs.splitting.ir import Block, Node, Operand, Value, is_fixed
+from rrfp_jax.programs.splitting.ir import Block, Node, Operand, Value, is_fixed, values
 from rrfp_jax.programs.splitting.operations import Apply, Loop
+from rrfp_jax.programs.splitting.rules import is_free
 
 Names = Mapping[Operand, Hashable]
 Twins = dict[Operand, Value]
@@ -83,3 +91,16 @@ def _name(operand: Operand, names: Names) -> Hashable:
     if isinstance(array, jax.Array) or np.size(array) != 1:
         return "constant", id(array)
     return "literal", str(getattr(array, "dtype", type(array))), np.asarray(array).tobytes()
+
+
+def hoisted(nodes: Sequence[Node], outputs: Iterable[Operand], params: Iterable[Value]) -> list[Value]:
+    """The values worth a copy, of `nodes` in order that lead from `params` (and inputs) to `outputs`."""
+    reached = set(params)
+    for node in nodes:
+        if reached.intersection(values(node.inputs)):
+            reached.update(output for output in node.outputs if output.fixed)
+    costly = [node for node in nodes if node.outputs and all(map(is_fixed, node.outputs)) and not is_free(node)]
+    inner = set(costly)
+    read = {operand for node in nodes if node not in inner for operand in values(node.inputs)} | set(values(outputs))
+    wanted = read & reached
+    return list(dict.fromkeys(output for node in costly for output in node.outputs if output in wanted))
