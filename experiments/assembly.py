@@ -18,7 +18,7 @@ from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.layout import mirrored
+from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rrfp_jax.pipeline import Pipeline, PipelineState
     from rrfp_jax.planning.layout import Layout
     from rrfp_jax.programs.chunk import Chunk
-    from rrfp_jax.programs.layout import mirrored
+    from rrfp_jax.programs.model_graph import mirrored
     from rrfp_jax.runtime import NoProgress, PeerLost, RunFailed, StepMetrics, StepResult, TaskFailed
     from rrfp_jax.runtime.process import Process
     from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names

@@ -23,14 +23,13 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, parse_bytes, window_of_bytes
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.programs.batches import BatchSpec, check_same_shapes, leaves_read, num_microbatches, spec_of_batch
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.programs.initial import ChunkState
-from rrfp_jax.programs.layout import fitted_placement, model_graph
+from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.rng import check_seed
-from rrfp_jax.programs.shapes import model_params, param_specs
+from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime import PipelineRuntime, StageExecutor, StepMetrics
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.driver import check_runtime_options

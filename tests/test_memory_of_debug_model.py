@@ -10,7 +10,7 @@ import yaml
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.programs.gradients import GradientPlan, plan_gradients
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.handover import OwedBytes
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
@@ -21,17 +21,17 @@ NUM_CHUNKS = 4
 FIRST, MIDDLE, LAST = 0, 1, NUM_CHUNKS - 1
 
 
-def plans(remat: str = "none", **model: Any) -> list[GradientPlan]:
+def plans(remat: str = "none", **model: Any) -> list[ChunkPlan]:
     config = yaml.safe_load(DEBUG.read_text())
     chunks = language_model(LanguageModelConfig(**config["model"], **model)).split(NUM_CHUNKS)
     shape = (config["data"]["batch_size"], config["data"]["length"])
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     graph = chain(NUM_CHUNKS, 1, split=True)
     shapes = derive_shapes(chunks, graph, {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()})
-    return [plan_gradients(chunks[c], c, graph, shapes[c], remat=remat) for c in range(NUM_CHUNKS)]
+    return [plan_chunk(c, chunks, graph, shapes, remat=remat) for c in range(NUM_CHUNKS)]
 
 
-def stash_and_kept(plan: GradientPlan) -> tuple[int, int]:
+def stash_and_kept(plan: ChunkPlan) -> tuple[int, int]:
     specs = plan.stash.specs
     return num_bytes((specs.donated, specs.saved)), num_bytes(specs.kept)
 
@@ -57,7 +57,7 @@ def test_stash_of_one_microbatch(remat: str, dtype: str, expected: dict[int, tup
     """
     made = plans(remat, compute_dtype=dtype)
     for plan in made:
-        report = plan.report
+        report = plan.split.report if plan.split else None
         assert report is not None
         assert sum(stash_and_kept(plan)) == report.stash_bytes
         assert report.stash_bytes <= report.residual_bytes - report.fixed_residual_bytes
@@ -75,5 +75,5 @@ def test_owed_by_one_microbatch() -> None:
 def test_weights_in_bfloat16_are_derived_once_per_update() -> None:
     """Two bytes per parameter but for the embedding, of which only the rows that are read are cast."""
     for remat in ("none", "full"):
-        sizes = [plan.report.derived_bytes for plan in plans(remat, compute_dtype="bfloat16") if plan.report]
+        sizes = [plan.split.report.derived_bytes for plan in plans(remat, compute_dtype="bfloat16") if plan.split]
         assert sizes == [203_136, 203_136, 203_136, 252_480]

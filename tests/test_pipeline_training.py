@@ -11,7 +11,7 @@ import pytest
 from rrfp_jax.arbitration import HINTS
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.programs.layout import mirrored
+from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped
 from tests.plain_loop import assert_same_training, train_plainly

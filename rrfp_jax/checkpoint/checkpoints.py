@@ -21,7 +21,7 @@ from rrfp_jax.checkpoint.parts import Owner, PartWriter, parts_of_step
 from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
 from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, step_directory, steps_in
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
-from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.waiting import result_of
 
 _LOG = logging.getLogger(__name__)

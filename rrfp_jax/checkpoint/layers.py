@@ -18,11 +18,10 @@ import numpy as np
 import optax
 
 from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.initial import ChunkState, parts_of, pick
-from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.specs import Specs
 from rrfp_jax.programs.specs import describe as describe_spec
+from rrfp_jax.programs.state import ChunkState, layer_groups, pick
 
 PARAMS, OPTIMIZER = "params", "optimizer"
 
@@ -42,7 +41,7 @@ class ChunkLayers:
         specs = param_specs(chunk)
         self.names = tuple(specs)
         """The chunk's layers."""
-        parts = parts_of(chunk, specs) if trains else ()
+        parts = layer_groups(chunk, specs) if trains else ()
         self._parts = tuple(_part_plan(optimizer, pick(specs, part)) for part in parts)
 
     def split(self, state: ChunkState) -> dict[Name, Any]:

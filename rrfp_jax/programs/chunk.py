@@ -25,9 +25,12 @@ outputs
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
@@ -55,3 +58,36 @@ class Chunk:
     """Whether ``apply`` reads ``key``; otherwise it gets None."""
     partition: Partition | None = None
     """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""
+
+    @cached_property
+    def _param_specs(self) -> Any:
+        return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def param_specs(chunk: Chunk) -> dict[str, Any]:
+    """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once in a chunk's life."""
+    specs: dict[str, Any] = chunk._param_specs
+    return specs
+
+
+def microbatch_key(
+    seed: jax.typing.ArrayLike, step: jax.typing.ArrayLike, microbatch: jax.typing.ArrayLike
+) -> jax.Array:
+    """The typed key of one microbatch of one step; all arguments are unsigned 32-bit scalars.
+
+    A function of what is computed, never of the order in which it happens to run: ``microbatch`` counts over the whole
+    step, not within a replica. Works inside and outside of jit, with equal bits.
+    """
+    numbers = [jnp.asarray(value, jnp.uint32) for value in (seed, step, microbatch)]
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers[0]), numbers[1]), numbers[2])
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a seed that does not fit 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed {seed} does not fit 32 bits: give a number from 0 to {2**32 - 1}")
+
+
+def counters(seed: int, step: int, microbatch: int) -> np.ndarray:
+    """The three numbers behind a key, as the ``uint32[3]`` array that programs take."""
+    return np.array((seed, step, microbatch), np.uint32)

@@ -4,7 +4,7 @@ From forward to backward goes the :class:`Stash`. Inputs, batch leaves and outpu
 reference. So are, in what a split backward owes to its weight gradient, the arrays of the stash and the gradients that
 come and go. Programs return only what they make, since they would copy anything else.
 
-Plans are places in flat lists, fixed once the chunk has been traced.
+Layouts are places in flat lists, fixed once the chunk has been traced.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class OwedBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StashPlan:
+class StashLayout:
     """How a stash is put together and taken apart."""
 
     kept: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class StashPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwedPlan:
+class OwedLayout:
     """How what is owed is put together."""
 
     sums: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class OwedPlan:
     num_bytes: OwedBytes = field(default_factory=OwedBytes)
 
 
-def plan_stash(
+def lay_out_stash(
     split: SplitBackward,
     operands: Specs,
     *,
@@ -94,7 +94,7 @@ def plan_stash(
     owed: Collection[int],
     boundary: Sharding | None = None,
     made_shardings: Sequence[Sharding] | None = None,
-) -> StashPlan:
+) -> StashLayout:
     """Lay out the stash of a forward that makes arrays of these shardings (None: at the boundary, as all else lies).
 
     ``results`` are specs of what the backward returns at the boundary, ``owed`` the arrays of the stash that outlive
@@ -113,7 +113,7 @@ def plan_stash(
     saved = [p for p in made if p not in donated]
     order = [*donated, *saved, *kept]
     offsets = {"input": 0, "output": len(jax.tree.leaves(operands))}
-    return StashPlan(
+    return StashLayout(
         kept=tuple(offsets[places[p].origin] + places[p].position for p in kept),
         donated=tuple(places[p].position for p in donated),
         saved=tuple(places[p].position for p in saved),
@@ -122,15 +122,15 @@ def plan_stash(
     )
 
 
-def plan_owed(
+def lay_out_owed(
     split: SplitBackward,
-    stash: StashPlan,
+    stash: StashLayout,
     output_grads: Specs,
     input_grads: Specs,
     *,
     boundary: Sharding | None = None,
     made_shardings: Sequence[Sharding] | None = None,
-) -> OwedPlan:
+) -> OwedLayout:
     """Lay out what an input gradient owes whose program makes arrays of these shardings (None: at the boundary).
 
     ``output_grads`` has one entry per gradient that the backward gets, ``input_grads`` one per gradient it sends; they
@@ -162,7 +162,7 @@ def plan_owed(
     bytes_by_holder: Counter[str] = Counter()
     for (_, holder), spec in zip(leaves, specs, strict=True):
         bytes_by_holder[holder] += num_bytes(spec)
-    return OwedPlan(
+    return OwedLayout(
         sums=sums,
         leaves=tuple(place for place, _ in leaves),
         specs=specs,

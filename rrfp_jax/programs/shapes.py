@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.rng import microbatch_key
+from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
 from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
 from rrfp_jax.tasks import PipelineGraph
 
@@ -71,12 +70,6 @@ def arrange_inputs(inputs: tuple[Any, ...]) -> Any:
 def holders(chunks: Sequence[Chunk], name: str) -> list[int]:
     """The chunks that hold a copy of the shared layer ``name``, ascending; the first one owns it."""
     return [index for index, chunk in enumerate(chunks) if name in chunk.shared]
-
-
-def param_specs(chunk: Chunk) -> dict[str, Specs]:
-    """Shapes and dtypes of a chunk's parameters; touches no device."""
-    specs: dict[str, Specs] = jax.eval_shape(chunk.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return specs
 
 
 def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

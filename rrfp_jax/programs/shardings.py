@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.shapes import describe_chunk, holders, param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.shapes import describe_chunk, holders
 from rrfp_jax.programs.specs import Specs, describe
 
 DATA = "data"

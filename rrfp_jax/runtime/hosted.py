@@ -17,18 +17,25 @@ from jax.sharding import Sharding
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk, trace_chunk
+from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
+from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
-from rrfp_jax.programs.connect import connect
-from rrfp_jax.programs.gradients import GradientPlan
-from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.initial import ChunkState, initial_state, parts_of, pick, state_specs
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state, shared_state_specs
-from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, param_specs
+from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
 from rrfp_jax.programs.shardings import unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec
+from rrfp_jax.programs.stage_devices import StageDevices, connect
+from rrfp_jax.programs.state import (
+    ChunkState,
+    initial_shared_state,
+    initial_state,
+    layer_groups,
+    optimizer_specs,
+    pick,
+    state_specs,
+)
+from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.tasks import PipelineGraph, Placement
@@ -50,10 +57,10 @@ class HostedPrograms:
 
     shapes: tuple[ChunkShapes, ...]
     """Of every chunk of the model."""
-    chunks: dict[int, ChunkPrograms]
+    chunks: dict[int, CompiledChunk]
     """By number in the pipeline of all replicas."""
-    replicas: dict[int, ReplicaPrograms]
-    """By base number; empty without data parallelism."""
+    replicas: dict[int, StageUpdates]
+    """By base number, what the replicas of a stage do together; empty without data parallelism."""
 
 
 class HostedModel:
@@ -76,7 +83,7 @@ class HostedModel:
         self._seed, self._remat = seed, tuple(remat)
         layout = process.layout
         self.grids = [
-            StageGrid([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
+            StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
             for stage in range(layout.num_stages)
         ]
         """The devices of every stage, those of other processes included."""
@@ -90,7 +97,7 @@ class HostedModel:
     def _stage(self, base: int) -> int:
         return self.placement.stage_of_chunk[base]
 
-    def _grid(self, base: int) -> StageGrid:
+    def _grid(self, base: int) -> StageDevices:
         return self.grids[self._stage(base)]
 
     def numbers(self, base: int) -> dict[int, int]:
@@ -123,7 +130,7 @@ class HostedModel:
                 at, options = self._grid(base).unit_sharding(replica), self._options(base, graph)
                 state.chunks[number] = state_specs(self.chunks, base, self._optimizer, at, **options)
             if self._shares_optimizer(base, graph):
-                state.shared[base] = shared_state_specs(self.chunks, base, self._optimizer, self._grid(base))
+                state.shared[base] = optimizer_specs(self.chunks, base, self._optimizer, self._grid(base))
         return state
 
     def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
@@ -174,10 +181,10 @@ class HostedModel:
         shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
         programs = HostedPrograms(shapes, {}, {})
 
-        def trace_one(base: int) -> GradientPlan:
-            return trace_chunk(base, self.chunks, graph, shapes, remat=self._remat[base])
+        def plan_one(base: int) -> ChunkPlan:
+            return plan_chunk(base, self.chunks, graph, shapes, remat=self._remat[base])
 
-        def compile_one(base: int) -> tuple[int, ReplicaPrograms | None, dict[int, ChunkPrograms]]:
+        def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
             with count.counting():
                 replicas = self._compile_replicas(base, graph)
                 compiled = {
@@ -186,12 +193,11 @@ class HostedModel:
                         self.chunks,
                         graph,
                         shapes,
+                        plans[base],
                         optimizer=self._optimizer,
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
-                        remat=self._remat[base],
-                        replicas=replicas,
-                        plan=plans[base],
+                        stage=replicas,
                     )
                     for replica, number in self.numbers(base).items()
                 }
@@ -199,7 +205,7 @@ class HostedModel:
 
         # XLA releases the GIL while it compiles
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
-            plans = dict(zip(self.base_chunks, executor.map(trace_one, self.base_chunks), strict=True))
+            plans = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
             count = ProgramCount(sum(self._num_programs(*each, graph) for each in plans.items()), progress)
             for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
                 programs.chunks.update(compiled)
@@ -207,23 +213,23 @@ class HostedModel:
                     programs.replicas[base] = replicas
         return programs
 
-    def _num_programs(self, base: int, plan: GradientPlan, graph: PipelineGraph) -> int:
+    def _num_programs(self, base: int, plan: ChunkPlan, graph: PipelineGraph) -> int:
         params, num_units = param_specs(self.chunks[base]), len(self.numbers(base))
         num_programs = num_units * plan.num_programs(params)
         if graph.has_backward(base) and jax.tree.leaves(params):
-            num_updates = len(parts_of(self.chunks[base], params))
+            num_updates = len(layer_groups(self.chunks[base], params))
             num_programs += 1 + num_updates * (1 if self._shard_optimizer else num_units)
         return num_programs
 
-    def _compile_replicas(self, base: int, graph: PipelineGraph) -> ReplicaPrograms | None:
+    def _compile_replicas(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
         if self._process.layout.data == 1:
             return None
-        return ReplicaPrograms(
+        return StageUpdates(
             base,
             self.chunks,
             graph,
             optimizer=self._optimizer,
-            grid=self._grid(base),
+            devices=self._grid(base),
             ordered=self._ordered,
             shard_optimizer=self._shard_optimizer,
         )

@@ -12,7 +12,7 @@ import jax
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.planning.memory import ChunkBytes, StageForecast, forecast_stage
-from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.tasks import Task, TaskKind
 
 _PROGRAM_OF_KIND = {
@@ -26,7 +26,7 @@ _PROGRAM_OF_KIND = {
 """How the names of the programs of each kind of task begin."""
 
 
-def chunk_bytes(programs: ChunkPrograms) -> ChunkBytes:
+def chunk_bytes(programs: CompiledChunk) -> ChunkBytes:
     """The sizes of a chunk as the forecast takes them."""
     sizes = programs.sizes
     return ChunkBytes(
@@ -61,7 +61,7 @@ def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
 class MemoryMeter:
     """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by its compute thread."""
 
-    def __init__(self, programs: Mapping[int, ChunkPrograms], device: Any) -> None:
+    def __init__(self, programs: Mapping[int, CompiledChunk], device: Any) -> None:
         self._device = device
         self._held = self._peak = 0
         self._taken: dict[tuple[TaskKind, int], int] = {}

@@ -14,8 +14,8 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind, StepRules, reporting_stages
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
-from rrfp_jax.programs.chunk_programs import ChunkPrograms
-from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Batch
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory import MemoryMeter
@@ -62,9 +62,11 @@ class _Step:
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
-    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    squared_norms: dict[int, float] = field(default_factory=dict)
-    shared_parts: dict[int, Any] = field(default_factory=dict)
+    losses: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """(microbatch, chunk, loss sum, weight), appended on the compute thread and read on the loop."""
+    squared_norms: list[tuple[int, float]] = field(default_factory=list)
+    """(chunk, squared norm), likewise."""
+    shared_layers: dict[int, Any] = field(default_factory=dict)
     """Shared accumulators of this stage's chunks as they were before any R: each R replaces its own by the sum."""
     verdict: Verdict | None = None
 
@@ -89,7 +91,7 @@ class ProgramStage:
         placement: Placement,
         stage: int,
         *,
-        programs: Mapping[int, ChunkPrograms],
+        programs: Mapping[int, CompiledChunk],
         states: dict[int, ChunkState],
         update_rules: UpdateRules,
         step_rules: StepRules,
@@ -150,14 +152,12 @@ class ProgramStage:
         """Accumulators for a chunk of the same replica; the word that they are complete for another replica."""
         if self._copies.replica(message.target) != self._replica:
             return None
-        part = self._programs[message.source].shared_part(self.states[message.source].accumulators)
-        return self._ship(part, self._placement.stage_of_chunk[message.target], message)
+        layers = self._programs[message.source].shared_layers(self.states[message.source].accumulators)
+        return self._ship(layers, self._placement.stage_of_chunk[message.target], message)
 
     def _report(self, state: _Step) -> StageReport:
-        return StageReport(
-            squared_norms=tuple(sorted(state.squared_norms.items())),
-            losses=tuple((m, chunk, *loss) for (chunk, m), loss in state.losses.items()),
-        )
+        # copies in one go: the compute thread may be appending
+        return StageReport(squared_norms=tuple(sorted(state.squared_norms)), losses=tuple(state.losses))
 
     def _verdict(self, step: int) -> Verdict:
         """The agreement of a step: worked out by the coordinator, received by all others."""
@@ -178,7 +178,12 @@ class ProgramStage:
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
     def run(self, step: int, task: Task) -> None:
-        self._run[task.kind](step, task.chunk, task.microbatch)
+        try:
+            self._run[task.kind](step, task.chunk, task.microbatch)
+        except BaseException as error:
+            if self._replicas is not None:  # the others must not wait for this one
+                self._replicas.abort(error)
+            raise
         self._meter.ran(task, self._mailbox.held_bytes + self._in_transit())
 
     def _forward(self, step: int, chunk: int, microbatch: int) -> None:
@@ -200,7 +205,7 @@ class ProgramStage:
                 self._mailbox.post(step, Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
         if not graph.successors(chunk):
             loss_sum, weight = outputs
-            state.losses[chunk, microbatch] = (float(loss_sum), float(weight))
+            state.losses.append((microbatch, chunk, float(loss_sum), float(weight)))
 
     def _backward(self, step: int, chunk: int, microbatch: int) -> None:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
@@ -246,21 +251,22 @@ class ProgramStage:
     def _reduce(self, step: int, chunk: int, _: int) -> None:
         programs, held = self._programs[chunk], self.states[chunk]
         tied = self._copies.of_replica(self._graph.sharing(chunk), self._replica)
-        shared = tuple(self._shared_part(step, other, chunk) for other in tied) if len(tied) > 1 else ()
+        shared = tuple(self._shared_layers(step, other, chunk) for other in tied) if len(tied) > 1 else ()
         if self._replicas is None:
-            held.accumulators, norm = programs.reduce(held.accumulators, shared)
+            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared)
         else:
             base = self._copies.base(chunk)
             held.accumulators, norm = self._replicas.reduce(step, base, self._replica, held.accumulators, shared)
-        if not self._replica:  # the sums are everybody's, and are counted once
-            self._steps[step].squared_norms[chunk] = float(norm)
+        squared_norm = float(norm)  # waits for the sums
+        if not self._replica:  # they are everybody's, and are counted once
+            self._steps[step].squared_norms.append((chunk, squared_norm))
 
-    def _shared_part(self, step: int, source: int, chunk: int) -> Any:
+    def _shared_layers(self, step: int, source: int, chunk: int) -> Any:
         if source in self._programs:
-            parts = self._steps[step].shared_parts
-            if source not in parts:
-                parts[source] = self._programs[source].shared_part(self.states[source].accumulators)
-            return parts[source]
+            known = self._steps[step].shared_layers
+            if source not in known:
+                known[source] = self._programs[source].shared_layers(self.states[source].accumulators)
+            return known[source]
         return self._mailbox.read(step, Message(MessageKind.SHARED, source, chunk))
 
     def _update(self, step: int, chunk: int, _: int) -> None:
@@ -269,7 +275,7 @@ class ProgramStage:
         if self._replicas is not None and self._replicas.shares_optimizer(base):
             held.params = self._replicas.update(step, base, self._replica, held.params, verdict)
         else:
-            held.params, held.optimizer_state, held.accumulators = programs.update(
+            held.params, held.optimizer_state, held.accumulators = programs.updates.update(
                 held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
             )
         held.derived = programs.prepare(held.params)

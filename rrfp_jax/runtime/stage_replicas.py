@@ -1,104 +1,121 @@
 """What the replicas of a stage in one process do together: R, and with a sharded optimizer state U.
 
 A program over several replicas' devices is launched once per process, although each replica has a compute thread of its
-own. So the threads meet: the last one to come launches for all, and every one goes away with its own part. All of them
-come, and in the same order, because a step ends in lockstep (see :class:`rrfp_jax.arbitration.StepRules`).
+own. So the threads meet at a barrier: the last one to arrive launches for all, and every one leaves with its own
+results. All of them arrive, and in the same order, because a step ends in lockstep (see
+:class:`rrfp_jax.arbitration.StepRules`). If one cannot, since a task of its failed, the barrier is broken, and all
+leave with that error.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.programs.agreement import Verdict
-from rrfp_jax.programs.replica_programs import ReplicaPrograms
-
-Launch = Callable[[dict[int, Any]], Mapping[int, Any]]
+from rrfp_jax.programs.updates import StageUpdates
 
 
 class StageReplicas:
     """The replicas of one stage of which this process hosts devices.
 
     Args:
-        programs: by base number, the programs of the stage's chunks.
+        updates: by base number, R and U of the stage's chunks.
         states: by base number, the optimizer states that the replicas share; updated in place.
         local: the replicas, ascending.
     """
 
-    def __init__(self, programs: Mapping[int, ReplicaPrograms], states: dict[int, Any], local: tuple[int, ...]) -> None:
-        self._programs, self._states = programs, states
-        self._meetings = _Meetings(len(local))
+    def __init__(self, updates: Mapping[int, StageUpdates], states: dict[int, Any], local: tuple[int, ...]) -> None:
+        self._updates, self._states = updates, states
+        self._barrier = LaunchBarrier(len(local))
         self._gradients: dict[int, Any] = {}
 
     def shares_optimizer(self, base: int) -> bool:
         """Whether ``update`` is to be called for a chunk."""
-        return self._programs[base].shards_optimizer
+        return self._updates[base].shards_optimizer
 
-    def reduce(
-        self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...]
-    ) -> tuple[Any, float]:
-        """R of a chunk: what this replica holds from now on, and the squared norm of the sums."""
-
-        def launch(parts: dict[int, Any]) -> Mapping[int, Any]:
-            tied = {r: other for r, (_, other) in parts.items()} if shared else None
-            reduced = self._programs[base].all_reduce({r: own for r, (own, _) in parts.items()}, tied)
-            self._gradients[base] = reduced.gradients
-            norm = float(reduced.squared_norm)
-            return {r: (reduced.accumulators[r], norm) for r in parts}
-
-        result: tuple[Any, float] = self._meetings.meet((step, "R", base), replica, (accumulators, shared), launch)
+    def reduce(self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
+        """R of a chunk: what this replica holds from now on, and the squared norm of the sums (float32 scalar)."""
+        with self._barrier.meet((step, "R", base), replica, (accumulators, shared)) as meeting:
+            if meeting.is_launching:
+                tied = {r: layers for r, (_, layers) in meeting.arrived.items()} if shared else None
+                sums = {r: own for r, (own, _) in meeting.arrived.items()}
+                reduced = self._updates[base].reduce(sums, tied)
+                self._gradients[base] = reduced.gradients
+                meeting.results = {r: (each, reduced.squared_norm) for r, each in reduced.accumulators.items()}
+        result: tuple[Any, Any] = meeting.results[replica]
         return result
 
     def update(self, step: int, base: int, replica: int, params: Any, verdict: Verdict) -> Any:
         """U of a chunk with a shared optimizer state: the new parameters on this replica."""
+        with self._barrier.meet((step, "U", base), replica, params) as meeting:
+            if meeting.is_launching:
+                gradients, state = self._gradients.pop(base), self._states[base]
+                meeting.results, self._states[base] = self._updates[base].update(
+                    meeting.arrived, gradients, state, verdict.scale, verdict.apply
+                )
+        return meeting.results[replica]
 
-        def launch(parts: dict[int, Any]) -> Mapping[int, Any]:
-            gradients, state = self._gradients.pop(base), self._states[base]
-            new, self._states[base] = self._programs[base].update(parts, gradients, state, verdict.scale, verdict.apply)
-            return new
-
-        return self._meetings.meet((step, "U", base), replica, params, launch)
+    def abort(self, error: BaseException) -> None:
+        """A task of a replica has failed: whoever waits for that replica, now or later, gets the error."""
+        self._barrier.abort(error)
 
 
 @dataclass
-class _Meeting:
-    parts: dict[int, Any] = field(default_factory=dict)
-    results: Mapping[int, Any] | None = None
-    error: BaseException | None = None
-    num_gone: int = 0
+class Meeting:
+    """One launch: what the replicas brought, and what each gets."""
+
+    arrived: dict[int, Any] = field(default_factory=dict)
+    is_launching: bool = False
+    """True in the thread that came last, while it launches."""
+    results: Mapping[int, Any] = field(default_factory=dict)
+    done: "Future[None]" = field(default_factory=Future)
 
 
-class _Meetings:
-    """Where a number of threads meet, again and again."""
+class LaunchBarrier:
+    """Where a number of threads meet, again and again; it can be broken."""
 
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self._condition = threading.Condition()
-        self._meetings: dict[Hashable, _Meeting] = {}
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, Meeting] = {}
+        self._error: BaseException | None = None
 
-    def meet(self, what: Hashable, who: int, part: Any, launch: Launch) -> Any:
-        """Bring ``part``, have ``launch`` called once with everybody's parts, and return what it gives to ``who``.
+    @contextmanager
+    def meet(self, what: Hashable, who: int, brought: Any) -> Iterator[Meeting]:
+        """Wait until all have come; in the last thread the body runs first, with ``is_launching``, for all of them.
 
-        Blocks until all have come; what ``launch`` raises is raised for everyone.
+        What the body raises there is raised for everyone, and breaks the barrier; so is the error of :meth:`abort`.
+        No lock is held while the body runs.
         """
-        with self._condition:
-            meeting = self._meetings.setdefault(what, _Meeting())
-            meeting.parts[who] = part
-            if len(meeting.parts) == self._num:
-                self._launch(meeting, launch)
-            else:
-                self._condition.wait_for(lambda: meeting.results is not None or meeting.error is not None)
-            meeting.num_gone += 1
-            if meeting.num_gone == self._num:
-                del self._meetings[what]
-        if meeting.error is not None:
-            raise meeting.error
-        assert meeting.results is not None
-        return meeting.results[who]
-
-    def _launch(self, meeting: _Meeting, launch: Launch) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            meeting = self._open.setdefault(what, Meeting())
+            meeting.arrived[who] = brought
+            is_last = len(meeting.arrived) == self._num_threads
+            if is_last:
+                del self._open[what]
+        if not is_last:
+            meeting.done.result()
+            yield meeting
+            return
+        meeting.arrived, meeting.is_launching = dict(sorted(meeting.arrived.items())), True
         try:
-            meeting.results = launch(dict(sorted(meeting.parts.items())))
+            yield meeting
         except BaseException as error:
-            meeting.error = error
-        self._condition.notify_all()
+            meeting.done.set_exception(error)
+            self.abort(error)
+            raise
+        meeting.is_launching = False
+        meeting.done.set_result(None)
+
+    def abort(self, error: BaseException) -> None:
+        """Break the barrier: all who wait leave with the error, and nobody waits any more."""
+        with self._lock:
+            self._error = self._error or error
+            broken, self._open = list(self._open.values()), {}
+        for meeting in broken:
+            meeting.done.set_exception(error)

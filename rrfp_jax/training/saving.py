@@ -7,7 +7,7 @@ from typing import Any
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, Saved, layer_owners
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.chunk import param_specs
 
 
 class RunSaver:

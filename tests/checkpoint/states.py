@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.initial import ChunkState, parts_of, pick
+from rrfp_jax.programs.state import ChunkState, layer_groups, pick
 
 LAYERS = ("embedding", "layers.0", "layers.1", "layers.2", "layers.3", "final_norm", "head")
 Pieces = list[tuple[ChunkLayers, ChunkState]]
@@ -57,7 +57,9 @@ def pieces_of(
     for layers, sharding in zip(cut, shardings, strict=False):
         chunk = chunk_of(layers, shared)
         params = jax.device_put(chunk.init(jax.random.key(0)), sharding)
-        state = tuple(jax.device_put(optimizer.init(pick(params, part)), sharding) for part in parts_of(chunk, params))
+        state = tuple(
+            jax.device_put(optimizer.init(pick(params, part)), sharding) for part in layer_groups(chunk, params)
+        )
         pieces.append((ChunkLayers(chunk, optimizer), ChunkState(params, state, jax.tree.map(jnp.zeros_like, params))))
     return pieces
 

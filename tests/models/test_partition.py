@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.shardings import param_partition, place
+from rrfp_jax.programs.stage_devices import StageDevices
 
 CONFIG = LanguageModelConfig(vocab_size=12, hidden=8, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=12)
 COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None), PartitionSpec()
@@ -57,7 +57,7 @@ def test_the_loss_does_not_depend_on_the_cut(kv_heads: int, vocab_size: int, ten
     """And where all divides, whole activations are summed once per embedding, attention and MLP, and none gathered."""
     config = replace(CONFIG, num_kv_heads=kv_heads, vocab_size=vocab_size, init_std=0.3)
     (chunk,) = language_model(config).split(1)
-    boundary = StageGrid([jax.devices()[:tensor]]).unit_sharding(0)
+    boundary = StageDevices([jax.devices()[:tensor]]).unit_sharding(0)
     assert isinstance(boundary, NamedSharding)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda spec: 0.3 * rng.standard_normal(spec.shape, np.float32), param_specs(chunk))

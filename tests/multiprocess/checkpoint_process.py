@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.programs.state import ChunkState
 
 Pieces = list[tuple[ChunkLayers, ChunkState]]
 OPTIMIZER = optax.adamw(1e-3)

@@ -12,8 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.shapes import param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs
 from tests import long_sums
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly

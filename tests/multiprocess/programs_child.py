@@ -14,9 +14,8 @@ from jax.experimental import multihost_utils
 
 from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.agreement import StageReport
-from rrfp_jax.programs.connect import connect
-from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.initial import initial_state
+from rrfp_jax.programs.stage_devices import StageDevices, connect
+from rrfp_jax.programs.state import initial_state
 from tests.programs.grids import GridTrainer, views
 from tests.programs.test_grids import BATCHES, CONFIG, OPTIMIZER, chunks_of, graph_of
 
@@ -45,7 +44,7 @@ def train(case: str) -> tuple[list[float], dict[str, Any]]:
     options = dict(CASES[case])
     graph = graph_of(split=options.pop("split", False))
     by_process = np.array(jax.devices()).reshape(2, 2)  # [process, stage]
-    grids = [StageGrid([column] if case == "tensor" else [[device] for device in column]) for column in by_process.T]
+    grids = [StageDevices([column] if case == "tensor" else [[device] for device in column]) for column in by_process.T]
     connect(grids)
     trainer = GridTrainer(chunks_of(), graph, grids, BATCHES[0], OPTIMIZER, gather=gathered, **options)
     losses = [trainer.step(batch).loss for batch in BATCHES]
@@ -55,7 +54,7 @@ def train(case: str) -> tuple[list[float], dict[str, Any]]:
 def initial_params() -> tuple[Any, Any]:
     """The initial parameters of a chunk whose layers both processes share, and those made on one device."""
     chunks = tuple(language_model(CONFIG).split(1))
-    boundary = StageGrid([[devices[0] for devices in np.array(jax.devices()).reshape(2, 2)]]).unit_sharding(0)
+    boundary = StageDevices([[devices[0] for devices in np.array(jax.devices()).reshape(2, 2)]]).unit_sharding(0)
     state = initial_state(chunks, 0, jax.random.key(7), OPTIMIZER, boundary, trains=False)
     whole = jax.jit(lambda params: params, out_shardings=boundary)(state.params)
     return views(whole), jax.device_get(jax.jit(chunks[0].init)(jax.random.key(7)))

@@ -12,7 +12,7 @@ import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.initial import ChunkState
+from rrfp_jax.programs.state import ChunkState
 
 MIB = 1 << 20
 NUM_LAYERS, WIDTH, NUM_ARRAYS = 6, 1024, 8

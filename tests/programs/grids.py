@@ -12,11 +12,13 @@ import optax
 
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk, trace_chunk
-from rrfp_jax.programs.grid import StageGrid
+from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.replica_programs import ReplicaPrograms, initial_shared_state
 from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.state import initial_shared_state, initial_state
+from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.tasks import PipelineGraph
 from tests.programs.toys import microbatch_spec
 
@@ -24,10 +26,10 @@ Unit = tuple[int, int]
 """(replica, chunk)."""
 
 
-def grids_of(devices: Sequence[jax.Device], num_stages: int, data: int, tensor: int) -> list[StageGrid]:
+def grids_of(devices: Sequence[jax.Device], num_stages: int, data: int, tensor: int) -> list[StageDevices]:
     """One grid per stage, the tensor axis innermost, then data, then stages."""
     rows = np.array(devices[: num_stages * data * tensor]).reshape(num_stages, data, tensor)
-    return [StageGrid(list(stage)) for stage in rows]
+    return [StageDevices(list(stage)) for stage in rows]
 
 
 class GridTrainer:
@@ -37,7 +39,7 @@ class GridTrainer:
         self,
         chunks: Sequence[Chunk],
         graph: PipelineGraph,
-        grids: Sequence[StageGrid],
+        grids: Sequence[StageDevices],
         batch: dict[str, np.ndarray],
         optimizer: optax.GradientTransformation,
         *,
@@ -51,25 +53,35 @@ class GridTrainer:
         shapes = derive_shapes(chunks, graph, microbatch_spec(batch))
         options = {"optimizer": optimizer, "ordered": ordered, "shard_optimizer": shard_optimizer}
         self.joint = [
-            ReplicaPrograms(c, chunks, graph, grid=grid, **options) if grid.data > 1 else None
+            StageUpdates(c, chunks, graph, devices=grid, **options) if grid.data > 1 else None
             for c, grid in enumerate(grids)
         ]
-        self.programs: dict[Unit, ChunkPrograms] = {}
+        self.programs: dict[Unit, CompiledChunk] = {}
         for c, grid in enumerate(grids):
-            plan = trace_chunk(c, chunks, graph, shapes, remat=remat)
+            plan = plan_chunk(c, chunks, graph, shapes, remat=remat)
             for r in self.replicas:
                 self.programs[r, c] = compile_chunk(
                     c,
                     chunks,
                     graph,
                     shapes,
+                    plan,
                     optimizer=optimizer,
                     sharding=grid.unit_sharding(r),
-                    remat=remat,
-                    replicas=self.joint[c],
-                    plan=plan,
+                    stage=self.joint[c],
                 )
-        self.held = {unit: each.initial_state(jax.random.key(0)) for unit, each in self.programs.items()}
+        self.held = {
+            (r, c): initial_state(
+                tuple(chunks),
+                c,
+                jax.random.key(0),
+                optimizer,
+                each.sharding,
+                trains=True,
+                shard_optimizer=shard_optimizer,
+            )
+            for (r, c), each in self.programs.items()
+        }
         self.shared_states = [
             initial_shared_state(chunks, c, optimizer, grids[c], self.of_replicas(c, "params"))
             if joint is not None and joint.shards_optimizer
@@ -123,13 +135,13 @@ class GridTrainer:
 
     def reduce(self) -> tuple[tuple[int, float], ...]:
         """R of every chunk: (chunk, squared norm)."""
-        parts = {unit: each.shared_part(self.held[unit].accumulators) for unit, each in self.programs.items()}
+        layers = {unit: each.shared_layers(self.held[unit].accumulators) for unit, each in self.programs.items()}
         self.gradients: list[Any] = []
         norms = []
         for c, joint in enumerate(self.joint):
             sharing = self.graph.sharing(c)
             shared = {
-                r: tuple(moved(parts[r, o], self.programs[r, c].shardings.params) for o in sharing)
+                r: tuple(moved(layers[r, o], self.programs[r, c].shardings.params) for o in sharing)
                 if len(sharing) > 1
                 else ()
                 for r in self.replicas
@@ -137,9 +149,9 @@ class GridTrainer:
             if joint is None:
                 (r,), gradients = self.replicas, None
                 sums = {}
-                sums[r], norm = self.programs[r, c].reduce(self.held[r, c].accumulators, shared[r])
+                sums[r], norm = self.programs[r, c].updates.reduce(self.held[r, c].accumulators, shared[r])
             else:
-                sums, gradients, norm = joint.all_reduce(self.of_replicas(c, "accumulators"), shared)
+                sums, gradients, norm = joint.reduce(self.of_replicas(c, "accumulators"), shared)
             for r in self.replicas:
                 self.held[r, c].accumulators = sums[r]
             self.gradients.append(gradients)
@@ -158,7 +170,7 @@ class GridTrainer:
                 continue
             for r in self.replicas:
                 held = self.held[r, c]
-                held.params, held.optimizer_state, held.accumulators = self.programs[r, c].update(
+                held.params, held.optimizer_state, held.accumulators = self.programs[r, c].updates.update(
                     held.params, held.optimizer_state, held.accumulators, scale, apply
                 )
 

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.programs.toys import (
@@ -22,6 +23,7 @@ from tests.programs.toys import (
     compile_all,
     embedding,
     head,
+    initial,
     make_batch,
     merged,
     microbatch_spec,
@@ -33,25 +35,26 @@ ONES = np.ones((ROWS, 5, WIDTH), np.float32)
 
 
 @pytest.fixture(scope="module")
-def middle() -> ChunkPrograms:
+def middle() -> CompiledChunk:
     """The programs of an MLP between an embedding and a head, on the second device."""
     chunks, graph = [embedding(), mlp(0), head()], chain(3, 2)
     shapes = derive_shapes(chunks, graph, microbatch_spec(make_batch(2)))
     sharding = SingleDeviceSharding(jax.devices()[1])
-    return compile_chunk(1, chunks, graph, shapes, optimizer=optax.adamw(0.01), sharding=sharding)
+    plan = plan_chunk(1, chunks, graph, shapes)
+    return compile_chunk(1, chunks, graph, shapes, plan, optimizer=optax.adamw(0.01), sharding=sharding)
 
 
-def test_everything_lies_on_the_device_of_the_sharding(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
+def test_everything_lies_on_the_device_of_the_sharding(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
     outputs, stash = middle.forward(params, (ONES,), {})
     grads, accumulators = middle.backward(params, stash, (ONES,), middle.zeros())
-    state = middle.initial_state(jax.random.key(0)).optimizer_state
+    state = initial([middle]).optimizer_state
     for leaf in jax.tree.leaves((params, outputs, grads, accumulators, state)):
         assert leaf.devices() == {jax.devices()[1]}
 
 
-def test_backward_takes_over_accumulators_and_stash(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
+def test_backward_takes_over_accumulators_and_stash(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
     _, stash = middle.forward(params, (ONES,), {})
     accumulators = middle.zeros()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(accumulators)]
@@ -61,20 +64,20 @@ def test_backward_takes_over_accumulators_and_stash(middle: ChunkPrograms) -> No
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(summed)] == addresses
 
 
-def test_update_takes_over_parameters_state_and_accumulators(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
+def test_update_takes_over_parameters_state_and_accumulators(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
     before = (
         params,
-        middle.initial_state(jax.random.key(0)).optimizer_state,
+        initial([middle]).optimizer_state,
         jax.tree.map(jnp.ones_like, middle.zeros()),
     )
-    *_, accumulators = middle.update(*before, 1.0, True)
+    *_, accumulators = middle.updates.update(*before, 1.0, True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert all(not leaf.any() for leaf in jax.tree.leaves(accumulators))
 
 
-def test_the_stash_holds_no_parameter_and_shares_inputs_with_the_caller(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
+def test_the_stash_holds_no_parameter_and_shares_inputs_with_the_caller(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
     outputs, stash = middle.forward(params, (ONES,), {})
     assert any(kept is ONES for kept in stash.kept)
     taken = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, outputs))}
@@ -98,7 +101,7 @@ def test_an_input_passed_through_is_not_spoilt_by_the_backward() -> None:
         apply=lambda params, inputs, leaves, *, key: (jnp.sum(inputs[0] * inputs[1]), jnp.float32(1)),
     )
     programs = compile_all([embedding(), through, last], chain(3, 1), make_batch(1))[1]
-    params = programs.initial_state(jax.random.key(0)).params
+    params = initial([programs]).params
     given = jax.device_put(2 * ONES, programs.sharding)
     outputs, stash = programs.forward(params, (given,), {})
     kept = jax.tree.map(np.array, outputs)
@@ -127,20 +130,20 @@ def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs(spl
     assert traces == 2
 
 
-def test_other_shapes_are_refused_instead_of_compiled(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
+def test_other_shapes_are_refused_instead_of_compiled(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
     with pytest.raises(TypeError, match="float32"):
         middle.forward(params, (ONES[:1],), {})
 
 
-def test_nothing_changes_where_the_step_is_not_applied(middle: ChunkPrograms) -> None:
-    params = middle.initial_state(jax.random.key(0)).params
-    state = middle.initial_state(jax.random.key(0)).optimizer_state
+def test_nothing_changes_where_the_step_is_not_applied(middle: CompiledChunk) -> None:
+    params = initial([middle]).params
+    state = initial([middle]).optimizer_state
     before = jax.tree.map(np.array, (params, state))
     poisoned = jax.tree.map(lambda leaf: leaf * jnp.nan, middle.zeros())
-    accumulators, norm = middle.reduce(poisoned)
+    accumulators, norm = middle.updates.reduce(poisoned)
     assert math.isnan(float(norm))
-    params, state, accumulators = middle.update(params, state, accumulators, float("nan"), False)
+    params, state, accumulators = middle.updates.update(params, state, accumulators, float("nan"), False)
     jax.tree.map(np.testing.assert_array_equal, (params, state), before)
     assert all(not leaf.any() for leaf in jax.tree.leaves(accumulators))
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.handover import Stash
-from rrfp_jax.programs.initial import ChunkState, initial_state
+from rrfp_jax.programs.state import ChunkState, initial_state
 from rrfp_jax.tasks import Edge, PipelineGraph, chain
 from tests.programs.toys import (
     WIDTH,
@@ -22,6 +22,7 @@ from tests.programs.toys import (
     compile_all,
     embedding,
     head,
+    initial,
     make_batch,
     merged,
     mlp,
@@ -34,7 +35,7 @@ from tests.programs.toys import (
 
 class Checked(NamedTuple):
     graph: PipelineGraph
-    programs: list[ChunkPrograms]
+    programs: list[CompiledChunk]
     params: list[Any]
     reduced: list[Any]
 
@@ -144,7 +145,7 @@ def test_frozen_encoder_has_no_backward() -> None:
     frozen = programs[0]
     assert frozen.compiled.keys() == {"forward"}
     assert frozen.sizes.stash_bytes == frozen.sizes.kept_bytes == frozen.sizes.optimizer_bytes == 0
-    params, state, accumulators = frozen.update({"kept": 1}, (), {}, 1.0, True)
+    params, state, accumulators = frozen.updates.update({"kept": 1}, (), {}, 1.0, True)
     assert (params, state, accumulators) == ({"kept": 1}, (), {})
     with pytest.raises(ValueError, match="no gradient reaches chunk 0"):
         frozen.backward({}, Stash(), (), {})
@@ -168,9 +169,9 @@ def test_chunks_without_parameters_and_integer_inputs() -> None:
         ),
     )
     _, programs, _, _ = check([embedding(), shift, masked, head()], chain(4, 2))
-    assert not programs[1].trains
-    assert programs[1].reduce({}) == ({}, 0)
-    assert programs[1].initial_state(jax.random.key(0)).optimizer_state == ()
+    assert not programs[1].updates.trains
+    assert programs[1].updates.reduce({}) == ({}, 0)
+    assert initial(programs, 1).optimizer_state == ()
 
 
 def test_integer_edge_must_not_carry_a_gradient() -> None:

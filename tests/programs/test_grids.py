@@ -130,7 +130,7 @@ def test_a_step_left_out_changes_no_bit(sharded: GridTrainer) -> None:
 def test_programs_that_replicas_replace_are_not_there(sharded: GridTrainer) -> None:
     alone = sharded.programs[0, 0]
     with pytest.raises(ValueError, match="chunk 0 has replicas, which reduce together"):
-        alone.reduce(alone.zeros())
+        alone.updates.reduce(alone.zeros())
     with pytest.raises(ValueError, match="replicas of chunk 0 share its optimizer state"):
-        alone.update({}, (), {}, 1.0, True)
+        alone.updates.update({}, (), {}, 1.0, True)
     assert {"reduce", "update embedding", "update layers.0"} <= alone.compiled.keys()

@@ -11,9 +11,18 @@ import pytest
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.tasks import PipelineGraph, chain
-from tests.programs.toys import assert_close, compile_all, make_batch, merged, reference_loss, run_gradients, run_reduce
+from tests.programs.toys import (
+    assert_close,
+    compile_all,
+    initial,
+    make_batch,
+    merged,
+    reference_loss,
+    run_gradients,
+    run_reduce,
+)
 
 CONFIG = LanguageModelConfig(
     vocab_size=11, hidden=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_dim=12, tie_embeddings=True, init_std=0.3
@@ -24,7 +33,7 @@ BATCH = make_batch(1)
 
 
 class Run(NamedTuple):
-    programs: list[ChunkPrograms]
+    programs: list[CompiledChunk]
     gradients: Any
     """Of the whole model, by layer name."""
 
@@ -77,6 +86,6 @@ def test_an_update_keeps_master_weights_in_float32(params: list[Any], half_split
     last = half_split.programs[1]
     before = {name: half_split.gradients[name] for name in params[1]}
     held, gradients = jax.device_put((params[1], before), last.sharding)
-    changed, _, _ = last.update(held, last.initial_state(jax.random.key(0)).optimizer_state, gradients, 1e-3, True)
+    changed, _, _ = last.updates.update(held, initial(half_split.programs, 1).optimizer_state, gradients, 1e-3, True)
     assert {leaf.dtype for leaf in jax.tree.leaves(changed)} == {jnp.dtype(jnp.float32)}
     assert_close(changed, jax.tree.map(lambda p, g: p - np.float32(1e-4) * g, params[1], before), 1e-6)

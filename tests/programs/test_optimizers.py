@@ -8,8 +8,7 @@ import optax
 import optax.contrib
 import pytest
 
-from rrfp_jax.programs.dataflow import output_labels
-from rrfp_jax.programs.optimizers import check_leafwise
+from rrfp_jax.programs.optimizers import check_leafwise, output_labels
 
 PARAMS = {
     "embedding": {"table": jax.ShapeDtypeStruct((256, 128), jnp.float32)},

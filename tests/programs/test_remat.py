@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.programs.gradients import GradientPlan, plan_gradients
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import accumulator_spec, num_bytes
@@ -18,6 +18,7 @@ from tests.programs.toys import (
     compile_all,
     embedding,
     head,
+    initial,
     make_batch,
     microbatch_spec,
     run_gradients,
@@ -31,7 +32,7 @@ POLICIES: dict[str, Remat] = {"dots": "dots", "full": "full", "own": jax.checkpo
 def gradients(split: bool, remat: Remat) -> Any:
     graph = chain(3, 2, split=split)
     programs = compile_all(CHUNKS, graph, BATCH, remat=remat)
-    params = [p.initial_state(jax.random.key(0)).params for p in programs]
+    params = [initial(programs, index).params for index in range(3)]
     return run_gradients(programs, graph, params, BATCH)
 
 
@@ -49,10 +50,10 @@ def test_gradients_are_those_without(expected: Any, remat: str, split: bool) -> 
     assert_close(accumulators, expected.accumulators)
 
 
-def plan(remat: Remat, *, split: bool = True) -> GradientPlan:
+def plan(remat: Remat, *, split: bool = True) -> ChunkPlan:
     graph = chain(3, 2, split=split)
     shapes = derive_shapes(CHUNKS, graph, microbatch_spec(BATCH))
-    return plan_gradients(CHUNKS[1], 1, graph, shapes[1], remat=remat)
+    return plan_chunk(1, CHUNKS, graph, shapes, remat=remat)
 
 
 def test_less_is_kept() -> None:

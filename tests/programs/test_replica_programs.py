@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.connect import connect
-from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.replica_programs import Reduced, ReplicaPrograms
+from rrfp_jax.programs.stage_devices import StageDevices, connect
+from rrfp_jax.programs.updates import Reduced, StageUpdates
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.programs.grids import grids_of
 
@@ -52,7 +51,7 @@ def ascending_sum(arrays: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def placed(grid: StageGrid, programs: ReplicaPrograms, name: str, arrays: list[Any]) -> dict[int, Any]:
+def placed(grid: StageDevices, programs: StageUpdates, name: str, arrays: list[Any]) -> dict[int, Any]:
     specs = {"matrix": PartitionSpec(None, "tensor"), "vector": PartitionSpec()}
     return {
         r: {name: {n: jax.device_put(a, grid.unit_sharding(r, specs[n])) for n, a in layer.items()}}
@@ -62,17 +61,17 @@ def placed(grid: StageGrid, programs: ReplicaPrograms, name: str, arrays: list[A
 
 def reduce_alone(*, ordered: bool, shard_optimizer: bool, tensor: int = 2) -> tuple[Reduced, dict[int, Any]]:
     (grid,) = grids_of(jax.devices(), 1, DATA, tensor)
-    programs = ReplicaPrograms(
+    programs = StageUpdates(
         0,
         [holder("own", shared=False)],
         chain(1, DATA),
         optimizer=optax.adam(1e-2),
-        grid=grid,
+        devices=grid,
         ordered=ordered,
         shard_optimizer=shard_optimizer,
     )
     accumulators = placed(grid, programs, "own", terms(0))
-    return programs.all_reduce(accumulators), accumulators
+    return programs.reduce(accumulators), accumulators
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
@@ -106,7 +105,7 @@ def test_copies_of_a_shared_layer_end_with_equal_bits_and_are_not_consumed() -> 
     graph = PipelineGraph(2, DATA, (), shared=((0, 1),))
     grids = grids_of(jax.devices(), 2, DATA, 1)
     programs = [
-        ReplicaPrograms(c, chunks, graph, optimizer=optax.adam(1e-2), grid=grids[c], ordered=False) for c in (0, 1)
+        StageUpdates(c, chunks, graph, optimizer=optax.adam(1e-2), devices=grids[c], ordered=False) for c in (0, 1)
     ]
     held = [placed(grids[c], programs[c], "tied", terms(c)) for c in (0, 1)]
     numbers = jax.device_get(held)
@@ -114,7 +113,7 @@ def test_copies_of_a_shared_layer_end_with_equal_bits_and_are_not_consumed() -> 
     for c in (0, 1):
         shared = {r: (numbers[0][r], numbers[1][r]) for r in range(DATA)}
         shared = {r: tuple(None if o == c else part for o, part in enumerate(parts)) for r, parts in shared.items()}
-        sums.append(programs[c].all_reduce(held[c], shared))
+        sums.append(programs[c].reduce(held[c], shared))
     assert float(sums[1].squared_norm) == 0
     per_replica = [jax.tree.map(np.add, numbers[0][r], numbers[1][r]) for r in range(DATA)]
     expected = jax.tree.map(lambda *arrays: ascending_sum(list(arrays)), *per_replica)
@@ -126,19 +125,19 @@ def test_copies_of_a_shared_layer_end_with_equal_bits_and_are_not_consumed() -> 
 
 def test_one_infinite_gradient_in_one_replica_shows_in_the_norm() -> None:
     (grid,) = grids_of(jax.devices(), 1, DATA, 1)
-    programs = ReplicaPrograms(
-        0, [holder("own", shared=False)], chain(1, DATA), optimizer=optax.sgd(1.0), grid=grid, shard_optimizer=True
+    programs = StageUpdates(
+        0, [holder("own", shared=False)], chain(1, DATA), optimizer=optax.sgd(1.0), devices=grid, shard_optimizer=True
     )
     spoilt = terms(0)
     spoilt[2]["vector"][1] = np.inf
-    assert float(programs.all_reduce(placed(grid, programs, "own", spoilt)).squared_norm) == np.inf
+    assert float(programs.reduce(placed(grid, programs, "own", spoilt)).squared_norm) == np.inf
 
 
 def test_joining_and_parting_touches_no_buffer() -> None:
     (grid,) = grids_of(jax.devices(), 1, 2, 2)
     spec = PartitionSpec(None, "tensor")
     arrays = {r: jax.device_put(np.full((4, 6), r), grid.unit_sharding(r, spec)) for r in range(2)}
-    parted = grid.part(grid.join(arrays, spec))
+    parted = grid.per_replica(grid.join(arrays, spec))
     for r, array in arrays.items():
         np.testing.assert_array_equal(parted[r], array)
         assert parted[r].sharding == array.sharding
@@ -150,7 +149,7 @@ def test_joining_and_parting_touches_no_buffer() -> None:
 
 def test_replicas_must_have_the_same_number_of_devices() -> None:
     with pytest.raises(ValueError, match=r"replicas have \[2, 1\] devices"):
-        StageGrid([jax.devices()[:2], jax.devices()[2:3]])
+        StageDevices([jax.devices()[:2], jax.devices()[2:3]])
 
 
 def test_every_mesh_can_be_connected() -> None:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.programs.rng import counters, microbatch_key
+from rrfp_jax.programs.chunk import counters, microbatch_key
 
 
 def test_equal_bits_inside_and_outside_of_jit() -> None:

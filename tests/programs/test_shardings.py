@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.grid import StageGrid
-from rrfp_jax.programs.initial import initial_state, state_specs
 from rrfp_jax.programs.shardings import param_partition, shared_out, state_partition, unit_shardings
 from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.state import initial_state, state_specs
 
 COLUMNS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec()
 
@@ -95,7 +95,7 @@ def test_replicas_share_the_first_free_dimension_that_divides() -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_specs_describe_the_state_and_bits_do_not_depend_on_the_devices(tensor: int) -> None:
     chunks, optimizer = (chunk(by(COLUMNS)),), optax.adamw(1e-2)
-    sharding = StageGrid([jax.devices()[:tensor]]).unit_sharding(0)
+    sharding = StageDevices([jax.devices()[:tensor]]).unit_sharding(0)
     state = initial_state(chunks, 0, jax.random.key(3), optimizer, sharding, trains=True)
     specs = state_specs(chunks, 0, optimizer, sharding, trains=True)
     for name in ("params", "optimizer_state", "accumulators"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.handover import OwedBytes, Stash
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.tasks import Edge, PipelineGraph, chain
@@ -23,6 +23,7 @@ from tests.programs.toys import (
     compile_all,
     embedding,
     head,
+    initial,
     make_batch,
     mlp,
 )
@@ -30,24 +31,24 @@ from tests.programs.toys import (
 BATCH = make_batch(2)
 
 
-def ones(programs: ChunkPrograms, dtype: Any = jnp.float32) -> jax.Array:
+def ones(programs: CompiledChunk, dtype: Any = jnp.float32) -> jax.Array:
     return jax.device_put(np.ones((ROWS, LENGTH, WIDTH), dtype), programs.sharding)
 
 
 @pytest.fixture(scope="module")
-def model() -> list[ChunkPrograms]:
+def model() -> list[CompiledChunk]:
     """Embedding, an MLP in float32, one in bfloat16 and the head; the last in one piece."""
     graph = replace(chain(4, 2), split=frozenset({0, 1, 2}))
     return compile_all([embedding(), mlp(0), mlp(1, jnp.bfloat16), head()], graph, BATCH)
 
 
 @pytest.fixture(scope="module")
-def params(model: list[ChunkPrograms]) -> list[Any]:
-    return [programs.initial_state(jax.random.key(0)).params for programs in model]
+def params(model: list[CompiledChunk]) -> list[Any]:
+    return [initial(model, index).params for index in range(4)]
 
 
 def test_the_stash_is_taken_over_and_what_is_owed_is_held_by_reference(
-    model: list[ChunkPrograms], params: list[Any]
+    model: list[CompiledChunk], params: list[Any]
 ) -> None:
     middle = model[1]
     x, gradient = ones(middle), ones(middle)
@@ -62,7 +63,7 @@ def test_the_stash_is_taken_over_and_what_is_owed_is_held_by_reference(
     assert not any(array.is_deleted() for array in owed)
 
 
-def test_what_is_not_owed_is_freed_with_the_stash(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_what_is_not_owed_is_freed_with_the_stash(model: list[CompiledChunk], params: list[Any]) -> None:
     first, middle = model[0], model[1]
     for programs, held, inputs, leaves in (
         (middle, params[1], (ones(middle),), {}),
@@ -77,7 +78,7 @@ def test_what_is_not_owed_is_freed_with_the_stash(model: list[ChunkPrograms], pa
         assert {key for key, alive in watched.items() if alive() is not None} == wanted & watched.keys()
 
 
-def test_weight_gradients_are_added_in_place(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_weight_gradients_are_added_in_place(model: list[CompiledChunk], params: list[Any]) -> None:
     middle = model[1]
     accumulators = middle.zeros()
     totals = []
@@ -93,7 +94,7 @@ def test_weight_gradients_are_added_in_place(model: list[ChunkPrograms], params:
     assert_close(totals[1], jax.tree.map(lambda leaf: 2 * leaf, totals[0]), 1e-6)
 
 
-def test_sizes_add_up(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_sizes_add_up(model: list[CompiledChunk], params: list[Any]) -> None:
     middle, sizes = model[1], model[1].sizes
     outputs, stash = middle.forward(params[1], (ones(middle),), {})
     held = {id(array): array for array in (*stash.donated, *stash.saved)}
@@ -114,7 +115,7 @@ def test_sizes_add_up(model: list[ChunkPrograms], params: list[Any]) -> None:
 
 
 def test_temporaries_are_zero_where_the_backend_does_not_say() -> None:
-    from rrfp_jax.programs.sizes import temporaries
+    from rrfp_jax.programs.compiled import temporaries
 
     class Silent:
         def memory_analysis(self) -> None:
@@ -123,7 +124,7 @@ def test_temporaries_are_zero_where_the_backend_does_not_say() -> None:
     assert temporaries({"forward": Silent()}) == {"forward": 0}
 
 
-def test_low_precision_weights_are_derived_once_per_update(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_low_precision_weights_are_derived_once_per_update(model: list[CompiledChunk], params: list[Any]) -> None:
     low, held = model[2], params[2]
     derived = low.prepare(held)
     assert num_bytes(derived) == low.sizes.derived_bytes == low.sizes.params_bytes // 2
@@ -140,7 +141,7 @@ def test_low_precision_weights_are_derived_once_per_update(model: list[ChunkProg
     assert model[1].prepare(params[1]) == ()
 
 
-def test_the_first_chunk_owes_everything(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_the_first_chunk_owes_everything(model: list[CompiledChunk], params: list[Any]) -> None:
     first = model[0]
     assert first.compiled.keys() == {"forward", "weight_gradient", "reduce", "update embedding"}
     _, stash = first.forward(params[0], (), {"tokens": BATCH["tokens"][0]})
@@ -166,7 +167,7 @@ def test_a_chunk_without_parameters_owes_nothing() -> None:
 def test_the_gradients_of_several_successors_are_owed_as_their_sum() -> None:
     graph = PipelineGraph(3, 1, (Edge(0, 1), Edge(0, 2), Edge(1, 2)), split=frozenset({0}))
     first, *_ = compile_all([embedding(), mlp(0), head(num_inputs=2)], graph, make_batch(1))
-    held = first.initial_state(jax.random.key(0)).params
+    held = initial([first]).params
     _, stash = first.forward(held, (), {"tokens": BATCH["tokens"][0]})
     _, owed = first.input_gradient(held, stash, (ones(first), 2 * ones(first)))
     assert first.sizes.owed.gradients == 0
@@ -174,7 +175,7 @@ def test_the_gradients_of_several_successors_are_owed_as_their_sum() -> None:
     assert any(array.shape == (ROWS, LENGTH, WIDTH) and np.all(array == 3) for array in owed)
 
 
-def test_the_wrong_half_is_refused(model: list[ChunkPrograms], params: list[Any]) -> None:
+def test_the_wrong_half_is_refused(model: list[CompiledChunk], params: list[Any]) -> None:
     with pytest.raises(ValueError, match="chunk 1 is split: call input_gradient and weight_gradient"):
         model[1].backward(params[1], Stash(), (), model[1].zeros())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):

@@ -13,11 +13,12 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_programs import ChunkPrograms, compile_chunk
+from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
+from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.rng import microbatch_key
-from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes, param_specs
+from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
+from rrfp_jax.programs.state import ChunkState, initial_state
 from rrfp_jax.tasks import PipelineGraph
 
 VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
@@ -130,7 +131,7 @@ def compile_all(
     optimizer: optax.GradientTransformation | None = None,
     seed: int = 7,
     remat: Remat = "none",
-) -> list[ChunkPrograms]:
+) -> list[CompiledChunk]:
     shapes = derive_shapes(chunks, graph, microbatch_spec(batch))
     devices = jax.devices()
     return [
@@ -139,13 +140,21 @@ def compile_all(
             chunks,
             graph,
             shapes,
+            plan_chunk(c, chunks, graph, shapes, remat=remat),
             optimizer=optimizer or optax.sgd(0.1),
             sharding=SingleDeviceSharding(devices[c % len(devices)]),
             seed=seed,
-            remat=remat,
         )
         for c in range(len(chunks))
     ]
+
+
+def initial(programs: Sequence[CompiledChunk], index: int = 0) -> ChunkState:
+    """The state that a chunk of a model, or one without shared layers alone, starts from."""
+    own = programs[index]
+    chunks = tuple(each.chunk for each in programs)
+    optimizer, trains = own.updates.optimizer, own.updates.trains
+    return initial_state(chunks, index, jax.random.key(0), optimizer, own.sharding, trains=trains)
 
 
 class Gradients(NamedTuple):
@@ -153,7 +162,7 @@ class Gradients(NamedTuple):
     losses: tuple[tuple[int, int, float, float], ...]
 
 
-def send(tree: Any, programs: ChunkPrograms, *, views: bool) -> Any:
+def send(tree: Any, programs: CompiledChunk, *, views: bool) -> Any:
     """To the devices of ``programs``: as a NumPy view, or as an array of its own."""
     if views:
         return jax.tree.map(np.asarray, tree)
@@ -161,7 +170,7 @@ def send(tree: Any, programs: ChunkPrograms, *, views: bool) -> Any:
 
 
 def run_gradients(
-    programs: list[ChunkPrograms],
+    programs: list[CompiledChunk],
     graph: PipelineGraph,
     params: list[Any],
     batch: dict[str, np.ndarray],
@@ -210,14 +219,14 @@ def run_gradients(
 
 
 def run_reduce(
-    programs: list[ChunkPrograms], graph: PipelineGraph, accumulators: list[Any], *, views: bool = True
+    programs: list[CompiledChunk], graph: PipelineGraph, accumulators: list[Any], *, views: bool = True
 ) -> tuple[list[Any], StageReport]:
     """R of every chunk."""
-    parts = [p.shared_part(a) for p, a in zip(programs, accumulators, strict=True)]
+    layers = [p.shared_layers(a) for p, a in zip(programs, accumulators, strict=True)]
     reduced, norms = [], []
     for c, program in enumerate(programs):
-        shared = tuple(send(parts[other], program, views=views) for other in graph.sharing(c))
-        total, norm = program.reduce(accumulators[c], shared if len(shared) > 1 else ())
+        shared = tuple(send(layers[other], program, views=views) for other in graph.sharing(c))
+        total, norm = program.updates.reduce(accumulators[c], shared if len(shared) > 1 else ())
         reduced.append(total)
         norms.append((c, float(norm)))
     return reduced, StageReport(squared_norms=tuple(norms))
@@ -226,9 +235,9 @@ def run_reduce(
 class Trainer:
     """A whole training run, step by step, without any concurrency."""
 
-    def __init__(self, programs: list[ChunkPrograms], graph: PipelineGraph, **agreement: Any) -> None:
+    def __init__(self, programs: list[CompiledChunk], graph: PipelineGraph, **agreement: Any) -> None:
         self.programs, self.graph, self.agreement = programs, graph, agreement
-        states = [p.initial_state(jax.random.key(0)) for p in programs]
+        states = [initial(programs, index) for index in range(len(programs))]
         self.params = [state.params for state in states]
         self.states = [state.optimizer_state for state in states]
 
@@ -237,7 +246,7 @@ class Trainer:
         reduced, report = run_reduce(self.programs, self.graph, gradients.accumulators)
         verdict = agree([report, StageReport(losses=gradients.losses)], **self.agreement)
         for c, program in enumerate(self.programs):
-            self.params[c], self.states[c], _ = program.update(
+            self.params[c], self.states[c], _ = program.updates.update(
                 self.params[c], self.states[c], reduced[c], verdict.scale, verdict.apply
             )
         return verdict

@@ -2,20 +2,24 @@
 
 A stage has ``data`` replicas of ``tensor`` devices each. A unit's programs run on its own devices; what all replicas do
 together (adding up gradients, updating a sharded optimizer state) runs on all of them, as a mesh with the axes ``data``
-and ``tensor``. Joining the units' arrays for that, and parting the result, only wraps the buffers that are there.
+and ``tensor``. Joining the units' arrays for that, and taking the result apart, only wraps the buffers that are there.
+
+The first collective of a set of devices makes its processes meet, which takes long and fails differently from later
+ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.programs.shardings import DATA, TENSOR, WHOLE
 
 
-class StageGrid:
+class StageDevices:
     """The devices of one stage, of this process and of others.
 
     Args:
@@ -58,17 +62,17 @@ class StageGrid:
         first, *others = (trees[replica] for replica in self.local_replicas)
         return jax.tree.map(lambda leaf, spec, *rest: self._join((leaf, *rest), spec), first, partition, *others)
 
-    def part(self, tree: Any) -> dict[int, Any]:
+    def per_replica(self, tree: Any) -> dict[int, Any]:
         """The arrays of every local replica, from arrays on the whole stage that are not cut over ``data``."""
-        leaves = [self._part(leaf) for leaf in jax.tree.leaves(tree)]
+        leaves = [self._per_replica(leaf) for leaf in jax.tree.leaves(tree)]
         structure = jax.tree.structure(tree)
-        return {r: jax.tree.unflatten(structure, [parts[r] for parts in leaves]) for r in self.local_replicas}
+        return {r: jax.tree.unflatten(structure, [arrays[r] for arrays in leaves]) for r in self.local_replicas}
 
     def _join(self, arrays: Sequence[jax.Array], spec: PartitionSpec) -> jax.Array:
         shards = [shard.data for array in arrays for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(arrays[0].shape, self.sharding(spec), shards)
 
-    def _part(self, array: jax.Array) -> dict[int, jax.Array]:
+    def _per_replica(self, array: jax.Array) -> dict[int, jax.Array]:
         shards: dict[int, list[jax.Array]] = {}
         for shard in array.addressable_shards:
             shards.setdefault(self._replica_of[shard.device], []).append(shard.data)
@@ -80,3 +84,30 @@ class StageGrid:
             replica: jax.make_array_from_single_device_arrays(array.shape, self.unit_sharding(replica, spec), own)
             for replica, own in shards.items()
         }
+
+
+def connect(stages: Sequence[StageDevices]) -> None:
+    """Run a tiny collective on every mesh of which this process holds devices, and wait for it.
+
+    All processes call it, with all stages in the same order. The order makes sure that nobody waits in a
+    circle. Returns when this process has met its partners; hangs if one of them does not come.
+    """
+    for devices in stages:
+        for replica in devices.local_replicas:
+            if devices.tensor > 1:
+                _meet(devices.unit_mesh(replica))
+        if devices.data > 1 and devices.local_replicas:
+            _meet(devices.mesh)
+
+
+def _meet(mesh: Mesh) -> None:
+    """One collective over each axis of the mesh, and one over all of them."""
+
+    def sums(one: jax.Array) -> list[jax.Array]:
+        axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+        return [jax.lax.psum(one, axis) for axis in (*axes, tuple(axes))]
+
+    program = jax.jit(
+        jax.shard_map(lambda: sums(jnp.int32(1)), mesh=mesh, in_specs=(), out_specs=WHOLE, check_vma=False)
+    )
+    jax.block_until_ready(program())

@@ -1,10 +1,13 @@
-"""A chunk's forward and backward as functions over flat operands: traced, cut and laid out, but not yet compiled.
+"""The plan of a chunk: its forward and backward as functions over flat operands, traced, cut and laid out.
+
+Nothing here is compiled, and nothing depends on devices but the layout. So one plan serves all units of the chunk.
 
 All of them come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.split`), whether the backward
 stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,19 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.handover import OwedPlan, StashPlan, made_specs, plan_owed, plan_stash, sums_owed
+from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key
+from rrfp_jax.programs.handover import OwedLayout, StashLayout, lay_out_owed, lay_out_stash, made_specs, sums_owed
 from rrfp_jax.programs.remat import Remat, rematerialised
-from rrfp_jax.programs.rng import counters, microbatch_key
-from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs
+from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
 from rrfp_jax.programs.specs import Specs, gradient_spec
-from rrfp_jax.programs.split import SplitBackward, SplitReport, split_backward
+from rrfp_jax.programs.split import SplitBackward, split_backward
 from rrfp_jax.tasks import PipelineGraph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GradientPlan:
-    """The functions of one chunk and the shapes of what they take and return; made by :func:`plan_gradients`."""
+class ChunkPlan:
+    """The functions of one chunk and the shapes of what they take and return; made by :func:`plan_chunk`."""
 
     is_split: bool
     """Whether the backward is cut into input gradient and weight gradient."""
@@ -40,12 +42,12 @@ class GradientPlan:
     """None for a chunk that no gradient reaches."""
     senders: tuple[int, ...]
     """Places, among the inputs, of those that get a gradient."""
-    stash: StashPlan = field(default_factory=StashPlan)
-    owed: OwedPlan = field(default_factory=OwedPlan)
+    stash: StashLayout = field(default_factory=StashLayout)
+    owed: OwedLayout = field(default_factory=OwedLayout)
 
     def laid_out(
         self, boundary: Sharding | None = None, made_by_forward: Sequence[Sharding] | None = None
-    ) -> "GradientPlan":
+    ) -> "ChunkPlan":
         """The plan with the stash of a forward that makes arrays of these shardings.
 
         Without ``boundary`` all lies on one device.
@@ -56,7 +58,7 @@ class GradientPlan:
         outliving = {p.position for p in self.split.owed_places if p.origin == "stash"} if self.is_split else ()
         if self.is_split and not isinstance(boundary, NamedSharding):
             results += self.made  # on a mesh nobody knows yet how they will lie
-        stash = plan_stash(
+        stash = lay_out_stash(
             self.split,
             self.operands,
             results=results,
@@ -66,13 +68,11 @@ class GradientPlan:
         )
         return replace(self, stash=stash).owing(boundary)
 
-    def owing(
-        self, boundary: Sharding | None, made_by_input_gradient: Sequence[Sharding] | None = None
-    ) -> "GradientPlan":
+    def owing(self, boundary: Sharding | None, made_by_input_gradient: Sequence[Sharding] | None = None) -> "ChunkPlan":
         """The plan with what an input gradient owes that makes arrays of these shardings."""
         if self.split is None or not self.is_split:
             return self
-        owed = plan_owed(
+        owed = lay_out_owed(
             self.split,
             self.stash,
             self.output_grads,
@@ -87,13 +87,8 @@ class GradientPlan:
         """What the program of the input gradient makes for the weight gradient."""
         return made_specs(self.split, self.output_grads) if self.split is not None and self.is_split else ()
 
-    @cached_property
-    def report(self) -> SplitReport | None:
-        """What crosses from program to program array by array, beside what ``jax.vjp`` would keep."""
-        return self.split.report if self.split is not None else None
-
     def num_programs(self, params: Specs) -> int:
-        """How many programs :class:`rrfp_jax.programs.gradient_programs.GradientPrograms` makes of it."""
+        """How many programs :class:`rrfp_jax.programs.compiled.CompiledChunk` makes of it."""
         forwards = 1 + bool(jax.eval_shape(self.prepare, params))
         if self.split is None or not self.is_split:
             return forwards + (self.split is not None)
@@ -141,13 +136,28 @@ class GradientPlan:
         return tuple(operand_grads[0][place] for place in self.senders)
 
 
-def plan_gradients(
-    chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, *, remat: Remat = "none"
-) -> GradientPlan:
-    """Trace the forward of a chunk and, where a gradient reaches it, its backward; nothing is compiled.
+def plan_chunk(
+    index: int, chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes], *, remat: Remat = "none"
+) -> ChunkPlan:
+    """Trace the forward of chunk ``index`` and, where a gradient reaches it, its backward; nothing is compiled.
 
-    The plan is for one device until it is ``laid_out`` on others.
+    The plan is for one device until it is ``laid_out`` on others, and serves for any number of units. Raises
+    ValueError, naming the chunk, for what cannot be differentiated.
     """
+    with naming(chunks, index):
+        return _plan(chunks[index], index, graph, shapes[index], remat)
+
+
+@contextmanager
+def naming(chunks: Sequence[Chunk], index: int) -> Iterator[None]:
+    """Names the chunk in what goes wrong within the block."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
+
+
+def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, remat: Remat) -> ChunkPlan:
     operands = (shapes.inputs, shapes.leaves, counters_spec() if chunk.uses_key else ())
     apply = rematerialised(_apply(chunk, is_sink=not graph.successors(index)), remat)
     senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
@@ -159,7 +169,7 @@ def plan_gradients(
         is_split = index in graph.split
         wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
         split = split_backward(apply, shapes.params, operands, input_gradients=wanted)
-    plan = GradientPlan(
+    plan = ChunkPlan(
         is_split=is_split,
         operands=operands,
         output_grads=output_grads,

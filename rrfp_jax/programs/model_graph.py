@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.shapes import holders, param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement
 

@@ -1,0 +1,194 @@
+"""The state that a chunk starts from; needs no batch, so a run can make or restore it before anything is compiled.
+
+Initial values depend on the key alone, not on the devices that share a parameter. Nothing here needs another process:
+what lies on several is made by programs that all of them run, from the same key.
+
+An optimizer state is a tuple, one entry per *group* of the chunk's layers (:func:`layer_groups`). It lies on the
+chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et al. 2020).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Sharding
+
+from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.shapes import holders
+from rrfp_jax.programs.shardings import (
+    param_partition,
+    place,
+    shardings_of,
+    shared_out,
+    spread,
+    state_partition,
+    unit_shardings,
+)
+from rrfp_jax.programs.specs import Specs, accumulator_spec, spec_of
+from rrfp_jax.programs.stage_devices import StageDevices
+
+
+@dataclass
+class ChunkState:
+    """What one chunk carries from step to step, on its unit's devices."""
+
+    params: Params
+    optimizer_state: Any
+    """One entry per group of the chunk's layers (see :func:`layer_groups`); empty for a chunk that does not train, or
+    whose replicas share the state."""
+    accumulators: Any
+    """Gradients of the summed loss, float32; zeros between steps."""
+    derived: tuple[Any, ...] | None = None
+    """What the compiled programs derive from ``params``; None until they have prepared it. It is not part of a
+    checkpoint, and stale once ``params`` change."""
+
+
+def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """A chunk's layer names, grouped as the entries of its optimizer state are: its own, then each shared one."""
+    own = tuple(name for name in names if name not in chunk.shared)
+    return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared))) if group)
+
+
+def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Some layers of a chunk."""
+    return {name: layers[name] for name in names}
+
+
+def initial_state(
+    chunks: tuple[Chunk, ...],
+    index: int,
+    key: jax.Array,
+    optimizer: optax.GradientTransformation,
+    sharding: Sharding,
+    *,
+    trains: bool,
+    shard_optimizer: bool = False,
+) -> ChunkState:
+    """The state of chunk ``index`` from a typed key, the same key for all chunks.
+
+    ``sharding`` is the boundary of the chunk's unit, see :mod:`rrfp_jax.programs.shardings`. ``trains`` is False for a
+    chunk that no gradient reaches. With ``shard_optimizer`` the optimizer state is left out, because the replicas share
+    it: see :func:`initial_shared_state`.
+    """
+    # raw numbers, because a typed key cannot be put onto devices of other processes
+    numbers = np.asarray(jax.random.key_data(key))
+    params = _initializer(chunks, index, sharding, str(jax.random.key_impl(key)))(numbers)
+    state = state_specs(chunks, index, optimizer, sharding, trains=trains, shard_optimizer=shard_optimizer)
+    groups = layer_groups(chunks[index], state.params)
+    state.params, at_sums = params, shardings_of(state.accumulators)
+    state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state)
+    state.accumulators = zeros(state.accumulators, at_sums)
+    return state
+
+
+def state_specs(
+    chunks: tuple[Chunk, ...],
+    index: int,
+    optimizer: optax.GradientTransformation,
+    sharding: Sharding,
+    *,
+    trains: bool,
+    shard_optimizer: bool = False,
+) -> ChunkState:
+    """What ``initial_state`` returns, as specs with shardings; nothing is computed."""
+    at_params, params = unit_shardings(chunks, index, sharding).params, spec_of(param_specs(chunks[index]))
+    return ChunkState(
+        params=spread(params, at_params),
+        optimizer_state=optimizer_specs(chunks, index, optimizer, sharding) if trains and not shard_optimizer else (),
+        accumulators=spread(accumulator_spec(params), at_params) if trains else {},
+    )
+
+
+def optimizer_specs(
+    chunks: Sequence[Chunk], index: int, optimizer: optax.GradientTransformation, devices: Sharding | StageDevices
+) -> tuple[Specs, ...]:
+    """The optimizer state of chunk ``index``, one entry per group of layers, as specs with shardings.
+
+    ``devices`` is the boundary of a unit, or the stage over whose replicas the state is cut. Only for a chunk that
+    trains; nothing is computed.
+    """
+    params = spec_of(param_specs(chunks[index]))
+    replicas: int | None = None
+    if isinstance(devices, StageDevices):
+        partition, replicas = param_partition(chunks, index, devices.tensor), devices.data
+        devices = devices.sharding()
+    else:
+        partition = unit_shardings(chunks, index, devices).partition
+    states = []
+    for group in layer_groups(chunks[index], params):
+        own = pick(params, group)
+        state = spec_of(jax.eval_shape(optimizer.init, own))
+        cut = state_partition(state, own, pick(partition, group))
+        states.append(spread(state, place(cut if replicas is None else shared_out(cut, state, replicas), devices)))
+    return tuple(states)
+
+
+def initial_shared_state(
+    chunks: Sequence[Chunk],
+    index: int,
+    optimizer: optax.GradientTransformation,
+    devices: StageDevices,
+    params: Mapping[int, Params],
+) -> tuple[Any, ...]:
+    """The optimizer state that replicas share, from the parameters of every local replica.
+
+    All processes of the stage call it, in the same order for the chunks of a stage.
+    """
+    joined = devices.join(params, param_partition(chunks, index, devices.tensor))
+    specs = optimizer_specs(chunks, index, optimizer, devices)
+    return _initial_optimizer_state(optimizer, joined, layer_groups(chunks[index], joined), specs)
+
+
+def _initial_optimizer_state(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    groups: Sequence[tuple[str, ...]],
+    specs: tuple[Specs, ...],
+) -> tuple[Any, ...]:
+    """As the specs say; none without specs."""
+    return tuple(
+        jax.jit(optimizer.init, out_shardings=shardings_of(state))(pick(params, group))
+        for group, state in zip(groups if specs else (), specs, strict=True)
+    )
+
+
+@lru_cache(maxsize=512)
+def _initializer(
+    chunks: tuple[Chunk, ...], index: int, sharding: Sharding, impl: str
+) -> Callable[[np.ndarray], Params]:
+    """The parameters of a chunk from a key; kept, so that another pipeline of the same chunks need not compile it.
+
+    A shared layer is initialised by its owner's ``init``, in a program that is the same for every holder, so that all
+    copies start with equal bits.
+    """
+    chunk, at_params = chunks[index], unit_shardings(chunks, index, sharding).params
+    programs = []
+    for group in layer_groups(chunk, param_specs(chunk)):
+        owner = chunks[holders(chunks, group[0])[0]] if group[0] in chunk.shared else chunk
+
+        def init(key: jax.Array, owner: Chunk = owner, group: tuple[str, ...] = group) -> Params:
+            return pick(owner.init(jax.random.wrap_key_data(key, impl=impl)), group)
+
+        programs.append(jax.jit(init, in_shardings=sharding, out_shardings=pick(at_params, group)))
+
+    def params(key: np.ndarray) -> Params:
+        return {name: layer for program in programs for name, layer in program(key).items()}
+
+    return params
+
+
+def zeros(specs: Any, shardings: Any) -> Any:
+    """Zeros of these shapes and dtypes; ``shardings`` is one for all, or a tree of them."""
+    return full(specs, shardings, 0)
+
+
+def full(specs: Any, shardings: Any, value: int) -> Any:
+    """Arrays of these shapes and dtypes that hold one number."""
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, specs)
+    return jax.tree.map(lambda s, place: jnp.full(s.shape, value, s.dtype, device=place), specs, shardings)

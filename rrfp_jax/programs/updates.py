@@ -1,0 +1,332 @@
+"""R and U of one chunk, compiled: on its own unit, or on all replicas of its stage together.
+
+Without data parallelism :class:`UnitUpdates` runs both. With it, R runs on the whole stage (:class:`StageUpdates`); so
+does U where the replicas share the optimizer state, and else every replica updates itself.
+
+The programs of a stage run on all its devices. Every process that holds some of them launches each once, with the
+arrays of all its replicas, and all processes launch them in the same order.
+
+A shared layer is updated by a program of its own, which is the same for every chunk that holds a copy: inside a larger
+program XLA may round the same formula differently, and the copies would drift apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, Sharding
+from jax.stages import Compiled
+
+from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
+from rrfp_jax.programs.shardings import param_partition, place, shardings_of, shared_out, unit_shardings
+from rrfp_jax.programs.specs import accumulator_spec, spec_of
+from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.state import layer_groups, optimizer_specs, pick
+from rrfp_jax.tasks import PipelineGraph
+
+
+class _Updates:
+    """What a chunk's R and U know on any devices.
+
+    Args:
+        mesh: of the devices; None for one device.
+        scalar: how a number lies on the devices.
+        num_shards: how many devices share a layer.
+        updates_on: the unit's boundary or the stage where U runs; None: it does not run here.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: Mesh | None,
+        scalar: Sharding,
+        num_shards: int,
+        updates_on: Sharding | StageDevices | None,
+    ) -> None:
+        self.index = index
+        self.compiled: dict[str, Compiled] = {}
+        """The compiled programs by name."""
+        self._mesh, self._scalar = mesh, scalar
+        self._params = spec_of(param_specs(chunks[index]))
+        self._partition = param_partition(chunks, index, num_shards)
+        self._tie = tie_of(chunks, index, graph.sharing(index))
+        others = [(other, tuple(sorted(chunks[other].shared))) for other in self._tie.others]
+        self._specs_of_others = tuple(
+            accumulator_spec(pick(spec_of(param_specs(chunks[other])), names)) for other, names in others
+        )
+        self._partitions_of_others = tuple(
+            pick(param_partition(chunks, other, num_shards), names) for other, names in others
+        )
+        self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self._params))
+        """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
+        does_update = self.trains and updates_on is not None
+        self._groups = layer_groups(chunks[index], self._params) if does_update else ()
+        self.state_specs = optimizer_specs(chunks, index, optimizer, updates_on) if does_update else ()  # type: ignore[arg-type]
+        """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
+        self.optimizer = optimizer
+        self._reduce: Compiled | None = None
+        self._updates: list[Compiled] = []
+
+    def _place(self, partition: Any) -> Any:
+        return place(partition, self._scalar)
+
+    def _compile_updates(self, shares: Any = None) -> None:
+        """U of every group of layers; ``shares`` say how gradients and state are cut where replicas share them.
+
+        Then accumulators do not pass through: R has cleared them.
+        """
+        update_all = update_function(self.optimizer)
+        for group, state in zip(self._groups, self.state_specs, strict=True):
+            params, at_state = pick(self._params, group), shardings_of(state)
+            at_params = at_grads = self._place(pick(self._partition, group))
+            update, donate = update_all, [0, 1, 2]
+            if shares is not None:
+                at_grads, donate = self._place(pick(shares, group)), [0, 1]
+
+                def update(params: Any, *rest: Any, at: Any = at_grads) -> Any:
+                    return update_all(jax.lax.with_sharding_constraint(params, at), *rest)[:2]
+
+            program = compile_program(
+                "update",
+                update,
+                *(params, spec_of(state), accumulator_spec(params)),
+                jax.ShapeDtypeStruct((), np.float32),
+                jax.ShapeDtypeStruct((), np.bool_),
+                in_shardings=(at_params, at_state, at_grads, self._scalar, self._scalar),
+                out_shardings=(at_params, at_state, at_params)[: len(donate)],
+                donate=tuple(donate),
+            )
+            self._updates.append(program)
+            self.compiled[f"update {', '.join(group)}"] = program
+
+
+class UnitUpdates(_Updates):
+    """The sum of shared gradients with the norm, and the optimizer update, of one chunk on its own unit.
+
+    Args:
+        sharding: the unit's boundary.
+        stage: what the chunk's replicas do together instead; None: there is only one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        *,
+        optimizer: optax.GradientTransformation,
+        sharding: Sharding,
+        stage: "StageUpdates | None",
+    ) -> None:
+        mesh = unit_shardings(chunks, index, sharding).mesh
+        super().__init__(
+            index,
+            chunks,
+            graph,
+            optimizer,
+            mesh=mesh,
+            scalar=sharding,
+            num_shards=1 if mesh is None else mesh.size,
+            updates_on=None if stage is not None and stage.shards_optimizer else sharding,
+        )
+        self._replicas_reduce = stage is not None
+        if self.trains and stage is None:
+            self._compile_reduce()
+        self._compile_updates()
+
+    def _compile_reduce(self) -> None:
+        """The sums of shared layers and the norm; the other accumulators do not pass through."""
+        function = reduce_function(self._tie, self._mesh, self._partition, self._partitions_of_others)
+        names, at_params = self._tie.names, self._place(self._partition)
+
+        def reduce(accumulators: Any, others: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+            layers, squared_norm = function(accumulators, others)
+            return pick(layers, names), squared_norm
+
+        self._reduce = self.compiled["reduce"] = compile_program(
+            "reduce",
+            reduce,
+            *(accumulator_spec(self._params), self._specs_of_others),
+            in_shardings=(at_params, self._place(self._partitions_of_others)),
+            out_shardings=(pick(at_params, names), self._scalar),
+        )
+
+    def reduce(self, accumulators: Any, shared: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+        """Sum shared gradients; return the accumulators and their squared norm (float32 scalar). Consumes nothing.
+
+        ``shared`` has, for every chunk of ``graph.sharing(index)`` in ascending order, its shared layers' accumulators;
+        the entry of this chunk itself is not looked at. Leave it out where nothing is shared. The norm counts a shared
+        layer in its lowest holder only.
+        """
+        if self._reduce is None:
+            if self.trains and self._replicas_reduce:
+                raise ValueError(f"chunk {self.index} has replicas, which reduce together: call StageUpdates.reduce")
+            return accumulators, np.float32(0)
+        sums, squared_norm = self._reduce(accumulators, self._tie.of_others(shared))
+        return {**accumulators, **sums}, squared_norm
+
+    def update(
+        self, params: Params, optimizer_state: tuple[Any, ...], accumulators: Any, scale: float, apply: bool
+    ) -> tuple[Params, tuple[Any, ...], Any]:
+        """One optimizer step with the gradients ``accumulators * scale``, or none if ``apply`` is False.
+
+        Returns parameters, optimizer state and zeroed accumulators; consumes all three.
+        """
+        if not self._updates:
+            if self.trains:
+                raise ValueError(
+                    f"the replicas of chunk {self.index} share its optimizer state: call StageUpdates.update"
+                )
+            return params, optimizer_state, accumulators
+        factor, go = np.float32(scale), np.bool_(apply)
+        new_params: Params = {}
+        new_accumulators: Params = {}
+        new_states = []
+        for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
+            some, new_state, cleared = update(pick(params, group), state, pick(accumulators, group), factor, go)
+            new_params |= some
+            new_accumulators |= cleared
+            new_states.append(new_state)
+        return new_params, tuple(new_states), new_accumulators
+
+
+class Reduced(NamedTuple):
+    """What R leaves on a stage."""
+
+    accumulators: dict[int, Any]
+    """For every local replica what it holds from now on: the sums, or zeros where the optimizer state is sharded."""
+    gradients: Any
+    """With a sharded optimizer state, the sums on the whole stage, cut like the state, for ``update``; else None."""
+    squared_norm: Any
+    """Of the sums; a float32 scalar, the same in all processes."""
+
+
+class StageUpdates(_Updates):
+    """What the replicas of a stage do together for one chunk: R, and with a sharded optimizer state U.
+
+    Args:
+        index, chunks, graph: the chunk, in the model's own graph, which knows nothing of replicas.
+        devices: of the stage.
+        ordered: add up replicas in order, so that bits depend on nothing else; see :mod:`rrfp_jax.programs.reduction`.
+        shard_optimizer: cut the optimizer state over the replicas (ZeRO-1) and update the parameters here.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        *,
+        optimizer: optax.GradientTransformation,
+        devices: StageDevices,
+        ordered: bool = False,
+        shard_optimizer: bool = False,
+    ) -> None:
+        super().__init__(
+            index,
+            chunks,
+            graph,
+            optimizer,
+            mesh=devices.mesh,
+            scalar=devices.sharding(),
+            num_shards=devices.tensor,
+            updates_on=devices if shard_optimizer else None,
+        )
+        self.devices = devices
+        self.shards_optimizer = bool(self._groups)
+        """Whether ``update`` is to be called here, and the optimizer state lies on the whole stage."""
+        shares = shared_out(self._partition, self._params, devices.data) if shard_optimizer else None
+        if self.trains:
+            self._compile_reduce(shares, ordered)
+        self._compile_updates(shares)
+
+    def _compile_reduce(self, shares: Any, ordered: bool) -> None:
+        tie, names = self._tie, self._tie.names
+        function = reduce_function(
+            tie, self._mesh, self._partition, self._partitions_of_others, shares=shares, ordered=ordered
+        )
+
+        def reduce(own: Any, tied: Any, others: Any) -> Any:
+            accumulators = own | tied
+            reduced, squared_norm = function(accumulators, others)
+            return reduced, jax.tree.map(jnp.zeros_like, accumulators if self.shards_optimizer else {}), squared_norm
+
+        at_params, sums = self._place(self._partition), accumulator_spec(self._params)
+        at_sums, at_cleared = (at_params, {}) if shares is None else (self._place(shares), at_params)
+        own = tuple(name for name in self._params if name not in names)
+        self._reduce = self.compiled["reduce"] = compile_program(
+            "reduce",
+            reduce,
+            *(pick(sums, own), pick(sums, names), self._specs_of_others),
+            in_shardings=(pick(at_params, own), pick(at_params, names), self._place(self._partitions_of_others)),
+            out_shardings=(at_sums, at_cleared, self._scalar),
+            donate=(0,),
+        )
+
+    def reduce(self, accumulators: Mapping[int, Any], shared: Mapping[int, tuple[Any, ...]] | None = None) -> Reduced:
+        """Sum the gradients of all replicas, and of shared layers over the chunks that hold them.
+
+        ``accumulators`` has those of every local replica, on its unit. ``shared`` has for every local replica what
+        ``UnitUpdates.reduce`` would take, on the unit's devices or in NumPy. Consumes the accumulators, except those of
+        shared layers, which other chunks may still be reading.
+        """
+        if self._reduce is None:
+            return Reduced(dict(accumulators), None, np.float32(0))
+        devices = self.devices
+        joined = devices.join(accumulators, self._partition)
+        tied = {name: joined.pop(name) for name in self._tie.names}
+        reduced, cleared, squared_norm = self._reduce(joined, tied, self._join_others(shared or {}))
+        if self.shards_optimizer:
+            return Reduced(devices.per_replica(cleared), reduced, squared_norm)
+        return Reduced(devices.per_replica(reduced), None, squared_norm)
+
+    def update(
+        self, params: Mapping[int, Params], gradients: Any, optimizer_state: tuple[Any, ...], scale: float, apply: bool
+    ) -> tuple[dict[int, Params], tuple[Any, ...]]:
+        """One optimizer step with the gradients ``gradients * scale``, or none if ``apply`` is False.
+
+        ``params`` has those of every local replica, on its unit. Each replica updates its share and gets the others'.
+        Returns parameters and optimizer state; consumes parameters, gradients and optimizer state.
+        """
+        if not self.shards_optimizer:
+            raise ValueError(f"the replicas of chunk {self.index} update each by itself: call UnitUpdates.update")
+        factor, go = np.float32(scale), np.bool_(apply)
+        joined = self.devices.join(params, self._partition)
+        changed: Params = {}
+        new_states = []
+        for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
+            some, new_state = update(pick(joined, group), state, pick(gradients, group), factor, go)
+            changed |= some
+            new_states.append(new_state)
+        return self.devices.per_replica(changed), tuple(new_states)
+
+    def _join_others(self, shared: Mapping[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The shared accumulators of the other chunks, joined over the local replicas."""
+        joined = []
+        for place_of_other, partition in enumerate(self._partitions_of_others):
+            layers = {
+                r: self._on_unit(r, self._tie.of_others(shared[r])[place_of_other], partition)
+                for r in self.devices.local_replicas
+            }
+            joined.append(self.devices.join(layers, partition))
+        return tuple(joined)
+
+    def _on_unit(self, replica: int, tree: Any, partition: Any) -> Any:
+        """The same arrays, on the unit's devices where they are NumPy arrays."""
+
+        def put(leaf: Any, spec: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                return leaf
+            sharding = self.devices.unit_sharding(replica, spec)
+            return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+
+        return jax.tree.map(put, tree, partition)
