@@ -1,19 +1,16 @@
-"""From a run's configuration to the objects that train, with every check that can be made before work starts."""
+"""From a planned run to the objects that train."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 
-from experiments.config import TrainConfig
-from experiments.console import TrainingConsole
-from experiments.ordering import parse_ordering
+from experiments.planned import PlannedRun
 from experiments.process import enter
 from experiments.resuming import check_same_training
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from experiments.training_console import TrainingConsole
 from rrfp_jax.checkpoint import Found
-from rrfp_jax.data import VOCAB_SIZE, TextBytes, prefetched
+from rrfp_jax.data import prefetched
 from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
@@ -23,20 +20,18 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from rrfp_jax.training.run_directory import RunDirectory
+from rrfp_jax.training.run_directory import CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
 
 
 class Run:
     """A run that is ready to begin: this process's share of it."""
 
-    def __init__(
-        self, config: TrainConfig, pipeline: Pipeline, dataset: TextBytes, process: Process, directory: RunDirectory
-    ) -> None:
-        self.config, self.pipeline, self.dataset = config, pipeline, dataset
+    def __init__(self, planned: PlannedRun, pipeline: Pipeline, process: Process, directory: RunDirectory) -> None:
+        self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
-        self._training = training_of(config, dataset)
-        self.console = TrainingConsole(config.run.steps, is_quiet=not self.is_first)
+        self._training = planned.training
+        self.console = TrainingConsole(self.config.run.steps, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
         self._saver: RunSaver | None = None
@@ -78,12 +73,14 @@ class Run:
             self.state = self.pipeline.init(jax.random.key(settings.seed))
         else:
             self._go_on(self._saver, found, force=force)
-        self.pipeline.prepare(self.dataset.batch(0))
+        with self.console.compiling() as progress:
+            self.pipeline.prepare(self.dataset.batch(0), progress=progress)
         if self.is_first:
             if fresh and (old := self.directory.leftovers()):
                 self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
                 self.directory.clear()
             self.directory.start(self.config.as_dict(), from_step=self.state.step)
+            self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
         self.process.gather("run directory is ready")
 
     def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
@@ -133,47 +130,27 @@ class Run:
         self.process.finish()
 
 
-def training_of(config: TrainConfig, dataset: TextBytes) -> dict[str, Any]:
-    """What decides the result: the configuration, and in its section ``data`` also which text was found there."""
-    training = config.as_dict()
-    training["data"]["text"] = dataset.fingerprint
-    return training
-
-
-def assemble(config: TrainConfig, path: Path) -> Run:
-    """Build model, data and pipeline; rank 0's ``path`` becomes the run directory of all processes.
+def assemble(planned: PlannedRun) -> Run:
+    """Build model and pipeline; rank 0's run directory becomes that of all processes.
 
     Raises ValueError, with the remedy, on whatever does not fit.
     """
-    layout, num_replicas = config.pipeline, config.pipeline.data
-    ordering = parse_ordering(
-        schedule=layout.schedule,
-        consume=layout.consume,
-        hint=layout.hint,
-        window=None if isinstance(layout.window, str) else layout.window,
-        backward=layout.backward,
-    )
-    order = ordering.resolve(
-        num_stages=layout.num_stages,
-        num_microbatches=microbatches_per_replica(config.data.num_microbatches, num_replicas),
-        chunks_per_stage=layout.chunks_per_stage,
-    )
-    dataset = TextBytes(config.data)
+    config, ordering, order = planned.config, planned.ordering, planned.order
+    layout, path = config.pipeline, planned.path
     process = enter(
         num_stages=layout.num_stages,
-        data=num_replicas,
+        data=layout.data,
         tensor=layout.tensor,
         placement=order.placement,
-        configuration=training_of(config, dataset),
+        configuration=planned.training,
         cluster=config.cluster,
         platform=config.run.platform,
         pinned=layout.deterministic,
         transport=cast(Selection, layout.transport),
         progress_deadline_s=layout.progress_deadline_s,
     )
-    chunks = _chunks(config, order)
     pipeline = Pipeline(
-        chunks,
+        _chunks(planned),
         placement=order.placement,
         process=process,
         shard_optimizer=layout.shard_optimizer,
@@ -194,27 +171,16 @@ def assemble(config: TrainConfig, path: Path) -> Run:
         progress_deadline_s=layout.progress_deadline_s,
     )
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
-    return Run(config, pipeline, dataset, process, RunDirectory(path))
+    return Run(planned, pipeline, process, RunDirectory(path))
 
 
-def _chunks(config: TrainConfig, order: Order) -> list[Chunk]:
+def _chunks(planned: PlannedRun) -> list[Chunk]:
     """The model, cut for the order's placement; twice where it runs in both directions."""
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
-        )
-    layout, num_chunks = config.pipeline, order.placement.num_chunks
-    is_mirrored = bool(order.graph.shared)
-    if is_mirrored:
-        num_chunks //= 2
-    if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != num_chunks:
-        raise ValueError(
-            f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {num_chunks} chunks: give one per chunk"
-        )
-    chunks = language_model(config.model).split(
-        None if layout.layers_per_chunk else num_chunks,
+    layout = planned.config.pipeline
+    chunks = language_model(planned.config.model).split(
+        None if layout.layers_per_chunk else planned.num_chunks,
         layers_per_chunk=layout.layers_per_chunk,
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
     )
-    return mirrored(chunks) if is_mirrored else chunks
+    return mirrored(chunks) if planned.is_mirrored else chunks

@@ -9,9 +9,9 @@ from time import process_time
 
 from rich.console import Console
 
+from experiments.console import make_console
 from experiments.ordering import parse_ordering
 from experiments.simulate import RULES
-from experiments.tables import make_console
 from rrfp_jax.arbitration import (
     HINTS,
     Event,

@@ -2,25 +2,28 @@
 
 Each section is a record that lives beside its owner; this file only composes them. A command-line option is the
 field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3``
-as a list.
+as a list. Nothing here imports JAX, so that what does not fit is refused at once.
 """
 
 import dataclasses
 import difflib
 import math
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from experiments.options import add_record_options, as_text, flag_of, given_texts, takes_list
+from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.data.config import DataConfig
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.runtime.cluster.config import ClusterConfig
+from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.config import OptimizerConfig, PipelineConfig, RunConfig
 
 
@@ -45,6 +48,22 @@ _OPTIONAL = ("cluster",)
 """Sections that a file may leave out."""
 
 
+def _choices() -> dict[str, Sequence[str]]:
+    """What the options with a choice accept, by ``section.field``."""
+    return {
+        "model.param_dtype": DTYPES,
+        "model.compute_dtype": DTYPES,
+        "pipeline.schedule": (*schedule_names(), "FILE.csv"),
+        "pipeline.consume": (READY, STRICT),
+        "pipeline.hint": tuple(hint_names()),
+        "pipeline.remat": ("none", "dots", "full"),
+        "pipeline.backward": (SPLIT, FUSED),
+        "pipeline.transport": ("auto", "sockets", "transfer"),
+        "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
+        "run.platform": ("cpu",),
+    }
+
+
 def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     """Read ``path`` and apply ``overrides``, a mapping from ``section.field`` to a value.
 
@@ -52,37 +71,32 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     type, and values that the records refuse.
     """
     sections: dict[str, dict[str, Any]] = {name: {} for name in _OPTIONAL} | _read(path)
+    given: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
-        sections[section][field] = value
-    return TrainConfig(**{name: _section(path, name, values) for name, values in sections.items()})
+        given[section][field] = value
+    return TrainConfig(**{name: _section(path, name, values, given[name]) for name, values in sections.items()})
 
 
 def add_overrides(parser: ArgumentParser) -> None:
-    """Add an option for every field of every section, ``--field`` where its name is unique and ``--section.field``."""
-    names = [field.name for record in SECTIONS.values() for field in fields(record)]
-    for section, record in SECTIONS.items():
-        group = parser.add_argument_group(f"{section} (overrides the file)")
-        for field in fields(record):
-            dashed = field.name.replace("_", "-")
-            flags = [f"--{section}.{dashed}"]
-            if names.count(field.name) == 1:
-                flags.insert(0, f"--{dashed}")
-            group.add_argument(*flags, dest=f"{section}.{field.name}", metavar="VALUE", default=SUPPRESS)
+    """Add an option for every field of every section."""
+    add_record_options(parser, SECTIONS, _choices())
 
 
 def overrides_of(arguments: Namespace) -> dict[str, Any]:
     """The overrides that were given on the command line, read as YAML."""
-    return {name: _parse(name, text) for name, text in vars(arguments).items() if "." in name}
+    return {name: _parse(name, text) for name, text in given_texts(arguments).items()}
 
 
 def _parse(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
-    is_list = _takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
+    is_list = takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
     try:
         return yaml.safe_load(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
-        raise ValueError(f"{text!r} cannot be read as a value of {name}: write it as in YAML, text in quotes") from None
+        raise ValueError(
+            f"{flag_of(SECTIONS, name)} {text!r} cannot be read as a value: write it as in YAML, text in quotes"
+        ) from None
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
@@ -109,30 +123,50 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     return content
 
 
-def _section(path: str, name: str, values: Mapping[str, Any]) -> Any:
+def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """The record of a section; ``given`` are the values of the command line, ``values`` those of the file."""
+    try:
+        return _record(name, {**values, **given})
+    except ValueError as error:
+        flags = _to_blame(name, values, given, str(error))
+        where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}')} {as_text(given[key])}" for key in flags)
+        raise ValueError(f"{where or path}: {error}") from None
+
+
+def _to_blame(name: str, values: Mapping[str, Any], given: Mapping[str, Any], refusal: str) -> list[str]:
+    """The fields of the command line that do not fit into the file; none where it is refused alike without them."""
+    if _refusal(name, values) == refusal:
+        return []
+    return [key for key in given if _refusal(name, {**values, key: given[key]}) == refusal] or [*given]
+
+
+def _refusal(name: str, values: Mapping[str, Any]) -> str | None:
+    try:
+        _record(name, values)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _record(name: str, values: Mapping[str, Any]) -> Any:
     types = {field.name: field.type for field in fields(SECTIONS[name])}
     try:
         record: Any = TypeAdapter(SECTIONS[name]).validate_python(
             {key: _one_or_many(types[key], values[key]) for key in values}
         )
     except ValidationError as error:
-        raise ValueError(_sentence(path, name, error)) from None
+        raise ValueError(_sentence(name, error)) from None
     for key, value in asdict(record).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{path}: {name}.{key} is {value}: give a finite number")
+            raise ValueError(f"{name}.{key} is {value}: give a finite number")
     return record
 
 
 def _one_or_many(kind: Any, value: Any) -> Any:
     """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
     members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    is_list = _takes_list(kind) and not {int, str} & set(members)
+    is_list = takes_list(kind) and not {int, str} & set(members)
     return [value] if is_list and isinstance(value, int | float | str) else value
-
-
-def _takes_list(kind: Any) -> bool:
-    """Whether a field of this type may hold several values."""
-    return any(get_origin(member) is tuple for member in (get_args(kind) if isinstance(kind, UnionType) else (kind,)))
 
 
 def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
@@ -143,16 +177,16 @@ def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[
             raise ValueError(f"{path}: {key!r} is no {what}: {hint}")
 
 
-def _sentence(path: str, section: str, error: ValidationError) -> str:
+def _sentence(section: str, error: ValidationError) -> str:
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
-        return f"{path}: {section}: {cause}"
+        return f"{section}: {cause}"
     field = str(first["loc"][0])
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{path}: {section}.{field} is missing: add it"
+        return f"{section}.{field} is missing: add it"
     # a field of several types gives one entry per type
     wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
-    return f"{path}: {section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
+    return f"{section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
 
 
 def _wanted(kind: str) -> str:

@@ -1,83 +1,73 @@
-"""What a training run shows on the terminal: the stage table, one line per step, a progress bar."""
+"""How commands speak: one console, one style of table, and one form of the lines that are logged."""
 
-from types import TracebackType
-from typing import Self
+import logging
+import sys
+import traceback
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from experiments.tables import make_console
-from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.memory import format_bytes
-from rrfp_jax.training.loop import StepRow
-
-_LINE = (
-    "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
-    "bubble {bubble:5.1%}{note}"
-)
+_OURS = ("rrfp_jax", "experiments", "root")
+_FOREIGN_LINES = 2
+"""Of a message of another library; some log whole tracebacks of what this program has handled."""
 
 
-class TrainingConsole:
-    """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
+class _Console(Console):
+    """One whose reader may go away (``| head``): rich would end the process there and then, as a failure."""
 
-    def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
-        self._console = make_console(is_quiet=is_quiet)
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=is_quiet or not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("training", total=num_steps)
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
 
-    def show_stages(self, pipeline: Pipeline) -> None:
-        """The stages (every replica of them), with what they hold and how much they may hold in flight."""
-        table = Table(title="stages", title_justify="left")
-        for heading in ("stage", "devices", "chunks", "layers", "parameters", "window", "predicted peak"):
-            table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
-        num_params, layout = pipeline.num_params(), pipeline.layout
-        for unit in range(layout.num_units):
-            stage = layout.stage_of(unit)
-            chunks = pipeline.placement.chunks_of_stage[stage]
-            table.add_row(
-                str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
-                ", ".join(map(str, pipeline.process.devices_of(unit))),
-                ", ".join(map(str, chunks)),
-                "; ".join(pipeline.chunks[c].name for c in chunks),
-                f"{num_params[stage]:,}",
-                str(pipeline.order.windows[unit]),
-                format_bytes(pipeline.forecast[unit].peak),
-            )
-        self._console.print(table)
+def make_console(*, is_quiet: bool = False) -> Console:
+    """Numbers are never cut: where the output is no terminal, lines may be longer than 80 characters."""
+    console = _Console(highlight=False, quiet=is_quiet)
+    return console if console.is_terminal else _Console(highlight=False, width=120, quiet=is_quiet)
 
-    def show_step(self, row: StepRow) -> None:
-        self._console.print(
-            _LINE.format(
-                step=row.step,
-                loss=row.loss,
-                norm="-" if row.grad_norm is None else f"{row.grad_norm:.3f}",
-                rate=row.learning_rate,
-                ms=row.step_time_s * 1e3,
-                speed=row.tokens_per_s,
-                bubble=row.bubble_fraction,
-                note="  skipped: not finite" if row.skipped else "",
-            ),
-            markup=False,
-            soft_wrap=True,
-        )
-        self._progress.advance(self._task)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
+class _LogLines(logging.Handler):
+    """Writes the message alone to stderr, without the names of modules; what another library logs bears its name."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Other libraries are heard from warnings on, whatever level they have set for themselves."""
+        return record.levelno >= logging.WARNING or _library(record) in _OURS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        library, message = _library(record), record.getMessage()
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        if library in _OURS:
+            text = f"{level}{message}"
+            if record.exc_info is None or record.levelno < logging.ERROR:
+                return text
+            return f"{text}\n{logging.Formatter().formatException(record.exc_info)}"  # a defect of this program
+        lines = message.strip().splitlines() or [""]
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            lines[:] = [lines[0], traceback.format_exception_only(record.exc_info[1])[-1].strip()]
+        return f"{level}{library}: {' '.join(lines[:_FOREIGN_LINES])}"
+
+
+def _library(record: logging.LogRecord) -> str:
+    return record.name.partition(".")[0]
+
+
+def log_plainly() -> None:
+    """Have everything that is logged come out as one plain line; in place of what another library may have set up."""
+    logging.basicConfig(level=logging.WARNING, handlers=[_LogLines()], force=True)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def make_table(title: str, *headings: str, header: bool = True, numeric: bool = False) -> Table:
+    """An empty table; the first column is never cut, and of a ``numeric`` one the others neither."""
+    table = Table(title=title, title_justify="left", show_header=header, box=box.SIMPLE, pad_edge=False)
+    for number, heading in enumerate(headings):
+        is_number = numeric and number > 0
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number or number == 0)
+    return table

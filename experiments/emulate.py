@@ -16,13 +16,14 @@ from pathlib import Path
 
 from rich.table import Table
 
+from experiments.console import make_console
 from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.emulate_figures import agreement_us_per_task, process_figures
 from experiments.errors import checking_input, run_command
+from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, parse_ordering
 from experiments.outputs import check_outputs, draw
 from experiments.process import enter
-from experiments.tables import make_console
 from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.runtime.cluster import ClusterConfig
@@ -41,7 +42,7 @@ _LOG_STEPS = 10
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     with checking_input():
         check_outputs(timeline=arguments.timeline, trace=arguments.trace, events=arguments.events)
         if not 0 < arguments.progress_deadline_s < math.inf:
@@ -103,25 +104,35 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.emulate", description=__doc__.split("\n")[0])
-    parser.add_argument("--num-stages", type=int, default=4, metavar="N")
-    parser.add_argument("--num-microbatches", type=int, default=16, metavar="N")
-    parser.add_argument("--data", type=int, default=1, metavar="N", help="replicas of the whole pipeline (default 1)")
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices of each stage (default 1)")
-    parser.add_argument("--chunks-per-stage", type=int, metavar="N", help="default: as the schedule has it, else 1")
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("emulate", __doc__.split("\n")[0])
+    parser.add_argument("--num-stages", type=int, default=4, metavar="N", help="stages of the pipeline")
+    parser.add_argument(
+        "--num-microbatches", type=int, default=16, metavar="N", help="microbatches of a step, over all replicas"
+    )
+    parser.add_argument("--data", type=int, default=1, metavar="N", help="replicas of the whole pipeline")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices of each stage")
+    parser.add_argument(
+        "--chunks-per-stage",
+        type=int,
+        metavar="N",
+        help="chunks of the model on every stage (default: as the schedule has it, else 1)",
+    )
     add_ordering_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
         "--durations-ms",
         default=None,
         metavar="F,I,W",
-        help="the same for every chunk and microbatch (default 10,10,10)",
+        help="F, input gradient and weight gradient, the same for every chunk and microbatch (default 10,10,10)",
     )
     work.add_argument(
         "--durations", metavar="D.npy", help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W"
     )
-    work.add_argument("--steps", type=int, metavar="N", help="default: the steps of the durations file, else 10")
+    work.add_argument(
+        "--steps", type=int, metavar="N", help="how many (default: the steps of the durations file, else 10)"
+    )
     work.add_argument(
         "--dispatch-ahead",
         type=int,
@@ -129,20 +140,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tasks handed to a stage before the running one has ended (default 0)",
     )
-    work.add_argument("--progress-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
+    work.add_argument(
+        "--progress-deadline-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long no task may finish before the run is given up",
+    )
     between = parser.add_argument_group("between processes")
-    between.add_argument("--transport", choices=("auto", "sockets", "transfer"), default="auto")
+    between.add_argument(
+        "--transport",
+        choices=("auto", "sockets", "transfer"),
+        default="auto",
+        help="how tensors travel: through host memory (sockets, which auto takes) or by JAX's transfer server",
+    )
     between.add_argument(
         "--group-protocol",
         choices=tuple(GroupProtocol),
         default=GroupProtocol.LEADER,
-        help="how the processes of one stage agree on the next task (default leader)",
+        help="how the processes of one stage agree on the next task",
+    )
+    between.add_argument("--activation-bytes", type=int, default=32, metavar="N", help="size of what travels")
+    between.add_argument(
+        "--encrypt-arrays", choices=("true", "false"), default="true", help="false: authenticated heads only"
     )
     between.add_argument(
-        "--activation-bytes", type=int, default=32, metavar="N", help="size of what travels (default 32)"
+        "--silence-deadline-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="when another process that is silent is lost",
     )
-    between.add_argument("--encrypt-arrays", choices=("true", "false"), default="true", help="default true")
-    between.add_argument("--silence-deadline-s", type=float, default=60.0, metavar="S", help="default 60")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the last step")

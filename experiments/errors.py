@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from experiments.console import log_plainly
 from rrfp_jax.runtime.exit_codes import (
     BAD_INPUT,
     INTERNAL_ERROR,
@@ -42,6 +43,7 @@ def checking_input() -> Iterator[None]:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command's ``main`` and end the process with its code, or with the one that belongs to its error."""
+    log_plainly()
     try:
         code = main()
     except BadInput as error:

@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 
 from experiments.errors import checking_input, run_command
+from experiments.options import CommandParser
 from rrfp_jax.runtime.cluster.binding import BINDINGS
 from rrfp_jax.runtime.cluster.output import PREFIXES, Output
 from rrfp_jax.runtime.cluster.settings import Address, LaunchSettings
@@ -36,7 +37,7 @@ from rrfp_jax.runtime.network import RunKey
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if arguments.new_key is not None:
         with checking_input():
             RunKey.generate().write(Path(arguments.new_key))
@@ -49,16 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     return launch(settings, os.environ, output, shared=shared)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.launch",
-        description=__doc__.split("\n")[0],
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser(
+        "launch",
+        __doc__.split("\n")[0],
         usage="%(prog)s --processes N [options] -- MODULE [ARGUMENT ...]",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node (required, but for --new-key)")
     parser.add_argument("command", nargs="*", metavar="MODULE ...", help="what every rank runs, and its arguments")
     ends = parser.add_argument_group("how it ends")
-    ends.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after a failure (default 0)")
+    ends.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="how often the ranks are started again after a failure"
+    )
     ends.add_argument(
         "--grace-s",
         type=float,
@@ -74,9 +78,16 @@ def _parser() -> argparse.ArgumentParser:
         help="for all ranks to come together (default 300)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--prefix", choices=PREFIXES, default="auto", help="[rank N] before each line (default auto)")
+    output.add_argument(
+        "--prefix",
+        choices=PREFIXES,
+        default="auto",
+        help="[rank N] before each line; auto: unless it is rank 0's output to a program",
+    )
     several = parser.add_argument_group("several hosts")
-    several.add_argument("--nodes", type=int, default=1, metavar="N")
+    several.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="hosts of the run, each with its own launcher"
+    )
     several.add_argument("--node-rank", type=int, default=0, metavar="I", help="0 to N-1; node 0 hosts the head")
     several.add_argument("--head", metavar="HOST:PORT", help="node 0's address; the port after this one is used too")
     several.add_argument("--interface", metavar="IF", help="what to listen on (default: what reaches the head)")

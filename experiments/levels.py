@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from experiments.console import make_console
 from experiments.durations import Durations, Profile, parse_durations_ms
 from experiments.errors import BadInput, checking_input, run_command
 from experiments.levels_report import as_json, show_levels
 from experiments.levels_rows import Execution, Row, formulas_of
 from experiments.machine import add_machine_arguments, make_machine
 from experiments.noise import add_noise_arguments, check_noise, make_costs
+from experiments.options import CommandParser
 from experiments.ordering import parse_window
 from experiments.simulate import RULES
-from experiments.tables import make_console
 from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.levels import Levels, compare
@@ -82,11 +83,11 @@ def _given(setting: Setting) -> dict[str, Any]:
     return {name: said[name] for name in names} | lengths
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """The parser; what the small languages of its values mean is read later."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.levels",
-        description="Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
+    parser = CommandParser(
+        "levels",
+        "Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
     )
     add = parser.add_argument
     add("--num-stages", type=int, metavar="P", required=True)

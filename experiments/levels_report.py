@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.console import make_table
 from experiments.levels_rows import BUBBLE_TOLERANCE, PEAK_TOLERANCE, Formula, Row, places
-from experiments.tables import make_table
 from rrfp_jax.schedules.formulas import PeakFormula
 
 _RANKED = ("table", "strict", "hint")

@@ -10,13 +10,13 @@ of the microbatch that was asked for, and what every stage waited for when the l
 instructions are the same, with 1 if one differs (this program is not the one that wrote the log), with 2 on bad input.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.errors import checking_input, run_command
+from experiments.options import CommandParser
 from experiments.outputs import check_outputs, draw
 from rrfp_jax.runtime.log_file import PATTERN, RunReplay, StageReplay, happenings, read_log, replay_run, standing
 from rrfp_jax.tasks import NO_MICROBATCH
@@ -26,7 +26,7 @@ DIFFERS = 1
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     with checking_input():
         check_outputs(timeline=arguments.timeline, trace=arguments.trace)
         run = replay_run([read_log(path) for path in _files(arguments.logs)])
@@ -44,17 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     return DIFFERS if any(stage.difference for stage in run.stages) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.replay", description=__doc__.split("\n")[0])
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("replay", __doc__.split("\n")[0])
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="a run directory, or the logs of one run's processes (events*.json.gz)"
     )
     story = parser.add_argument_group("story of a microbatch")
     story.add_argument(
-        "--microbatch", type=int, metavar="M", help=f"{NO_MICROBATCH}: what happens once per step, R, U and agreement"
+        "--microbatch",
+        type=int,
+        metavar="M",
+        help=f"tell its story; {NO_MICROBATCH}: what happens once per step, R, U and agreement",
     )
-    story.add_argument("--stage", type=int, metavar="S", help="default: every stage of the logs")
-    story.add_argument("--step", type=int, metavar="N", help="default: the last one")
+    story.add_argument("--stage", type=int, metavar="S", help="tell what it saw (default: every stage of the logs)")
+    story.add_argument("--step", type=int, metavar="N", help="tell this step (default: the last one)")
     output = parser.add_argument_group("output")
     output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the timeline, by the events' times")
     output.add_argument("--trace", metavar="FILE.json", help="write it for ui.perfetto.dev")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from experiments.console import make_console
 from experiments.durations import (
     ConstantDurations,
     DurationSource,
@@ -36,7 +37,6 @@ from experiments.outputs import check_outputs, draw
 from experiments.simulate_flags import parse_entries, parse_memory_weights
 from experiments.simulate_parser import make_parser
 from experiments.simulate_report import show_comparison, show_names, show_run
-from experiments.tables import make_console
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.simulation import (
     Costs,

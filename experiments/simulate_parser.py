@@ -4,14 +4,15 @@ import argparse
 
 from experiments.machine import add_machine_arguments
 from experiments.noise import add_noise_arguments
+from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """The parser; what the small languages of its values mean is read later (:mod:`experiments.simulate_flags`)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.simulate",
-        description="Simulate a schedule or a hint: the runtime's own arbiters in virtual time.",
+    parser = CommandParser(
+        "simulate",
+        "Simulate a schedule or a hint: the runtime's own arbiters in virtual time.",
     )
     add = parser.add_argument
     add("--list", action="store_true", help="name every schedule and hint, and end")

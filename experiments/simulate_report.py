@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.tables import make_table
+from experiments.console import make_table
 from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.timeline import IdleReason

@@ -5,15 +5,14 @@
     python -m experiments.train --config tpu_gpu_configs/cpu/debug.yaml --steps 20 --hint fb --run-dir runs/mine
     python -m experiments.launch --processes 4 -- experiments.train --config tpu_gpu_configs/cpu/four_processes.yaml
 
-The resolved configuration and a table of the stages are printed before the first step; then one line per step. The run
-directory receives the configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture and a trace of the
-last step; a run that is given up also leaves its report there, ``failure.json``, and its last events.
+A table of the stages is printed before the first step; then one line per step. The run directory receives the resolved
+configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture and a trace of the last step; a run that
+is given up also leaves its report there, ``failure.json``, and its last events.
 
 In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
 ``--fresh`` starts over. Told to stop (SIGTERM), a run saves at the next step boundary and ends with exit code 7.
 """
 
-import argparse
 import os
 import signal
 from contextlib import nullcontext, suppress
@@ -21,10 +20,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.errors import checking_input, run_command
+from experiments.options import CommandParser
+from experiments.planned import plan_run
 from rrfp_jax.runtime.cluster.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser = CommandParser("train", __doc__.split("\n")[0], usage="%(prog)s --config FILE.yaml [option ...]")
     parser.add_argument(
         "--config", required=True, help="YAML file of the run, for example tpu_gpu_configs/cpu/debug.yaml"
     )
@@ -53,15 +52,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False) -> int:
     """Check everything, then train; returns the exit code."""
-    from experiments.assembly import assemble
-    from rrfp_jax.runtime import RunFailed
-    from rrfp_jax.training.run_directory import RunDirectory
-
     with checking_input():
-        path = Path(config.run.run_dir or _default_path(name))
-        RunDirectory(path).check()
-        run = assemble(config, path)
-        run.console.say(yaml.safe_dump(config.as_dict(), sort_keys=False).rstrip())
+        planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
+
+        from experiments.assembly import assemble
+        from rrfp_jax.runtime import RunFailed
+
+        run = assemble(planned)
         is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
         run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
     run.console.show_stages(run.pipeline)

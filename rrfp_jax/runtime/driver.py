@@ -19,6 +19,7 @@ from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.cluster.loop import LoopThread
 from rrfp_jax.runtime.compute import ComputeThread
+from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
 from rrfp_jax.runtime.giving_up import Failure, GivingUp
@@ -266,7 +267,7 @@ class PipelineRuntime:
             if error is None:
                 self._pump(partial(self._actors[stage].completed, instruction, start_s, end_s))
             else:
-                what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error!r}"
+                what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
                 self._giving_up.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
     def _pump(self, *calls: Callable[[], None]) -> None:
@@ -279,7 +280,9 @@ class PipelineRuntime:
             while self._inbox and self._giving_up.failing is None:
                 self._inbox.popleft()()
         except Exception as error:
-            self._giving_up.begin(Failure(TaskFailed, f"the scheduler failed: {error!r}", self._states(), error))
+            self._giving_up.begin(
+                Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error)
+            )
         finally:
             self._is_pumping = False
 

@@ -1,0 +1,86 @@
+"""A training run as far as it is known before JAX is loaded: its order, its cut and its text, all of them checked.
+
+Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import TrainConfig
+from experiments.ordering import Ordering, parse_ordering
+from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.data import VOCAB_SIZE, TextBytes
+from rrfp_jax.models.cut import plan_cut
+from rrfp_jax.training.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a run is to be."""
+
+    config: TrainConfig
+    path: Path
+    """Its run directory."""
+    ordering: Ordering
+    """As the user said it."""
+    order: Order
+    """Of one replica."""
+    dataset: TextBytes
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the model runs in both directions, with two copies of every chunk."""
+        return bool(self.order.graph.shared)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model, each of them counted once."""
+        return self.order.placement.num_chunks // (2 if self.is_mirrored else 1)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What decides the result: the configuration, and in its section ``data`` also which text was found there."""
+        training = self.config.as_dict()
+        training["data"]["text"] = self.dataset.fingerprint
+        return training
+
+
+def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
+    """Resolve what the configuration asks for; ``path`` becomes the run directory.
+
+    Raises ValueError, with the remedy, on whatever does not fit.
+    """
+    RunDirectory(path).check()
+    layout = config.pipeline
+    ordering = parse_ordering(
+        schedule=layout.schedule,
+        consume=layout.consume,
+        hint=layout.hint,
+        window=None if isinstance(layout.window, str) else layout.window,
+        backward=layout.backward,
+    )
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=microbatches_per_replica(config.data.num_microbatches, layout.data),
+        chunks_per_stage=layout.chunks_per_stage,
+    )
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
+        )
+    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=TextBytes(config.data))
+    if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != run.num_chunks:
+        raise ValueError(
+            f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {run.num_chunks} chunks: "
+            "give one per chunk"
+        )
+    plan_cut(
+        config.model.num_layers,
+        num_chunks=None if layout.layers_per_chunk else run.num_chunks,
+        layers_per_chunk=layout.layers_per_chunk,
+        embedding_in=layout.embedding_chunk,
+        head_in=layout.head_chunk,
+    )
+    return run
