@@ -30,10 +30,10 @@ from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
 from experiments.bench_transport import bench_transport
 from experiments.console import make_console
-from experiments.devices import use_cpu
 from experiments.emulate import EMULATED_STEP
 from experiments.errors import run_command
 from experiments.ordering import parse_ordering
+from experiments.process import use_cpu
 from rrfp_jax.simulation.costs import constant
 from rrfp_jax.testing import emulate
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.console import make_console
-from experiments.devices import use_cpu
 from experiments.errors import BadInput, run_command
+from experiments.process import use_cpu
 from rrfp_jax.programs.split import SplitBackward, split_backward
 
 

@@ -69,7 +69,7 @@ def measure(selection: str, *, encrypt_arrays: bool) -> list[Figures]:
 
 def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Connection) -> None:
     """The main function of either process: report the address, play, report the figures."""
-    from experiments.devices import use_cpu
+    from experiments.process import use_cpu
     from rrfp_jax.runtime.cluster.binding import rank_cores
     from rrfp_jax.runtime.cluster.loop import LoopThread
     from rrfp_jax.runtime.cluster.trampoline import bind

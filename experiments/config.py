@@ -48,7 +48,7 @@ _OPTIONAL = ("cluster",)
 """Sections that a file may leave out."""
 
 
-def _choices() -> dict[str, Sequence[str]]:
+def choices_of_options() -> dict[str, Sequence[str]]:
     """What the options with a choice accept, by ``section.field``."""
     return {
         "model.param_dtype": DTYPES,
@@ -80,7 +80,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
 
 def add_overrides(parser: ArgumentParser) -> None:
     """Add an option for every field of every section."""
-    add_record_options(parser, SECTIONS, _choices())
+    add_record_options(parser, SECTIONS, choices_of_options())
 
 
 def overrides_of(arguments: Namespace) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from experiments.console import make_console
 from experiments.durations import Durations, load_durations, parse_durations_ms
-from experiments.emulate_figures import agreement_us_per_task, process_figures
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, parse_ordering
@@ -66,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             transport=arguments.transport,
         )
 
+    from experiments.emulate_figures import agreement_us_per_task, process_figures
     from rrfp_jax.testing import dispatch_overhead_ms, emulate
 
     arbiters = resolved.arbiters(

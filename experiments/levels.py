@@ -22,8 +22,7 @@ import numpy as np
 from experiments.console import make_console
 from experiments.durations import Durations, Profile, parse_durations_ms
 from experiments.errors import BadInput, checking_input, run_command
-from experiments.levels_report import as_json, show_levels
-from experiments.levels_rows import Execution, Row, formulas_of
+from experiments.levels_report import Execution, Row, as_json, formulas_of, show_levels
 from experiments.machine import add_machine_arguments, make_machine
 from experiments.noise import add_noise_arguments, check_noise, make_costs
 from experiments.options import CommandParser
@@ -90,9 +89,9 @@ def make_parser() -> CommandParser:
         "Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
     )
     add = parser.add_argument
-    add("--num-stages", type=int, metavar="P", required=True)
-    add("--num-microbatches", type=int, metavar="M", required=True)
-    add("--schedules", metavar="A,B,...", help="default: all")
+    add("--num-stages", type=int, metavar="P", required=True, help="stages of the pipeline")
+    add("--num-microbatches", type=int, metavar="M", required=True, help="microbatches of a step")
+    add("--schedules", metavar="A,B,...", help="these alone (default: all)")
     add("--durations-ms", metavar="F,I,W", default="10,10,10", help="of a whole stage in execution (default 10,10,10)")
     add(
         "--slot-lengths", metavar="F,I,W", help="of a whole stage in formulas and ideal tables (default: the durations)"

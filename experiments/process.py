@@ -1,17 +1,18 @@
-"""A command's own part in a run: alone, or as one of several processes that a launcher has started."""
+"""A command's own part in a run, alone or as one of several processes, and its devices; JAX loads only then."""
 
 import os
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from experiments.devices import stage_devices
 from experiments.errors import end_with
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import ClusterConfig, join, membership_from
 from rrfp_jax.tasks import Placement
 
 if TYPE_CHECKING:
+    import jax
+
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.runtime.process import Process
     from rrfp_jax.runtime.transports import Selection
@@ -38,7 +39,7 @@ def enter(
     Args:
         placement: of one replica or of all.
         configuration: what must be the same in all processes.
-        platform, pinned: as for :func:`experiments.devices.stage_devices`.
+        platform, pinned: as for :func:`stage_devices`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
 
     Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
@@ -70,3 +71,39 @@ def _end_soon(failure: "RunFailed") -> None:
     timer = threading.Timer(_UNWINDING_S, end_with, (failure,))
     timer.daemon = True
     timer.start()
+
+
+def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False) -> "tuple[jax.Device, ...]":
+    """The devices of a run of one process: virtual ones on ``cpu``, else the first that JAX finds.
+
+    ``pinned`` as for :func:`use_cpu`. Raises ValueError if they are too few.
+    """
+    import jax
+
+    from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads
+
+    wanted = layout.num_devices
+    if platform == "cpu":
+        use_cpu(wanted, pinned=pinned)
+    elif pinned:
+        pin_threads(wanted)
+    found = jax.local_devices()
+    if len(found) < wanted:
+        raise ValueError(
+            f"{len(found)} {found[0].platform} {'device' if len(found) == 1 else 'devices'} for {layout.num_stages} "
+            f"stages x data {layout.data} x tensor {layout.tensor}: lower them to {len(found)} in all, or take "
+            "platform cpu for virtual devices"
+        )
+    return tuple(found[:wanted])
+
+
+def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
+    """Run on this many virtual CPU devices.
+
+    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.cluster.virtual_cpu.pin_threads`.
+    """
+    from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads, use_virtual_devices
+
+    if pinned:
+        pin_threads(num_devices)
+    use_virtual_devices(num_devices)

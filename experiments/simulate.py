@@ -34,8 +34,7 @@ from experiments.machine import make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, parse_ordering
 from experiments.outputs import check_outputs, draw
-from experiments.simulate_flags import parse_entries, parse_memory_weights
-from experiments.simulate_parser import make_parser
+from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.simulation import (

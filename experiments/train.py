@@ -35,19 +35,24 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    with checking_input():
+        config = load_train_config(arguments.config, overrides_of(arguments))
+    return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
     parser = CommandParser("train", __doc__.split("\n")[0], usage="%(prog)s --config FILE.yaml [option ...]")
     parser.add_argument(
-        "--config", required=True, help="YAML file of the run, for example tpu_gpu_configs/cpu/debug.yaml"
+        "--config", required=True, metavar="FILE.yaml", help="the run, for example tpu_gpu_configs/cpu/debug.yaml"
     )
     parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
     parser.add_argument(
         "--force", action="store_true", help="go on from a checkpoint although model, data or optimizer differ from it"
     )
     add_overrides(parser)
-    arguments = parser.parse_args(argv)
-    with checking_input():
-        config = load_train_config(arguments.config, overrides_of(arguments))
-    return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
+    return parser
 
 
 def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False) -> int:

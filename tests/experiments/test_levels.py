@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.levels import main
-from experiments.levels_rows import places
+from experiments.levels_report import places
 from rrfp_jax.schedules import schedule_names
 from tests.experiments.commands import run_command, sentence
 
