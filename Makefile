@@ -14,11 +14,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 PINS := $(wildcard requirements/constraints-*.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# $(1): what to install. Quiet while all goes well; pip's whole output where it does not.
+# $(1): what to install. On a terminal with pip's own progress; elsewhere a dot for every package, and pip's whole output
+# where it fails.
 install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
-	log=$(VENV)/install.log; \
-	$(PIP) install -c "requirements/constraints-$$pins.txt" -e $(1) >"$$log" 2>&1 \
-	  || { cat "$$log" >&2; echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
+	log=$(VENV)/install.log; command="$(PIP) install -c requirements/constraints-$$pins.txt -e $(1)"; \
+	if [ -t 1 ]; then $$command; \
+	else $$command 2>&1 | tee "$$log" | awk '/^(Collecting|  Downloading|Installing)/ { printf "."; fflush() } END { print "" }' \
+	  || { cat "$$log" >&2; false; }; fi \
+	|| { echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
 
 .PHONY: help
 help: ## list every target
@@ -36,13 +39,13 @@ $(BIN)/python:
 	  || { rm -rf "$(VENV)"; echo "error: '$(PYTHON) -m venv' failed: on Debian or Ubuntu install the package python3-venv" >&2; exit 1; }
 
 $(VENV)/.installed: pyproject.toml $(PINS) | $(BIN)/python
-	@echo "installing the pinned dependencies into $(VENV)"
+	@echo "installing the pinned dependencies into $(VENV) (about 3 minutes)"
 	@$(call install,.)
 	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing the development tools into $(VENV)"
-	@$(call install,'.[dev]')
+	@echo "installing the development tools into $(VENV) (about 2 minutes)"
+	@$(call install,.[dev])
 	@touch "$@"
 
 .PHONY: setup dev

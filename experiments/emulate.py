@@ -11,17 +11,16 @@ With all durations zero the programs do not sleep, and what remains is the overh
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from rich.table import Table
-
-from experiments.console import make_console
+from experiments.console import make_console, make_table
 from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, parse_ordering
-from experiments.outputs import check_outputs, draw
+from experiments.outputs import check_outputs, draw, last_steps
 from experiments.process import enter
 from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     if process.rank:
         return 0
     metrics = run_metrics(emulation.timeline, emulation.step_ms)
-    figures: dict[str, object] = {
+    figures: dict[str, Any] = {
         **metrics.as_dict(),
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
@@ -217,30 +216,44 @@ def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
 
 def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Timeline) -> None:
     if arguments.timeline:
-        last = timeline.of_step(timeline.steps()[-1])
-        draw([(f"{resolved.label}, real runtime on emulated stages", last)], arguments.timeline)
+        draw([(f"{resolved.label}, real runtime on emulated stages", last_steps(timeline))], arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.trace import write_trace
 
         write_trace(timeline, arguments.trace)
 
 
-def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, object]) -> None:
-    table = Table(title=f"{resolved.label}, {len(metrics.step_ms)} steps", title_justify="left")
-    for heading in ("stage", "bubble", "peak in flight", "window"):
-        table.add_column(heading, justify="right")
+def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> None:
+    headings = ("stage", "bubble", "peak in flight", "window")
+    table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, numeric=True)
     for stage, bubble in enumerate(metrics.stage_bubbles):
         table.add_row(str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage]))
     console = make_console()
     console.print(table)
-    console.print(
-        f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, "
-        f"{metrics.us_per_task:.1f} us per task, bubble fraction {metrics.bubble_fraction:.1%}, "
-        f"dispatch overhead {figures['dispatch_overhead_ms']:.3f} ms per task"
+    for line in _figures_in_words(metrics, figures):
+        console.print(line, soft_wrap=True)
+
+
+def _figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, bubble fraction "
+        f"{metrics.bubble_fraction:.1%}; a step over its tasks on all stages: {metrics.us_per_task:.1f} us"
     )
-    others = ("wall_us_per_rank_task", "cpu_us_per_task", "agreement_us_per_task")
-    if shown := [f"{name} {figures[name]:.1f}" for name in others if name in figures]:
-        console.print(", ".join(shown))
+    yield (
+        f"dispatch overhead {figures['dispatch_overhead_ms']:.3f} ms per task: what the host took between two tasks, "
+        "and what tasks took beyond their durations; none of it is work, and other load on the machine adds to it"
+    )
+    if "wall_us_per_rank_task" in figures:
+        yield (
+            f"per task of a process: {figures['wall_us_per_rank_task']:.1f} us of wall time, work, waits and overhead "
+            f"together (without work, --durations-ms 0,0,0, it is the runtime's own cost), and "
+            f"{figures['cpu_us_per_task']:.1f} us of processor time"
+        )
+    if "agreement_us_per_task" in figures:
+        yield (
+            f"agreement {figures['agreement_us_per_task']:.1f} us per task: from when a task could start on all "
+            "processes of its stage to when the last of them started it"
+        )
 
 
 if __name__ == "__main__":

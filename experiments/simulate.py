@@ -33,7 +33,7 @@ from experiments.errors import BadInput, checking_input, run_command
 from experiments.machine import make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, parse_ordering
-from experiments.outputs import check_outputs, draw
+from experiments.outputs import check_outputs, draw, last_steps
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
@@ -119,6 +119,8 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
         raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
     parse_memory_weights(arguments.memory_weights)
     setting = Setting(arguments=arguments, durations=_durations(arguments), machine=make_machine(arguments))
+    if arguments.timeline_steps < 1:
+        raise ValueError(f"timeline-steps is {arguments.timeline_steps}: draw at least 1")
     if setting.num_steps < 1:
         raise ValueError(f"steps is {setting.num_steps}: simulate at least 1")
     return setting
@@ -242,7 +244,7 @@ def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> 
     """The pictures and traces that were asked for; their libraries are loaded only then."""
     timelines = [(label, outcome.timeline) for label, outcome in outcomes.items()]
     if arguments.timeline:
-        draw(timelines, arguments.timeline)
+        draw([(label, last_steps(one, arguments.timeline_steps)) for label, one in timelines], arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.trace import write_trace
 

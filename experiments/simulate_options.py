@@ -61,7 +61,8 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
-    add("--timeline", metavar="FILE", help="a picture (.png, .svg) or an interactive page (.html)")
+    add("--timeline", metavar="FILE", help="draw the last step: a picture (.png, .svg) or an interactive page (.html)")
+    add("--timeline-steps", type=int, default=1, metavar="N", help="how many of the last steps are drawn")
     add("--trace", metavar="FILE.json", help="a trace for ui.perfetto.dev")
     add("--optimum", type=float, metavar="SECONDS", help="look for the true optimum (small cases; extra 'optimum')")
 

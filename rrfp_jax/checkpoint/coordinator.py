@@ -87,6 +87,6 @@ def sentence(error: BaseException) -> str:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     else:
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not isinstance(error, OSError | ValueError):
+        if not isinstance(error, OSError | ValueError | RuntimeError):
             text = f"{type(error).__name__}: {text}"
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-195:]}"
