@@ -34,7 +34,7 @@ class CommandParser(ArgumentParser):
         )
         self._negative_number_matcher = re.compile(r"-\.?\d")  # `-1,2,3` is a value too
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._not_known(unknown[0]))
