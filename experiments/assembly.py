@@ -1,5 +1,6 @@
 """From a planned run to the objects that train."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +17,7 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop
@@ -153,22 +155,22 @@ def assemble(planned: PlannedRun) -> Run:
         _chunks(planned),
         placement=order.placement,
         process=process,
-        shard_optimizer=layout.shard_optimizer,
-        group_protocol=layout.group_protocol,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
-        hint=ordering.hint,
-        consume=ordering.consume,
-        schedule=order.table,
-        window=layout.window,
+        ordering=replace(ordering.on(order.table), window=layout.window),
+        updates=UpdateRules(
+            clip_norm=layout.clip_norm,
+            skip_nonfinite=layout.skip_nonfinite,
+            deterministic=layout.deterministic,
+            shard_optimizer=layout.shard_optimizer,
+        ),
         remat=layout.remat,
-        memory_limit=layout.memory_limit,
-        backward=ordering.backward,
-        clip_norm=layout.clip_norm,
-        skip_nonfinite=layout.skip_nonfinite,
-        deterministic=layout.deterministic,
-        dispatch_ahead=layout.dispatch_ahead,
         seed=config.run.seed,
-        progress_deadline_s=layout.progress_deadline_s,
+        options=RuntimeOptions(
+            memory_limit=layout.memory_limit,
+            dispatch_ahead=layout.dispatch_ahead,
+            group_protocol=layout.group_protocol,
+            progress_deadline_s=layout.progress_deadline_s,
+        ),
     )
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
     return Run(planned, pipeline, process, RunDirectory(path))

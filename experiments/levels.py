@@ -153,8 +153,8 @@ def _row(setting: Setting, ideal: Levels) -> Row:
     return Row(
         ideal=ideal,
         formulas=formulas_of(name, setting.request, setting.slot_lengths),
-        strict=_execute(setting, table, parts, Ordering(table=table, consume=STRICT)),
-        hint=_execute(setting, table, parts, Ordering(table=table, consume=READY, window=window)),
+        strict=_execute(setting, table, parts, Ordering(schedule=table, consume=STRICT)),
+        hint=_execute(setting, table, parts, Ordering(schedule=table, consume=READY, window=window)),
     )
 
 

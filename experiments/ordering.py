@@ -89,7 +89,7 @@ class Ordering:
     def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
         """The same wishes with their table built."""
         return arbitration.Ordering(
-            table=table, consume=self.consume, hint=self.hint, window=self.window, backward=self.backward
+            schedule=table, consume=self.consume, hint=self.hint, window=self.window, backward=self.backward
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:

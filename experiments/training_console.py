@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.console import make_console
+from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.memory import format_bytes
 from rrfp_jax.training.loop import StepRow
 
 _LINE = (

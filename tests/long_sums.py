@@ -62,11 +62,11 @@ def train(pipeline: Any, num_steps: int) -> tuple[list[float], dict[str, Any]]:
 def make_pipeline(**options: Any) -> Any:
     import optax
 
-    from rrfp_jax.pipeline import Pipeline
     from rrfp_jax.tasks import linear
+    from tests import pipelines
 
-    options.setdefault("placement", linear(NUM_STAGES))
-    return Pipeline(make_chunks(), optimizer=optax.adam(1e-2), **options)
+    options = {"placement": linear(NUM_STAGES), "clip_norm": 1.0} | options
+    return pipelines.make_pipeline(make_chunks(), optimizer=optax.adam(1e-2), **options)
 
 
 def digest(losses: list[float], params: Any) -> str:

@@ -23,7 +23,7 @@ def train_plainly(
     optimizer: optax.GradientTransformation,
     batches: Sequence[Mapping[str, np.ndarray]],
     *,
-    clip_norm: float | None = 1.0,
+    clip_norm: float | None = None,
     inputs_of: Inputs = chain_inputs,
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.

@@ -12,10 +12,14 @@ import optax
 import pytest
 
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import NoProgress, PipelineClosed, TaskFailed
+from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import linear
+from tests import pipelines
 
 NUM_MICROBATCHES = 3
 
@@ -39,10 +43,12 @@ def loss_chunk(index: int) -> Chunk:
     return Chunk(name="loss", init=inner.init, apply=apply)
 
 
-def make_pipeline(**options: Any) -> Pipeline:
-    chunks = options.pop("chunks", [layer(0), loss_chunk(1)])
+CHUNKS = [layer(0), loss_chunk(1)]
+
+
+def make_pipeline(chunks: list[Chunk] = CHUNKS, **options: Any) -> Pipeline:
     defaults = {"placement": linear(len(chunks)), "optimizer": optax.sgd(0.1), "progress_deadline_s": 60}
-    return Pipeline(chunks, **{**defaults, **options})
+    return pipelines.make_pipeline(chunks, **{**defaults, **options})
 
 
 def make_batch(fill: float | None = None) -> dict[str, np.ndarray]:
@@ -52,9 +58,15 @@ def make_batch(fill: float | None = None) -> dict[str, np.ndarray]:
     return {"x": x}
 
 
+@pytest.fixture(scope="module")
+def base() -> Pipeline:
+    """Holds what the tests compile."""
+    return make_pipeline()
+
+
 @pytest.fixture
-def pipeline() -> Iterator[Pipeline]:
-    with make_pipeline() as pipeline:
+def pipeline(base: Pipeline) -> Iterator[Pipeline]:
+    with base.reordered() as pipeline:
         yield pipeline
 
 
@@ -71,13 +83,13 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_stages(pipeline: Pipeline) 
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, pipeline.params(state))), strict=True))
 
 
-def test_stages_need_not_agree_on_norms_without_clipping_and_skipping() -> None:
-    with make_pipeline(clip_norm=None, skip_nonfinite=False) as free, make_pipeline(clip_norm=None) as agreeing:
+def test_stages_need_not_agree_on_norms_without_clipping_and_skipping(pipeline: Pipeline) -> None:
+    with make_pipeline(skip_nonfinite=False) as free:
         losses = []
-        for pipeline in (free, agreeing):
-            state = pipeline.init(jax.random.key(0))
+        for each in (free, pipeline):
+            state = each.init(jax.random.key(0))
             for _ in range(3):
-                state, metrics = pipeline.step(state, make_batch())
+                state, metrics = each.step(state, make_batch())
             losses.append(metrics.result())
     assert losses[0].loss == losses[1].loss
     assert losses[0].grad_norm is None
@@ -132,17 +144,32 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
         ({"consume": "strict"}, "needs a schedule"),
         ({"placement": linear(3)}, "cut the model into 3 chunks"),
         ({"clip_norm": -1.0}, "positive number"),
-        ({"devices": jax.devices()[:1]}, "1 devices are given for 2 stages"),
         ({"log_steps": 0}, "at least 1 step"),
         ({"seed": -1}, "32 bits"),
         ({"remat": "half"}, "remat is 'half'"),
         ({"dispatch_ahead": -1}, "0 or more tasks"),
-        ({"progress_deadline_s": float("nan")}, "positive number of seconds"),
+        ({"progress_deadline_s": float("nan")}, "progress_deadline_s is nan: give a positive number of seconds"),
+        ({"window": "512MB"}, "window is '512MB', which is no size"),
+        ({"memory_limit": "much"}, "memory_limit is 'much', which is no size"),
+        ({"memory_limit": 0}, "memory_limit is 0: give at least 1 byte"),
+        ({"group_protocol": "vote"}, "group_protocol is 'vote': give leader, propose"),
+        ({"process": Process(Layout(num_stages=3))}, "3 stages x data 1 x tensor 1.* but the pipeline has 2 stages"),
     ],
 )
 def test_bad_options_are_refused_with_a_remedy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_pipeline(**options).init(jax.random.key(0))
+
+
+def test_devices_are_as_many_as_the_layout_has() -> None:
+    with pytest.raises(ValueError, match="1 devices are given for 2 stages"):
+        Process(Layout(num_stages=2), devices=jax.devices()[:1])
+
+
+def test_stages_share_the_devices_that_there_are() -> None:
+    devices = Process.alone(12).devices
+    assert [jax.devices().index(device) for device in devices] == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7]
+    assert Process.alone(3).devices == tuple(jax.devices()[:3])
 
 
 def test_a_table_that_exceeds_the_window_is_refused_under_strict() -> None:
@@ -159,21 +186,33 @@ def test_a_table_for_other_microbatches_is_refused() -> None:
         pipeline.step(state, make_batch())
 
 
-def callback_chunk(call: Any) -> Chunk:
-    """A first chunk whose forward runs a host function."""
+class Host:
+    """A function of the host that the first chunk's forward calls; another one for each test, compiled once."""
 
-    def before(value: jax.Array) -> jax.Array:
+    def __init__(self) -> None:
+        self.call: Any = np.asarray
+        self._base = make_pipeline([layer(0, before=self._before), loss_chunk(1)])
+
+    def _before(self, value: jax.Array) -> jax.Array:
         stopped = jax.lax.stop_gradient(value)
-        return value + 0 * jax.pure_callback(call, jax.ShapeDtypeStruct(value.shape, value.dtype), stopped)
+        shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return value + 0 * jax.pure_callback(lambda x: self.call(x), shape, stopped)  # noqa: PLW0108 - it is replaced
 
-    return layer(0, before=before)
+    def pipeline(self, call: Any, **options: Any) -> Pipeline:
+        self.call = call
+        return self._base.reordered(options=RuntimeOptions(**{"progress_deadline_s": 60.0, **options}))
 
 
-def test_a_task_that_fails_ends_the_run_with_a_report() -> None:
+@pytest.fixture(scope="module")
+def host() -> Host:
+    return Host()
+
+
+def test_a_task_that_fails_ends_the_run_with_a_report(host: Host) -> None:
     def explode(value: Any) -> Any:
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
-    with make_pipeline(chunks=[callback_chunk(explode), loss_chunk(1)]) as pipeline:
+    with host.pipeline(explode) as pipeline:
         state = pipeline.init(jax.random.key(0))
         state, metrics = pipeline.step(state, make_batch())
         with pytest.raises(TaskFailed, match="RESOURCE_EXHAUSTED") as caught:
@@ -184,14 +223,14 @@ def test_a_task_that_fails_ends_the_run_with_a_report() -> None:
             pipeline.step(state, make_batch())
 
 
-def test_a_hung_task_ends_the_run_at_the_deadline_and_the_report_names_it() -> None:
+def test_a_hung_task_ends_the_run_at_the_deadline_and_the_report_names_it(host: Host) -> None:
     release = threading.Event()
 
     def hang(value: Any) -> Any:
         release.wait(20)
         return np.asarray(value)
 
-    pipeline = make_pipeline(chunks=[callback_chunk(hang), loss_chunk(1)], progress_deadline_s=0.5)
+    pipeline = host.pipeline(hang, progress_deadline_s=0.5)
     try:
         state = pipeline.init(jax.random.key(0))
         _, metrics = pipeline.step(state, make_batch())
@@ -210,7 +249,7 @@ def test_num_params_counts_what_each_stage_holds(pipeline: Pipeline) -> None:
     assert pipeline.num_params() == [16, 16]
 
 
-def test_a_failed_step_is_never_gone_on_from() -> None:
+def test_a_failed_step_is_never_gone_on_from(host: Host) -> None:
     calls = []
 
     def fail_in_the_second_step(value: Any) -> Any:
@@ -219,7 +258,7 @@ def test_a_failed_step_is_never_gone_on_from() -> None:
             raise RuntimeError("broken")
         return np.asarray(value)
 
-    with make_pipeline(chunks=[callback_chunk(fail_in_the_second_step), loss_chunk(1)]) as pipeline:
+    with host.pipeline(fail_in_the_second_step) as pipeline:
         state = pipeline.init(jax.random.key(0))
         state, _ = pipeline.step(state, make_batch())
         state, _ = pipeline.step(state, make_batch())
@@ -230,14 +269,14 @@ def test_a_failed_step_is_never_gone_on_from() -> None:
             pipeline.step(state, make_batch())
 
 
-def test_closing_in_mid_step_abandons_it_and_says_so() -> None:
+def test_closing_in_mid_step_abandons_it_and_says_so(host: Host) -> None:
     release = threading.Event()
 
     def hang(value: Any) -> Any:
         release.wait(20)
         return np.asarray(value)
 
-    pipeline = make_pipeline(chunks=[callback_chunk(hang), loss_chunk(1)])
+    pipeline = host.pipeline(hang)
     state = pipeline.init(jax.random.key(0))
     state, metrics = pipeline.step(state, make_batch())
     threading.Timer(0.5, release.set).start()
@@ -272,8 +311,8 @@ def test_batches_that_say_no_number_of_microbatches_are_refused(pipeline: Pipeli
         pipeline.step(state, {"x": make_batch()["x"][:0]})
 
 
-def test_the_event_logs_of_a_training_run_replay_to_the_same_instructions() -> None:
-    with make_pipeline(log_steps=3) as pipeline:
+def test_the_event_logs_of_a_training_run_replay_to_the_same_instructions(base: Pipeline) -> None:
+    with base.reordered(options=RuntimeOptions(log_steps=3)) as pipeline:
         state = pipeline.init(jax.random.key(0))
         for _ in range(6):
             state, _ = pipeline.step(state, make_batch())
@@ -283,3 +322,12 @@ def test_the_event_logs_of_a_training_run_replay_to_the_same_instructions() -> N
         assert len(log.segments) == 3
         for segment in log.segments:
             assert segment.replay() == segment.entries
+
+
+def test_a_result_prints_in_one_line(pipeline: Pipeline) -> None:
+    _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), make_batch())
+    result = metrics.result()
+    assert len(result.timeline.spans) > 2 * NUM_MICROBATCHES
+    assert repr(result) == (
+        f"StepResult(step=0, loss={result.loss}, weight=6.0, grad_norm={result.grad_norm}, skipped=False)"
+    )

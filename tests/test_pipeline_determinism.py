@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import DelayedStage
@@ -35,7 +37,7 @@ def base() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
-    return train(base.reordered(hint="bf", window=1), NUM_STEPS)
+    return train(base.reordered(Ordering(hint="bf", window=1)), NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +49,8 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
 def test_orders_and_timing_leave_every_bit_alone(
     base: Pipeline, expected: tuple[list[float], dict[str, Any]], order: dict[str, Any], delayed: bool
 ) -> None:
-    wrap = (lambda stage: DelayedStage(stage, random_delay)) if delayed else None
-    losses, params = train(base.reordered(**order, wrap_stage=wrap), NUM_STEPS)
+    options = RuntimeOptions(wrap_stage=(lambda stage: DelayedStage(stage, random_delay)) if delayed else None)
+    losses, params = train(base.reordered(Ordering(**order), options=options), NUM_STEPS)
     assert losses == expected[0]
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 
@@ -69,4 +71,4 @@ def test_processes_with_other_devices_compute_the_same_bits(base: Pipeline, num_
         check=True,
         timeout=120,
     )
-    assert result.stdout.split()[-1] == digest(*train(base.reordered(hint="fb"), 10))
+    assert result.stdout.split()[-1] == digest(*train(base.reordered(Ordering(hint="fb")), 10))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import Edge, Placement, linear
@@ -100,7 +101,7 @@ def plain_inputs(outputs: list[Any], chunk: int) -> Any:
 @pytest.mark.parametrize("placement", [linear(4), Placement((0, 1, 1, 0))], ids=["linear", "encoder-with-decoder"])
 def test_microbatches_that_skip_an_encoder(placement: Placement) -> None:
     batches = make_batches()
-    pipeline = Pipeline(CHUNKS, placement=placement, edges=EDGES, optimizer=OPTIMIZER, window=2, progress_deadline_s=60)
+    pipeline = Pipeline(CHUNKS, placement=placement, edges=EDGES, optimizer=OPTIMIZER, ordering=Ordering(window=2))
     with pipeline:
         state = pipeline.init(jax.random.key(0))
         initial = jax.tree.map(np.array, pipeline.params(state))

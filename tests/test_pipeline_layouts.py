@@ -10,6 +10,7 @@ import pytest
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.tasks import linear, looped
+from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 
 NUM_STEPS = 6
@@ -61,7 +62,7 @@ Case = tuple[list[Any], Any]
 def make_case(*, tied: bool, clip_norm: float | None = 1.0) -> Case:
     """Chunks, and what the plain loop makes of them."""
     chunks = make_chunks(2, tied=tied)
-    initial = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
+    initial = make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER)
     params = jax.tree.map(np.array, initial.params(initial.init(jax.random.key(1))))
     return chunks, train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=clip_norm)
 
@@ -76,9 +77,10 @@ def untied() -> Case:
     return make_case(tied=False)
 
 
-def check(case: Case, **layout: Any) -> None:
+def check(case: Case, *, clip_norm: float | None = 1.0, **options: Any) -> None:
     chunks, expected = case
-    pipeline = Pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, progress_deadline_s=60, **layout)
+    options = {"clip_norm": clip_norm, "progress_deadline_s": 60} | options
+    pipeline = make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, **options)
     assert_same_training(*train(pipeline, make_batches()), *expected)
 
 
@@ -114,9 +116,9 @@ def test_replicas_without_clipping_and_skipping() -> None:
 @pytest.mark.slow
 def test_several_chunks_per_stage_with_replicas() -> None:
     chunks = make_chunks(4, tied=True)
-    plain = Pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER)
+    plain = make_pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER)
     expected = train(plain, make_batches())
-    replicas = Pipeline(chunks, placement=looped(2, 2), data=2, shard_optimizer=True, optimizer=OPTIMIZER)
+    replicas = make_pipeline(chunks, placement=looped(2, 2), data=2, shard_optimizer=True, optimizer=OPTIMIZER)
     losses, params = train(replicas, make_batches())
     assert_same_training(losses, params, *expected)
 
@@ -126,7 +128,8 @@ def test_a_shared_optimizer_state_is_shared_out() -> None:
     chunks = make_chunks(2, tied=False)
     peaks = []
     for shard in (False, True):
-        with Pipeline(chunks, placement=linear(2), data=2, optimizer=OPTIMIZER, shard_optimizer=shard) as pipeline:
+        options = {"data": 2, "shard_optimizer": shard, "optimizer": OPTIMIZER}
+        with make_pipeline(chunks, placement=linear(2), **options) as pipeline:
             pipeline.init(jax.random.key(0))
             pipeline.prepare(make_batches()[0])
             peaks.append([forecast.fixed for forecast in pipeline.forecast])
@@ -144,5 +147,6 @@ def test_a_shared_optimizer_state_is_shared_out() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    chunks = make_chunks(2, tied=False)
     with pytest.raises(ValueError, match=message):
-        train(Pipeline(make_chunks(2, tied=False), placement=linear(2), optimizer=OPTIMIZER, **options), make_batches())
+        train(make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, **options), make_batches())

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import pytest
 
+from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.tasks import linear
 from tests.test_pipeline_training import OPTIMIZER, make_batches, make_model
 
@@ -16,7 +18,7 @@ BATCH = make_batches(1)[0]
 
 @pytest.fixture(scope="module")
 def base() -> Pipeline:
-    return Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4)
+    return Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER)
 
 
 def run(pipeline: Pipeline) -> tuple[int, ...]:
@@ -30,7 +32,7 @@ def run(pipeline: Pipeline) -> tuple[int, ...]:
 @pytest.mark.parametrize("order", [{"hint": "f-priority"}, {"hint": "bfw"}], ids=["fused", "split"])
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_what_is_measured_never_exceeds_what_was_predicted(base: Pipeline, order: dict[str, Any], window: int) -> None:
-    pipeline = base.reordered(window=window, **order)
+    pipeline = base.reordered(Ordering(window=window, **order))
     measured = run(pipeline)
     for stage, peak in enumerate(measured):
         forecast = pipeline.forecast[stage]
@@ -39,10 +41,10 @@ def test_what_is_measured_never_exceeds_what_was_predicted(base: Pipeline, order
 
 
 def test_a_window_in_bytes_becomes_microbatches_of_every_stage(base: Pipeline) -> None:
-    numbers = base.reordered(window=2)
+    numbers = base.reordered(Ordering(window=2))
     run(numbers)
     room = 2 * max(forecast.per_microbatch for forecast in numbers.forecast)
-    pipeline = base.reordered(window=f"{room}B")
+    pipeline = base.reordered(Ordering(window=f"{room}B"))
     run(pipeline)
     assert pipeline.order.windows == tuple(room // f.per_microbatch for f in numbers.forecast)
     assert min(pipeline.order.windows) == 2
@@ -50,28 +52,26 @@ def test_a_window_in_bytes_becomes_microbatches_of_every_stage(base: Pipeline) -
 
 def test_a_window_too_small_for_one_microbatch_is_refused(base: Pipeline) -> None:
     with pytest.raises(ValueError, match="holds no microbatch on stage 0"):
-        run(base.reordered(window="1KiB"))
+        run(base.reordered(Ordering(window="1KiB")))
 
 
 @pytest.fixture(scope="module")
 def peaks(base: Pipeline) -> Iterator[list[int]]:
-    pipeline = base.reordered(window=4)
+    pipeline = base.reordered(Ordering(window=4))
     run(pipeline)
     return [forecast.peak for forecast in pipeline.forecast]
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_largest_windows_that_do(peaks: list[int]) -> None:
-    tight = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, memory_limit=max(peaks) - 1)
-    with pytest.raises(ValueError, match="largest windows that fit are"):
-        run(tight)
-    hopeless = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, memory_limit="4KiB")
-    with pytest.raises(ValueError, match="not even one microbatch fits"):
-        run(hopeless)
+def test_a_run_that_cannot_fit_is_refused_with_the_largest_windows_that_do(base: Pipeline, peaks: list[int]) -> None:
+    for limit, message in ((max(peaks) - 1, "largest windows that fit are"), ("4KiB", "not even one microbatch fits")):
+        tight = base.reordered(Ordering(window=4), options=RuntimeOptions(memory_limit=limit))
+        with pytest.raises(ValueError, match=message):
+            run(tight)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full", ("none", "full"), jax.checkpoint_policies.nothing_saveable])
 def test_rematerialisation_holds_less_in_flight(peaks: list[int], remat: Any) -> None:
-    pipeline = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, window=4, remat=remat)
+    pipeline = Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, ordering=Ordering(window=4), remat=remat)
     run(pipeline)
     assert pipeline.forecast[1].peak < peaks[1]
     assert (pipeline.forecast[0].peak < peaks[0]) == (remat != ("none", "full"))

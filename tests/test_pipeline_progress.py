@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.arbitration import Ordering
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import linear
+from tests.pipelines import make_pipeline
 
 BATCH = {"x": np.ones((2, 1, 4), np.float32)}
 
@@ -53,14 +54,14 @@ def test_every_program_is_announced_and_then_counted(
 
     told: list[tuple[int, int]] = []
     chunks = [chunk(0, shared=shared), chunk(1, shared=shared)]
-    with Pipeline(chunks, placement=linear(2), optimizer=optax.sgd(0.1), **options) as pipeline:
+    with make_pipeline(chunks, placement=linear(2), optimizer=optax.sgd(0.1), **options) as pipeline:
         pipeline.init(jax.random.key(0))
         with monkeypatch.context() as patch:
             patch.setattr(jax.stages.Lowered, "compile", compile_and_note)
             pipeline.prepare(BATCH, progress=lambda *numbers: told.append(numbers))
         assert told == [(done, len(compiled)) for done in range(len(compiled) + 1)]
         assert len(told) > 8
-        twin = pipeline.reordered(backward=options.get("backward"))
+        twin = pipeline.reordered(Ordering(backward=options.get("backward")))
         twin.init(jax.random.key(0))
         with twin:
             twin.prepare(BATCH, progress=lambda *_: pytest.fail("these programs are compiled already"))

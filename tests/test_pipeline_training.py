@@ -1,17 +1,19 @@
 """A pipeline trains exactly what the plain, unpipelined loop trains, whatever the order of its tasks."""
 
-from copy import copy
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import HINTS
+from rrfp_jax.arbitration import HINTS, Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped
 from tests.plain_loop import assert_same_training, train_plainly
@@ -19,6 +21,8 @@ from tests.plain_loop import assert_same_training, train_plainly
 NUM_STEPS = 20
 NUM_MICROBATCHES = 4
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+CLIPPED = UpdateRules(clip_norm=1.0)
+OPTIONS = RuntimeOptions(progress_deadline_s=60)
 
 
 def make_batches(num_steps: int = NUM_STEPS) -> list[dict[str, np.ndarray]]:
@@ -53,16 +57,16 @@ class Case:
     def __init__(self, chunks: list[Any], placement: Placement) -> None:
         self.chunks, self.placement = chunks, placement
         self.batches = make_batches()
-        self.base = Pipeline(chunks, placement=placement, optimizer=OPTIMIZER, progress_deadline_s=60)
+        self.base = Pipeline(chunks, placement=placement, optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS)
         initial = jax.tree.map(np.array, self.base.params(self.base.init(jax.random.key(1))))
-        self.expected = train_plainly(chunks, initial, OPTIMIZER, self.batches)
+        self.expected = train_plainly(chunks, initial, OPTIMIZER, self.batches, clip_norm=CLIPPED.clip_norm)
 
     def table(self, name: str) -> ScheduleTable:
         stages = self.placement.num_stages
         return build_schedule(name, ScheduleRequest(num_stages=stages, num_microbatches=NUM_MICROBATCHES))
 
-    def check(self, **order: Any) -> None:
-        with self.base.reordered(**order) as pipeline:
+    def check(self, *, options: RuntimeOptions | None = None, **order: Any) -> None:
+        with self.base.reordered(Ordering(**order), options=options) as pipeline:
             state = pipeline.init(jax.random.key(1))
             losses = []
             for batch in self.batches:
@@ -105,10 +109,57 @@ def test_strict_tables_on_a_looped_placement(untied_looped: Case, name: str) -> 
     untied_looped.check(consume="strict", schedule=untied_looped.table(name))
 
 
+def test_a_regression_with_default_arguments_is_what_a_plain_loop_makes_of_it() -> None:
+    """As somebody writes it who tries the library for the first time; the gradients' norm is far from 1."""
+
+    def layer(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["kernel"] + params["bias"])
+
+    def make(name: str) -> Any:
+        return lambda key: {name: {"kernel": jax.random.normal(key, (8, 8)), "bias": jnp.zeros(8)}}
+
+    def first(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return layer(params["first"], leaves["x"])
+
+    def second(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return jnp.sum((layer(params["second"], inputs) - leaves["y"]) ** 2), jnp.float32(len(inputs))
+
+    chunks = [
+        Chunk(name="first", init=make("first"), apply=first, leaves=("x",)),
+        Chunk(name="second", init=make("second"), apply=second, leaves=("y",)),
+    ]
+    rng = np.random.default_rng(0)
+    batches = [{"x": (x := rng.normal(size=(4, 16, 8)).astype(np.float32)), "y": np.sin(3 * x)} for _ in range(5)]
+    with Pipeline(chunks, optimizer=optax.sgd(5e-2), placement=linear(2)) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        params = jax.tree.map(np.array, pipeline.params(state))
+        losses, norms = [], []
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+            losses.append(metrics.result().loss)
+            norms.append(metrics.result().grad_norm)
+        trained = pipeline.params(state)
+
+    @jax.jit
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            output = layer(params["second"], layer(params["first"], batch["x"]))
+            return jnp.mean(jnp.sum((output - batch["y"]) ** 2, axis=-1))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda p, g: p - 5e-2 * g, params, grads)
+
+    expected = []
+    for batch in batches:
+        value, params = step(params, batch)
+        expected.append(float(value))
+    assert min(norms) > 1.2  # clipping to 1 would show
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), trained, params)
+
+
 def test_tasks_dispatched_ahead_train_the_same_model(tied_linear: Case) -> None:
-    case = copy(tied_linear)
-    case.base = Pipeline(case.chunks, placement=case.placement, optimizer=OPTIMIZER, dispatch_ahead=1)
-    case.check(hint="bf", window=3)
+    tied_linear.check(hint="bf", window=3, options=RuntimeOptions(dispatch_ahead=1))
 
 
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
@@ -120,7 +171,8 @@ def test_bidirectional_tables_train_both_copies_as_one_model() -> None:
     chunks = mirrored(make_model(tied=True, layers_per_chunk=(1, 1)))
     table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
     batches = make_batches()
-    with Pipeline(chunks, schedule=table, consume="strict", optimizer=OPTIMIZER, progress_deadline_s=60) as pipeline:
+    ordering = Ordering(schedule=table, consume="strict")
+    with Pipeline(chunks, optimizer=OPTIMIZER, ordering=ordering, options=OPTIONS) as pipeline:
         state = pipeline.init(jax.random.key(1))
         initial = jax.tree.map(np.array, pipeline.params(state))
         results = []
@@ -138,4 +190,4 @@ def test_a_bidirectional_table_asks_for_both_copies() -> None:
     table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
     chunks = make_model(tied=False, layers_per_chunk=(1, 1, 1, 1))
     with pytest.raises(ValueError, match="mirrored"):
-        Pipeline(chunks, schedule=table, consume="strict", optimizer=OPTIMIZER)
+        Pipeline(chunks, optimizer=OPTIMIZER, ordering=Ordering(schedule=table, consume="strict"))

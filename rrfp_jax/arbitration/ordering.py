@@ -1,8 +1,8 @@
 """What a user says about order, in one record, and what the stages' arbiters are made of.
 
-``table`` is a schedule; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs the best
-of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may hold;
-``backward`` runs as one task (``fused``) or as two (``split``).
+``schedule`` is a table of tasks; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs
+the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
+hold; ``backward`` runs as one task (``fused``) or as two (``split``).
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, sched
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.arbitration.window import check_windows
+from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import PipelineGraph, Placement
 
@@ -84,41 +85,61 @@ class Order:
 class Ordering:
     """What the user asked for. Raises ValueError on words that mean nothing or contradict each other."""
 
-    table: ScheduleTable | None = None
+    schedule: ScheduleTable | None = None
+    """A table, for example of :func:`rrfp_jax.schedules.build_schedule`."""
     consume: str = READY
+    """``ready`` or ``strict``."""
     hint: str | None = None
-    """None: ``schedule`` if there is a table; otherwise ``bf``, or ``bf-deep`` with several chunks per stage.
+    """One of :func:`hint_names`. None: ``schedule`` if there is one; otherwise ``bf``, or ``bf-deep`` with several
+    chunks per stage.
 
-    Strict consumption follows its table whatever the hint is.
+    Strict consumption follows its schedule whatever the hint is.
     """
-    window: int | tuple[int, ...] | None = None
-    """Microbatches that a stage may hold, one number or one per stage. None: 32, or no limit under strict."""
+    window: int | tuple[int, ...] | str | None = None
+    """Microbatches that a stage may hold, one number or one per stage; or, as text, the memory that they may take on
+    every stage, for example ``512MiB``. None: 32, or no limit under strict."""
     backward: str | None = None
     """``split`` or ``fused``; None: what the table or hint calls for, otherwise fused."""
 
     def __post_init__(self) -> None:
-        check_words(self.consume, self.hint, self.backward, has_schedule=self.table is not None)
+        check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
+        if isinstance(self.window, str):
+            parse_bytes(self.window, "window")
+
+    @property
+    def window_bytes(self) -> int | None:
+        """The window where it is given as memory."""
+        return parse_bytes(self.window, "window") if isinstance(self.window, str) else None
 
     @property
     def follows_table(self) -> bool:
         """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
-        return self.table is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
+        return self.schedule is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
+
+    def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
+        """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
+
+        Raises ValueError, in one sentence with the remedy, where schedule, window and pipeline do not fit together.
+        """
+        if self.schedule is not None and self.schedule.placement != placement:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} puts chunks on stages as {self.schedule.placement.stage_of_chunk}, "
+                f"the model as {placement.stage_of_chunk}: give the model the schedule's placement"
+            )
+        graph = replace(graph, split=self._split(placement))
+        if self.schedule is not None and self.follows_table:
+            _check_names_all(self.schedule, graph)
+        if not isinstance(self.window, str):
+            self._windows(placement.num_stages)
+        return graph
 
     def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
         """The order on this pipeline, or on so many replicas of it; the graph's ``split`` is set here.
 
-        Raises ValueError, in one sentence with the remedy, where table, window and pipeline do not fit together.
+        Raises ValueError as :meth:`fitted`, and for a window in bytes: what those hold, only compiled programs tell.
         """
-        if self.table is not None and self.table.placement != placement:
-            raise ValueError(
-                f"schedule {self.table.name!r} puts chunks on stages as {self.table.placement.stage_of_chunk}, the "
-                f"model as {placement.stage_of_chunk}: give the model the schedule's placement"
-            )
-        graph = replace(graph, split=self._split(placement))
-        if self.table is not None and self.follows_table:
-            _check_names_all(self.table, graph)
-        hint = self._hint(placement)
-        table = None if self.table is None else replicated_table(self.table, num_replicas)
+        graph, hint = self.fitted(placement, graph), self._hint(placement)
+        table = None if self.schedule is None else replicated_table(self.schedule, num_replicas)
         return Order(
             label=self._label(hint),
             table=table,
@@ -130,29 +151,29 @@ class Ordering:
         )
 
     def _label(self, hint: str) -> str:
-        if self.table is None:
+        if self.schedule is None:
             return hint
         if self.consume == STRICT:
-            return f"{self.table.name} strict"
-        return f"{self.table.name} as hint" if hint == SCHEDULE else f"{hint} on {self.table.name}"
+            return f"{self.schedule.name} strict"
+        return f"{self.schedule.name} as hint" if hint == SCHEDULE else f"{hint} on {self.schedule.name}"
 
     def _hint(self, placement: Placement) -> str:
         if self.hint is not None:
             return self.hint
-        if self.table is not None:
+        if self.schedule is not None:
             return SCHEDULE
         return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
 
     def _split(self, placement: Placement) -> frozenset[int]:
         """The chunks whose backward runs as I and W."""
         every = frozenset(range(placement.num_chunks))
-        by_table = self.table.graph.split if self.table else frozenset()
-        if self.table is not None and self.follows_table:
+        by_table = self.schedule.graph.split if self.schedule else frozenset()
+        if self.schedule is not None and self.follows_table:
             wanted = {SPLIT: every, FUSED: frozenset(), None: by_table}[self.backward]
             if wanted != by_table:
                 kind = "a split" if by_table else "a fused"
                 raise ValueError(
-                    f"schedule {self.table.name!r} orders {kind} backward, not a {self.backward} one: "
+                    f"schedule {self.schedule.name!r} orders {kind} backward, not a {self.backward} one: "
                     "leave backward out, or take another schedule"
                 )
             return by_table
@@ -168,10 +189,14 @@ class Ordering:
         return (ready(hint_by_name(hint)),) * num_stages
 
     def _windows(self, num_stages: int) -> tuple[int, ...]:
-        if self.table is not None and self.consume == STRICT:
+        if isinstance(self.window, str):
+            raise ValueError(
+                f"window is {self.window}: how many microbatches that is, only compiled programs tell; give a number"
+            )
+        if self.schedule is not None and self.consume == STRICT:
             if self.window is None:
-                return self.table.peak_in_flight()
-            self.table.check_window(self.window)
+                return self.schedule.peak_in_flight()
+            self.schedule.check_window(self.window)
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
 
 

@@ -15,7 +15,7 @@ All of it is an upper bound: not everything peaks at once.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+from rrfp_jax.byte_sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,25 +130,3 @@ def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None],
         f"stage {stage} is predicted to need {format_bytes(forecast.peak)} with {forecast.window} microbatches in "
         f"flight, and has {format_bytes(limit)}: {remedy}"
     )
-
-
-def parse_bytes(text: str) -> int:
-    """``512MiB`` or ``2GiB`` as a number of bytes; raises ValueError on anything else."""
-    for unit, factor in reversed(_UNITS.items()):
-        number = text.strip().removesuffix(unit)
-        if number != text.strip():
-            try:
-                num_bytes = float(number) * factor
-            except ValueError:
-                break
-            if num_bytes >= 1:
-                return int(num_bytes)
-    raise ValueError(f"{text!r} is no size: write a number and a unit, for example 512MiB or 2GiB")
-
-
-def format_bytes(num_bytes: int) -> str:
-    """``1536`` as ``1.5 KiB``."""
-    for unit, factor in reversed(_UNITS.items()):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.4g} {unit}"
-    return "0 B"

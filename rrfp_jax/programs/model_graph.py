@@ -27,23 +27,17 @@ def model_graph(
     chunks: Sequence[Chunk],
     edges: Sequence[Edge] | None,
     table: ScheduleTable | None,
-    num_microbatches: int | None = None,
 ) -> PipelineGraph:
-    """The table's graph, or the model's own for so many microbatches (None: one), with the parameters that are shared.
+    """The table's graph, or the model's own for one microbatch, with the parameters that are shared.
 
-    ``edges`` None means the table's, or a chain. Raises ValueError where table, edges, chunks and microbatches differ.
+    ``edges`` None means the table's, or a chain. Raises ValueError where table, edges and chunks differ.
     """
     num_chunks, shared = len(chunks), _shared_groups(chunks)
     if table is None:
         if edges is None:
             edges = [Edge(c, c + 1) for c in range(num_chunks - 1)]
-        return PipelineGraph(num_chunks, num_microbatches or 1, tuple(edges), shared=shared)
+        return PipelineGraph(num_chunks, 1, tuple(edges), shared=shared)
     graph = replace(table.graph, shared=shared)
-    if num_microbatches not in (None, graph.num_microbatches):
-        raise ValueError(
-            f"schedule {table.name!r} is for {graph.num_microbatches} microbatches, the batch has "
-            f"{num_microbatches}: build the schedule for {num_microbatches}"
-        )
     if edges is not None and set(edges) != set(graph.edges):
         raise ValueError(
             f"schedule {table.name!r} is for the edges {_edge_text(graph.edges)}, the model has "

@@ -24,6 +24,7 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor
 from rrfp_jax.runtime.giving_up import Failure, GivingUp
 from rrfp_jax.runtime.log_file import RunLog, take_log
+from rrfp_jax.runtime.options import check_running
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Transport
@@ -41,14 +42,6 @@ class PipelineClosed(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the pipeline was closed: make a new one to go on")
-
-
-def check_runtime_options(progress_deadline_s: float, log_steps: int) -> None:
-    """Raise ValueError for a deadline or a log length that cannot be meant."""
-    if not 0 < progress_deadline_s < float("inf"):
-        raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
-    if log_steps < 1:
-        raise ValueError(f"log_steps is {log_steps}: keep the event log of at least 1 step")
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class PipelineRuntime:
         on_failure: Callable[[RunFailed], None] | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        check_runtime_options(progress_deadline_s, log_steps)
+        check_running(progress_deadline_s, log_steps)
         self._deadline_s = progress_deadline_s
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), w
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ from rrfp_jax.programs.state import (
     state_specs,
 )
 from rrfp_jax.programs.updates import StageUpdates
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.tasks import PipelineGraph, Placement
@@ -73,14 +74,14 @@ class HostedModel:
         process: Process,
         *,
         optimizer: optax.GradientTransformation,
-        shard_optimizer: bool,
-        ordered: bool,
+        updates: UpdateRules,
         seed: int,
         remat: Sequence[Remat],
     ) -> None:
-        self.chunks, self.placement, self._process = tuple(chunks), placement, process
-        self._optimizer, self._shard_optimizer, self._ordered = optimizer, shard_optimizer, ordered
+        self.chunks, self.placement, self.process = tuple(chunks), placement, process
+        self._optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
+        self._compiled: dict[Hashable, HostedPrograms] = {}
         layout = process.layout
         self.grids = [
             StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
@@ -153,31 +154,39 @@ class HostedModel:
         return state
 
     def _options(self, base: int, graph: PipelineGraph) -> dict[str, bool]:
-        return {"trains": graph.has_backward(base), "shard_optimizer": self._shard_optimizer}
+        return {"trains": graph.has_backward(base), "shard_optimizer": self.updates.shard_optimizer}
 
     def _shares_optimizer(self, base: int, graph: PipelineGraph) -> bool:
         """Whether the replicas of a chunk share its optimizer state."""
         return (
-            self._shard_optimizer and graph.has_backward(base) and bool(jax.tree.leaves(param_specs(self.chunks[base])))
+            self.updates.shard_optimizer
+            and graph.has_backward(base)
+            and bool(jax.tree.leaves(param_specs(self.chunks[base])))
         )
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Bring up the connections behind collectives; all processes call it at the same point."""
-        layout = self._process.layout
+        layout = self.process.layout
         if layout.data > 1 or layout.tensor > 1:
             connect(self.grids)
 
     def compile(
         self, graph: PipelineGraph, batch: BatchSpec, progress: CompileProgress = lambda done, total: None
     ) -> HostedPrograms:
-        """Compile everything for batches of these shapes; ``graph`` is that of one replica.
+        """Compile everything for batches of these shapes, once; ``graph`` is that of one replica.
 
         ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
 
         Raises ValueError where chunks, graph and batch do not fit.
         """
+        key = (graph, tuple(sorted(batch.items())))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(graph, batch, progress)
+        return self._compiled[key]
+
+    def _compile(self, graph: PipelineGraph, batch: BatchSpec, progress: CompileProgress) -> HostedPrograms:
         shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
         programs = HostedPrograms(shapes, {}, {})
 
@@ -218,11 +227,11 @@ class HostedModel:
         num_programs = num_units * plan.num_programs(params)
         if graph.has_backward(base) and jax.tree.leaves(params):
             num_updates = len(layer_groups(self.chunks[base], params))
-            num_programs += 1 + num_updates * (1 if self._shard_optimizer else num_units)
+            num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
         return num_programs
 
     def _compile_replicas(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
-        if self._process.layout.data == 1:
+        if self.process.layout.data == 1:
             return None
         return StageUpdates(
             base,
@@ -230,8 +239,8 @@ class HostedModel:
             graph,
             optimizer=self._optimizer,
             devices=self._grid(base),
-            ordered=self._ordered,
-            shard_optimizer=self._shard_optimizer,
+            ordered=self.updates.deterministic,
+            shard_optimizer=self.updates.shard_optimizer,
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory import MemoryMeter
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
+from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 
 

@@ -33,6 +33,7 @@ class Process:
     Args:
         layout: the degrees of parallelism and the number of processes.
         cluster: this process's place among several, joined and not yet connected; None: it is the only one.
+        devices: those of the layout, see :meth:`use_devices`.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
         patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
@@ -45,6 +46,7 @@ class Process:
         layout: Layout,
         cluster: Cluster | None = None,
         *,
+        devices: Sequence[jax.Device] | None = None,
         transport: Selection = "auto",
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
@@ -66,6 +68,16 @@ class Process:
         self._edge: EdgeOf = lambda message: None
         self._deliver: Deliver | None = None
         self._num_gatherings = 0
+        if devices is not None:
+            self.use_devices(devices)
+
+    @classmethod
+    def alone(cls, num_stages: int) -> "Process":
+        """The only process, with a device for each stage; stages share devices evenly where these are fewer."""
+        known = jax.local_devices()
+        num_used = min(num_stages, len(known))
+        devices = [known[stage * num_used // num_stages] for stage in range(num_stages)]
+        return cls(Layout(num_stages=num_stages), devices=devices)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -94,7 +106,9 @@ class Process:
             self._transport.connect(self._patience_s)
 
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
-        """Say which devices the layout's are, in its order; by default each process's first ones."""
+        """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
+        replica ``tensor`` ones; by default each process's first ones. Raises ValueError on another number.
+        """
         if len(devices) != self.layout.num_devices:
             raise ValueError(
                 f"{len(devices)} devices are given for {self.layout.describe()}: give {self.layout.num_devices}"

@@ -19,23 +19,9 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Batch
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory import MemoryMeter
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateRules:
-    """What the stages do with a step's gradients."""
-
-    clip_norm: float | None = 1.0
-    """Largest global norm of the gradient of the mean loss; None: no clipping."""
-    skip_nonfinite: bool = True
-    """Leave out a step whose loss or gradients are not finite, on all stages."""
-
-    @property
-    def needs_norm(self) -> bool:
-        """Whether every stage must report before any may update."""
-        return self.clip_norm is not None or self.skip_nonfinite
 
 
 @dataclass(frozen=True)

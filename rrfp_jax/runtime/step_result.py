@@ -1,7 +1,7 @@
 """What one training step gave, now or as a future."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rrfp_jax.runtime.driver import StepOutcome
 from rrfp_jax.runtime.program_stage import StageOutcome
@@ -22,11 +22,11 @@ class StepResult:
     """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
     skipped: bool
     """Whether the update was left out because loss or gradients were not finite."""
-    peak_memory_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...] = field(repr=False)
     """The most that each stage held during the step; since the start of the process where the backend counts."""
-    timeline: Timeline
+    timeline: Timeline = field(repr=False)
     """When every task ran, and why stages were idle."""
-    ended_s: float
+    ended_s: float = field(repr=False)
     """When the step had ended on all stages (``time.perf_counter``)."""
 
 

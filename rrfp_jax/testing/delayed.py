@@ -13,7 +13,7 @@ Delay = Callable[[int, Task], float]
 
 
 class DelayedStage:
-    """Wraps a stage's executor; give ``lambda stage: DelayedStage(stage, delay)`` to ``Pipeline(wrap_stage=...)``."""
+    """Wraps a stage's executor; give ``lambda stage: DelayedStage(stage, delay)`` as ``RuntimeOptions.wrap_stage``."""
 
     def __init__(self, inner: StageExecutor, delay: Delay) -> None:
         self._inner, self._delay = inner, delay

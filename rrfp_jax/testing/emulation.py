@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.arbitration import Message, StageArbiter
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.log_file import write_log
@@ -63,7 +62,7 @@ def emulate(
     """
     graph, placement = arbiters[0].graph, arbiters[0].placement
     if process is None:
-        process = _alone(placement.num_stages)
+        process = Process.alone(placement.num_stages)
     shardings = [_whole(process.devices_of(unit)) for unit in range(process.layout.num_units)]
     activation = activation_spec(activation_bytes)
 
@@ -119,13 +118,6 @@ def _own_file(events: Path, process: Process) -> Path:
         return events
     name, dot, suffixes = events.name.partition(".")
     return events.with_name(f"{name}-rank{process.rank}{dot}{suffixes}")
-
-
-def _alone(num_stages: int) -> Process:
-    process = Process(Layout(num_stages=num_stages))
-    known = jax.local_devices()
-    process.use_devices([known[stage % len(known)] for stage in range(num_stages)])
-    return process
 
 
 def _whole(devices: Sequence[jax.Device]) -> Sharding:

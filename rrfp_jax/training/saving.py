@@ -35,7 +35,7 @@ class RunSaver:
             pipeline.placement.stage_of_chunk,
             process.layout,
             process.devices,
-            shard_optimizer=pipeline.shards_optimizer,
+            shard_optimizer=pipeline.updates.shard_optimizer,
         )
         self._checkpoints = Checkpoints(
             directory,

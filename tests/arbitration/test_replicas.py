@@ -50,7 +50,7 @@ def test_in_lockstep_all_reductions_come_before_the_updates_and_both_ascend() ->
 @pytest.mark.parametrize("consume", ["ready", "strict"])
 def test_a_table_is_followed_by_every_replica(consume: str) -> None:
     table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=3))
-    order = Ordering(table=table, consume=consume).resolve(table.placement, table.graph, num_replicas=2)
+    order = Ordering(schedule=table, consume=consume).resolve(table.placement, table.graph, num_replicas=2)
     assert order.table is not None
     order.table.validate()
     assert [str(task) for task in order.table.orders[2]] == ["2F3", "2F4", "2B3", "2F5", "2B4", "2B5"]

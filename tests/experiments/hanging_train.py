@@ -30,5 +30,5 @@ class HangingStage:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    assembly.Pipeline = partial(assembly.Pipeline, wrap_stage=HangingStage)  # type: ignore[assignment,misc]
+    assembly.RuntimeOptions = partial(assembly.RuntimeOptions, wrap_stage=HangingStage)  # type: ignore[assignment,misc]
     run_command(main)

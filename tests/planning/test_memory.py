@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.planning.memory import (
-    ChunkBytes,
-    check_fits,
-    forecast_stage,
-    format_bytes,
-    parse_bytes,
-    window_of_bytes,
-)
+from rrfp_jax.planning.memory import ChunkBytes, check_fits, forecast_stage, window_of_bytes
 
 CHUNK = ChunkBytes(fixed=1000, stash=100, owed=140, inputs=10, output_grads=20, outputs=10, temporaries=50)
 
@@ -54,18 +47,3 @@ def test_the_largest_window_fits_and_the_next_larger_one_does_not(inputs: int) -
         best = forecast_stage([chunk], 8, 8).largest_window(limit)
         fits = [window for window in range(1, 9) if forecast_stage([chunk], window, 8).peak <= limit]
         assert best == max(fits, default=0)
-
-
-@pytest.mark.parametrize(("text", "value"), [("512MiB", 512 * 2**20), ("1.5 KiB", 1536), ("7B", 7), ("2GiB", 2**31)])
-def test_sizes_are_read_with_their_unit(text: str, value: int) -> None:
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["512", "MiB", "-1GiB", "1 MB", ""])
-def test_sizes_without_a_known_unit_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write a number and a unit"):
-        parse_bytes(text)
-
-
-def test_sizes_are_written_in_the_largest_unit_that_fits() -> None:
-    assert [format_bytes(n) for n in (0, 1, 1023, 1536, 3 * 2**30)] == ["0 B", "1 B", "1023 B", "1.5 KiB", "3 GiB"]

@@ -58,9 +58,9 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     """Losses, and the pieces of all parameters that lie here, by layer and path."""
     import jax
 
-    from rrfp_jax.pipeline import Pipeline
     from rrfp_jax.runtime.process import Process
     from tests.multiprocess.models import make_batches, make_chunks, make_optimizer
+    from tests.pipelines import make_pipeline
 
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
     cluster = join(place, case.as_dict(), ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S))
@@ -68,8 +68,12 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     process = Process(case.layout, cluster, transport=case.transport, patience_s=PATIENCE_S)
     process.connect(case.placement)
     process.start_jax("cpu")
-    pipeline = Pipeline(
-        make_chunks(case), placement=case.placement, process=process, optimizer=make_optimizer(case), **case.options
+    pipeline = make_pipeline(
+        make_chunks(case),
+        placement=case.placement,
+        process=process,
+        optimizer=make_optimizer(case),
+        **({"clip_norm": 1.0} | case.options),
     )
     with pipeline:
         state = pipeline.init(jax.random.key(0))

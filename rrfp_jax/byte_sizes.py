@@ -1,0 +1,25 @@
+"""Numbers of bytes as people write them: ``512MiB``, ``1.5 KiB``."""
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """``512MiB`` or ``2GiB`` as a number of bytes; raises ValueError, which names ``what``, on anything else."""
+    for unit, factor in reversed(_UNITS.items()):
+        number = text.strip().removesuffix(unit)
+        if number != text.strip():
+            try:
+                num_bytes = float(number) * factor
+                if 1 <= num_bytes < float("inf"):
+                    return int(num_bytes)
+            except ValueError:
+                break
+    raise ValueError(f"{what} is {text!r}, which is no size: write a number and a unit, for example 512MiB or 2GiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return "0 B"

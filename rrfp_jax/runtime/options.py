@@ -1,0 +1,84 @@
+"""What a user says about updates and about running: two records, each checked once."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules
+from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.programs.agreement import check_clip_norm
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.executor import StageExecutor
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRules:
+    """What becomes of a step's gradients. Raises ValueError on values that cannot be meant."""
+
+    clip_norm: float | None = None
+    """Largest global norm of the gradient of the mean loss; None: gradients stay as they are."""
+    skip_nonfinite: bool = True
+    """Leave out a step whose loss or gradients are not finite, on all stages."""
+    deterministic: bool = False
+    """The same bits whatever the order of tasks, at the price of accumulating in microbatch order. Refused where the
+    machine's own sums are not reproducible."""
+    shard_optimizer: bool = False
+    """Share the optimizer state out to the replicas (ZeRO-1)."""
+
+    def __post_init__(self) -> None:
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether every stage must report before any may update."""
+        return self.clip_norm is not None or self.skip_nonfinite
+
+    def step_rules(self, num_replicas: int) -> StepRules:
+        """What these rules mean for the order of tasks."""
+        agreement = Agreement.ALL if self.needs_norm else Agreement.LOSS
+        return StepRules(ordered=self.deterministic, agreement=agreement, lockstep=num_replicas > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """How the stages run; none of it changes what is computed. Raises ValueError on values that cannot be meant."""
+
+    memory_limit: int | str | None = None
+    """Memory that each stage may take, in bytes or as ``16GiB``; None: what its device has, if that is known. A run
+    that is predicted to need more is refused before its first step."""
+    dispatch_ahead: int = 0
+    """How many tasks a stage may be handed before the running one has ended: hides the host's latency, and lets a task
+    go ahead of a better one that becomes ready meanwhile."""
+    group_protocol: GroupProtocol | str = GroupProtocol.LEADER
+    """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
+    progress_deadline_s: float = 600.0
+    """How long no task may finish before the run is given up with a report; longer than any task."""
+    log_steps: int = 2
+    """How many steps of each stage's event log are kept."""
+    wrap_stage: "Callable[[StageExecutor], StageExecutor] | None" = None
+    """Put around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
+
+    def __post_init__(self) -> None:
+        if self.group_protocol not in tuple(GroupProtocol):
+            raise ValueError(f"group_protocol is {self.group_protocol!r}: give {', '.join(GroupProtocol)}")
+        if self.dispatch_ahead < 0:
+            raise ValueError(f"dispatch_ahead is {self.dispatch_ahead}: give 0 or more tasks")
+        if (limit := self.memory_limit_bytes) is not None and limit < 1:
+            raise ValueError(f"memory_limit is {self.memory_limit}: give at least 1 byte")
+        check_running(self.progress_deadline_s, self.log_steps)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit as a number."""
+        limit = self.memory_limit
+        return parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit
+
+
+def check_running(progress_deadline_s: float, log_steps: int) -> None:
+    """Raise ValueError for a deadline or a log length that cannot be meant."""
+    if not 0 < progress_deadline_s < math.inf:
+        raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
+    if log_steps < 1:
+        raise ValueError(f"log_steps is {log_steps}: keep the event log of at least 1 step")

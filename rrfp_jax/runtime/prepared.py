@@ -1,0 +1,129 @@
+"""From a model and a batch's shapes to running stages: one sequence, in which each value is made of those before it.
+
+1. the graph of one replica, with this batch's microbatches;
+2. the programs of the chunks that this process hosts;
+3. the sizes of all chunks, which the processes tell each other, and from them the windows;
+4. the order of all replicas, and the memory that it needs, refused where that is too much;
+5. the connections behind collectives;
+6. the stages, each with its arbiter, running.
+"""
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+
+from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering
+from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, window_of_bytes
+from rrfp_jax.programs.batches import BatchSpec, num_microbatches
+from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
+from rrfp_jax.runtime.hosted_stages import stage_maker
+from rrfp_jax.runtime.memory import chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.tasks import PipelineGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A pipeline that runs, for batches of one shape."""
+
+    batch: BatchSpec
+    order: Order
+    """Of all replicas."""
+    copies: Replication
+    """How the chunks and microbatches of ``order`` belong to replicas."""
+    forecast: tuple[StageForecast, ...]
+    """The predicted memory of every unit."""
+    runtime: PipelineRuntime
+
+
+def prepare(
+    model: HostedModel,
+    graph: PipelineGraph,
+    state: HostedState,
+    batch: BatchSpec,
+    *,
+    ordering: Ordering,
+    options: RuntimeOptions,
+    progress: CompileProgress,
+) -> Prepared:
+    """Compile and start everything; the stages take ``state`` over.
+
+    Args:
+        graph: of one replica; its number of microbatches counts only where it is a schedule's.
+        progress: told how many programs are compiled, and of how many.
+
+    Raises ValueError where chunks, graph, batch and memory do not fit, before anything runs.
+    """
+    process, data = model.process, model.process.layout.data
+    graph = _for_batch(graph, batch, ordering, data)
+    with process.relying_on_others():
+        programs = model.compile(graph, batch, progress)
+        sizes, devices = _gather_sizes(process, programs)
+        order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
+        forecast = forecast_memory(order, sizes, graph.num_microbatches)
+        limit = options.memory_limit_bytes
+        check_fits(
+            forecast,
+            [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)],
+            is_strict=ordering.consume == STRICT,
+        )
+        model.connect()
+    copies, rules = replication(graph, data), model.updates.step_rules(data)
+    make_stage = stage_maker(
+        model, process, order, state, programs, copies=copies, update_rules=model.updates, step_rules=rules
+    )
+    wrap = options.wrap_stage or (lambda stage: stage)
+    runtime = process.start(
+        order.arbiters(
+            rules,
+            dispatch_ahead=options.dispatch_ahead,
+            members=process.members(),
+            protocol=GroupProtocol(options.group_protocol),
+        ),
+        lambda unit, ship: wrap(make_stage(unit, ship)),
+        edge=lambda message: model.edge(message, programs.shapes),
+        progress_deadline_s=options.progress_deadline_s,
+        log_steps=options.log_steps,
+    )
+    return Prepared(batch=batch, order=order, copies=copies, forecast=tuple(forecast), runtime=runtime)
+
+
+def _for_batch(graph: PipelineGraph, batch: BatchSpec, ordering: Ordering, num_replicas: int) -> PipelineGraph:
+    share, table = microbatches_per_replica(num_microbatches(batch), num_replicas), ordering.schedule
+    if table is not None and table.graph.num_microbatches != share:
+        raise ValueError(
+            f"schedule {table.name!r} is for {table.graph.num_microbatches} microbatches, the batch has {share}"
+            f"{' for each replica' if num_replicas > 1 else ''}: build the schedule for {share}"
+        )
+    return replace(graph, num_microbatches=share)
+
+
+def _gather_sizes(process: Process, programs: HostedPrograms) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
+    """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits."""
+    limits = device_limits([process.own_device(unit) for unit in process.units])
+    told = [
+        [[chunk, *astuple(chunk_bytes(each))] for chunk, each in programs.chunks.items()],
+        [*zip(process.units, limits, strict=True)],
+    ]
+    sizes: dict[int, ChunkBytes] = {}
+    devices: dict[int, int | None] = {}
+    for chunks, units in process.gather("sizes", told).values():
+        sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
+        devices |= dict(units)
+    return sizes, devices
+
+
+def _in_microbatches(
+    ordering: Ordering, model: HostedModel, sizes: Mapping[int, ChunkBytes], graph: PipelineGraph
+) -> Ordering:
+    """The ordering with a window in bytes turned into one in microbatches for each stage."""
+    if ordering.window_bytes is None:
+        return ordering
+    windows = tuple(
+        window_of_bytes(ordering.window_bytes, [sizes[c] for c in chunks], stage, graph.num_microbatches)
+        for stage, chunks in enumerate(model.placement.chunks_of_stage)
+    )
+    return replace(ordering, window=windows)
