@@ -45,7 +45,7 @@ _ROOM_OF_NAME = {
     "build_schedule": "rrfp_jax.schedules",
     "linear": "rrfp_jax.tasks",
     "looped": "rrfp_jax.tasks",
-    "mirrored": "rrfp_jax.programs.layout",
+    "mirrored": "rrfp_jax.programs.model_graph",
     "schedule_names": "rrfp_jax.schedules",
 }
 
