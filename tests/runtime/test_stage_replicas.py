@@ -1,0 +1,151 @@
+"""Where the replicas of a stage meet: one launch for all, no lock held meanwhile, and nobody waits for who failed."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rrfp_jax.arbitration import Message, MessageKind, StepRules
+from rrfp_jax.arbitration.replicas import Replication, replicated_graph, replicated_placement
+from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.runtime.program_stage import ProgramStage, UpdateRules
+from rrfp_jax.runtime.stage_replicas import LaunchBarrier, StageReplicas
+from rrfp_jax.tasks import Task, TaskKind, chain, linear
+
+PATIENCE_S = 20.0
+
+
+class Caught(threading.Thread):
+    """A thread that keeps what its function returned or raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._function()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> "Caught":
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "the thread still waits"
+        return self
+
+
+def meet(barrier: LaunchBarrier, what: str, who: int, launch: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+    with barrier.meet(what, who, 10 * who) as meeting:
+        if meeting.is_launching:
+            meeting.results = launch(meeting.arrived)
+    return meeting.results[who]
+
+
+def test_the_last_to_come_launches_once_with_what_all_have_brought() -> None:
+    barrier, launches = LaunchBarrier(3), []
+
+    def launch(arrived: dict[int, Any]) -> dict[int, Any]:
+        launches.append(arrived)
+        return {who: brought + 1 for who, brought in arrived.items()}
+
+    for what in ("R", "U"):
+        threads = [Caught(lambda who=who, what=what: meet(barrier, what, who, launch)) for who in (2, 0, 1)]
+        assert [thread.end().result for thread in threads] == [21, 1, 11]
+    assert launches == [{0: 0, 1: 10, 2: 20}] * 2
+
+
+def test_others_may_meet_while_a_launch_takes_long() -> None:
+    barrier = LaunchBarrier(2)
+
+    def launch(arrived: dict[int, Any]) -> dict[int, Any]:
+        inner = [Caught(lambda who=who: meet(barrier, "other", who, dict)) for who in (0, 1)]
+        assert [thread.end().result for thread in inner] == [0, 10]
+        return arrived
+
+    threads = [Caught(lambda who=who: meet(barrier, "one", who, launch)) for who in (0, 1)]
+    assert [thread.end().result for thread in threads] == [0, 10]
+
+
+def test_what_the_launch_raises_is_raised_for_all() -> None:
+    barrier = LaunchBarrier(2)
+
+    def launch(arrived: dict[int, Any]) -> dict[int, Any]:
+        raise ValueError("no memory")
+
+    threads = [Caught(lambda who=who: meet(barrier, "one", who, launch)) for who in (0, 1)]
+    assert [str(thread.end().error) for thread in threads] == ["no memory"] * 2
+
+
+def test_a_broken_barrier_lets_everybody_go() -> None:
+    barrier, error = LaunchBarrier(2), RuntimeError("a task failed")
+    waiting = Caught(lambda: meet(barrier, "one", 0, dict))
+    while "one" not in barrier._open:
+        pass
+    barrier.abort(error)
+    assert waiting.end().error is error
+    with pytest.raises(RuntimeError, match="a task failed"):
+        meet(barrier, "later", 1, dict)
+
+
+def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas: StageReplicas | None = None) -> Any:
+    """A stage of one chunk with emulated programs."""
+    graph, num_replicas = chain(1, num_microbatches), 1 if replicas is None else 2
+    copies = Replication(num_chunks=1, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    stage = ProgramStage(
+        replicated_graph(graph, num_replicas),
+        replicated_placement(linear(1), num_replicas),
+        replica,
+        programs={replica: programs},
+        states={replica: ChunkState({}, (), {})},
+        update_rules=UpdateRules(),
+        step_rules=StepRules(lockstep=replicas is not None),
+        copies=copies,
+        replicas=replicas,
+        meter=SimpleNamespace(ran=lambda task, inbox_bytes: None),
+        ship=lambda value, receiver, message: value,
+    )
+    stage.begin(0, {}, frozenset())
+    return stage
+
+
+def programs_with(forward: Callable[..., Any]) -> Any:
+    return SimpleNamespace(prepare=lambda params: (), forward=forward, chunk=SimpleNamespace(leaves=()))
+
+
+def test_a_task_that_fails_lets_the_other_replicas_go() -> None:
+    def forward(*_: Any, **__: Any) -> Any:
+        raise ValueError("a forward failed")
+
+    replicas = StageReplicas({0: SimpleNamespace()}, {}, (0, 1))
+    first, second = (make_stage(programs_with(forward), 1, replica, replicas) for replica in (0, 1))
+    waiting = Caught(lambda: first.run(0, Task(TaskKind.R, 0)))
+    with pytest.raises(ValueError, match="a forward failed"):
+        second.run(0, Task(TaskKind.F, 1, 1))
+    assert str(waiting.end().error) == "a forward failed"
+
+
+def test_a_report_may_be_made_while_losses_come_in() -> None:
+    """The event loop reads what the compute thread writes."""
+    num_microbatches, reports = 3_000, 0
+    outputs = np.float32(1), np.float32(2)
+    stage = make_stage(programs_with(lambda *_, **__: (tuple(map(np.asarray, outputs)), ())), num_microbatches)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = Caught(lambda: [stage.run(0, Task(TaskKind.F, 0, m)) for m in range(num_microbatches)])
+        while thread.is_alive():
+            stage.payload(0, Message(MessageKind.REPORT, 0, 0))
+            reports += 1
+    finally:
+        sys.setswitchinterval(before)
+    assert thread.end().error is None
+    assert reports > 1
+    losses = stage.payload(0, Message(MessageKind.REPORT, 0, 0))["losses"]
+    assert sorted(losses) == [(m, 0, 1.0, 2.0) for m in range(num_microbatches)]
