@@ -89,6 +89,19 @@ def test_ordered_sums_are_ascending_and_the_norm_is_theirs(shard_optimizer: bool
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(accumulators))
 
 
+def test_unordered_sums_are_cut_over_the_replicas_with_the_optimizer_state() -> None:
+    """By a reduce-scatter, which adds up and does not divide."""
+    reduced, _ = reduce_alone(ordered=False, shard_optimizer=True)
+    assert {s.data.shape for s in reduced.gradients["own"]["matrix"].addressable_shards} == {(2, 3)}
+    norm = 0.0
+    for name in SHAPES:
+        arrays = [layer[name].astype(np.float64) for layer in terms(0)]
+        np.testing.assert_allclose(reduced.gradients["own"][name], sum(arrays), atol=1e-5 * np.abs(arrays).max())
+        norm += float(np.sum(np.square(sum(arrays))))
+    np.testing.assert_allclose(float(reduced.squared_norm), norm, rtol=1e-5)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(reduced.accumulators))
+
+
 def test_unordered_sums_are_the_same_on_all_replicas() -> None:
     reduced, _ = reduce_alone(ordered=False, shard_optimizer=False, tensor=1)
     first, *others = reduced.accumulators.values()
