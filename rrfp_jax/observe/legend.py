@@ -76,16 +76,17 @@ class Legend:
 
 
 def task_keys(drawn: Sequence[Panel]) -> list[Key]:
-    """One key per kind that occurs, with all its shades."""
+    """One key per kind that is to be seen, with all its shades."""
     num_shades = max(panel.num_shades for panel in drawn)
-    present = {group.kind for panel in drawn for group in panel.tasks}
-    keys = []
-    for kind in TaskKind:
-        if kind in present:
-            look = TASK_LOOKS[kind]
-            fills = tuple(shade(look.colour, rank, num_shades) for rank in range(num_shades))
-            keys.append(Key(fills=fills, label=look.label))
-    return keys
+    present = set().union(*(panel.visible_kinds() for panel in drawn))
+    return [
+        Key(
+            fills=tuple(shade(TASK_LOOKS[kind].colour, rank, num_shades) for rank in range(num_shades)),
+            label=TASK_LOOKS[kind].label,
+        )
+        for kind in TaskKind
+        if kind in present
+    ]
 
 
 def idle_keys(drawn: Sequence[Panel]) -> list[Key]:

@@ -77,6 +77,15 @@ class Panel:
     def num_boxes(self) -> int:
         return sum(len(boxes) for boxes in (*self.tasks.values(), *self.waits.values()))
 
+    def visible_kinds(self) -> set[TaskKind]:
+        """The kinds that a look at the panel finds: on a stage they take at least half a pixel of 1,000, all together."""
+        found = {kind: 0.0 for kind in TaskKind}
+        for group, boxes in self.tasks.items():
+            found[group.kind] += float(boxes.width_ms.sum()) / self.num_stages
+        return {kind for kind, width_ms in found.items() if width_ms >= self.end_ms / 2000 and width_ms > 0} or {
+            group.kind for group in self.tasks
+        }
+
     def colour(self, group: TaskGroup) -> str:
         return shade(TASK_LOOKS[group.kind].colour, group.rank, self.num_shades)
 

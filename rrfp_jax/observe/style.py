@@ -51,7 +51,7 @@ TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
     TaskKind.B: TaskLook(colour="#d55e00", label="B: backward"),
     TaskKind.I: TaskLook(colour="#e69f00", label="I: backward, gradient of the input"),
     TaskKind.W: TaskLook(colour="#009e73", label="W: backward, gradient of the weights"),
-    TaskKind.R: TaskLook(colour="#cc79a7", label="R: sum of gradients over copies"),
+    TaskKind.R: TaskLook(colour="#cc79a7", label="R: norm of the gradients, and their sum over copies"),
     TaskKind.U: TaskLook(colour="#3d3d3d", label="U: optimizer update"),
 }
 
