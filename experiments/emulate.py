@@ -230,11 +230,12 @@ def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> N
         table.add_row(str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage]))
     console = make_console()
     console.print(table)
-    for line in _figures_in_words(metrics, figures):
+    for line in figures_in_words(metrics, figures):
         console.print(line, soft_wrap=True)
 
 
-def _figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterator[str]:
+def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterator[str]:
+    """What the figures are, one sentence each, with what they hold and what they do not."""
     yield (
         f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, bubble fraction "
         f"{metrics.bubble_fraction:.1%}; a step over its tasks on all stages: {metrics.us_per_task:.1f} us"

@@ -78,8 +78,8 @@ class Panel:
         return sum(len(boxes) for boxes in (*self.tasks.values(), *self.waits.values()))
 
     def visible_kinds(self) -> set[TaskKind]:
-        """The kinds that a look at the panel finds: on a stage they take at least half a pixel of 1,000, all together."""
-        found = {kind: 0.0 for kind in TaskKind}
+        """The kinds that one finds by looking: all together they take half a pixel of 1,000 on a stage, or more."""
+        found = dict.fromkeys(TaskKind, 0.0)
         for group, boxes in self.tasks.items():
             found[group.kind] += float(boxes.width_ms.sum()) / self.num_stages
         return {kind for kind, width_ms in found.items() if width_ms >= self.end_ms / 2000 and width_ms > 0} or {

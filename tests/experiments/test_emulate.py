@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from experiments.emulate import figures_in_words
 from tests.experiments.commands import run_command, sentence
 
 
@@ -40,6 +42,16 @@ def test_a_split_backward_runs_input_and_weight_gradients() -> None:
     assert result.returncode == 0, result.stderr
     order = json.loads(result.stdout.splitlines()[-1])["order"]
     assert all({f"{stage}{kind}{m}" for kind in "FIW" for m in range(3)} == set(row) for stage, row in enumerate(order))
+
+
+def test_the_figures_say_what_they_hold() -> None:
+    metrics = SimpleNamespace(step_ms_mean=600.0, makespan_ms_mean=590.0, bubble_fraction=0.2, us_per_task=4000.0)
+    figures = {"dispatch_overhead_ms": 3.4, "wall_us_per_rank_task": 19958.7, "cpu_us_per_task": 120.0}
+    _, overhead, per_rank = figures_in_words(metrics, figures)
+    assert "3.400 ms per task: what the host took between two tasks" in overhead
+    assert "19958.7 us of wall time, work, waits and overhead together" in per_rank
+    assert "wall_us_per_rank_task" not in per_rank, "names are for --json"
+    assert len(list(figures_in_words(metrics, {"dispatch_overhead_ms": 3.4}))) == 2
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_the_tables_for_people(capsys):
     assert main([*SIZES, "--comm-ms", "1", "--jitter", "lognormal:0.2", "--steps", "2"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in schedule_names())
+    assert shown.index("(n): the schedule's place by bubble") < shown.index("12.7%*"), "signs are explained first"
     assert all(words in shown for words in ("12.7%*", "not here: B = F", "(p-1)(F+I-W)/2", "async 1 ms, jitter"))
 
 

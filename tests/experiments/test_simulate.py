@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
 from experiments.simulate import main
 from rrfp_jax.schedules import schedule_names
+from tests.experiments.commands import ROOT
 
 ZERO_BUBBLE = Path(__file__).parents[1] / "schedules" / "golden" / "zero_bubble.csv"
 SMALL = ("--num-stages", "4", "--num-microbatches", "16")
@@ -161,6 +163,30 @@ def test_the_list_names_every_schedule_and_hint(capsys):
     assert all(name in shown for name in (*schedule_names(), "bf-deep", "f-priority", "bfw"))
 
 
+def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated):
+    text = (ROOT / "README.md").read_text()
+    command = text[text.index("python -m experiments.simulate --num-stages") :].split("\n\n")[0].replace("\\\n", "")
+    flags = command.split()[3:]
+    assert flags[-2] == "--timeline"
+    assert flags[-1].startswith("runs/"), "what git does not see"
+    took = {label: one["makespan_ms_mean"] for label, one in simulated(*flags[:-2])["compare"].items()}
+    share = {label: f"{took[label] / took['1f1b:strict']:.2f}" for label in took}
+    flat = " ".join(text.split())
+    assert f"`bf` and `bfw` take {share['bf']} and {share['bfw']} of the time of strict 1F1B" in flat
+    assert f"(strict ZB-H1: {share['zb-h1:strict']})" in flat
+    assert took["bfw"] < took["bf"] < took["zb-h1:strict"]
+
+
+def test_a_page_shows_the_last_step_unless_more_are_asked_for(simulated, tmp_path):
+    sizes = ("--num-stages", 2, "--num-microbatches", 3, "--steps", 4, "--timeline")
+    simulated(*sizes, tmp_path / "one.html")
+    simulated(*sizes, tmp_path / "two.html", "--timeline-steps", 2)
+    assert "step 3" in (tmp_path / "one.html").read_text()
+    assert "steps 2 to 3" in (tmp_path / "two.html").read_text()
+    own = len(get_plotlyjs())
+    assert (tmp_path / "one.html").stat().st_size - own < 50_000
+
+
 @pytest.mark.parametrize("name", ["t.png", "t.svg", "t.html"])
 def test_pictures(simulated, tmp_path, name):
     simulated("--num-stages", 2, "--num-microbatches", 3, "--compare", "1f1b:strict,bfw", "--timeline", tmp_path / name)
@@ -183,6 +209,7 @@ def test_pictures(simulated, tmp_path, name):
         (("--recorded", "tasks"), "about the trace"),
         (("--durations-ms", "1,1"), "three numbers"),
         (("--steps", "0"), "at least 1"),
+        (("--timeline-steps", "0"), "draw at least 1"),
         (("--seed", "-1"), "0 or more"),
         (("--timeline", "t.gif"), "end in .png, .svg or .html"),
         (("--compare", "bf,bf"), "twice"),

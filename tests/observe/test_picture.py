@@ -43,6 +43,11 @@ def test_legend_names_every_colour_that_occurs() -> None:
     assert {look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())} <= texts
 
 
+def test_legend_names_no_task_that_nobody_can_see(sample: SampleTimeline) -> None:
+    drawn = panels([("", sample(2, 4, durations_ms={"R": 1e-4}))])
+    assert [key.label[0] for key in task_keys(drawn)] == ["F", "B", "U"]
+
+
 def test_legend_names_no_colour_that_does_not_occur(sample: SampleTimeline) -> None:
     drawn = panels([("", sample(2, 4))])
     assert [key.label[0] for key in task_keys(drawn)] == ["F", "B", "R", "U"]
