@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.error_text import error_text
-from tests.test_pipeline import callback_chunk, loss_chunk, make_batch, make_pipeline
+from tests.test_pipeline import Host, make_batch
 
 
 def explode(value: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_a_text_of_megabytes_is_cut() -> None:
 
 
 def test_a_failed_task_is_told_in_the_report_without_escapes() -> None:
-    with make_pipeline(chunks=[callback_chunk(explode), loss_chunk(1)]) as pipeline:
+    with Host().pipeline(explode) as pipeline:
         state = pipeline.init(jax.random.key(0))
         _, metrics = pipeline.step(state, make_batch())
         with pytest.raises(TaskFailed) as caught:
