@@ -1,5 +1,6 @@
 """From a planned run to the objects that train."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -59,16 +60,19 @@ class Run:
     def begin(self, *, fresh: bool, force: bool) -> None:
         """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
 
-        Nothing that an earlier run has left is touched before everything else is known to fit. Raises ValueError where
-        it does not, and where the checkpoint was saved by another training, unless forced.
+        From the first on no other run may write there. Nothing that an earlier run has left is touched before
+        everything else is known to fit. Raises ValueError where it does not, where another run is at work there, and
+        where the checkpoint was saved by another training, unless forced.
         """
         settings = self.config.run
+        self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
         self._saver = RunSaver(
             self.directory.checkpoints,
             self.pipeline,
             every=settings.checkpoint_every,
             minutes=settings.checkpoint_minutes,
             keep=settings.keep_checkpoints,
+            before_commit=self.directory.lock.check,
         )
         found = None if fresh else self._saver.newest()
         if found is None:
@@ -77,13 +81,26 @@ class Run:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
             self.pipeline.prepare(self.dataset.batch(0), progress=progress)
+        self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
+
+    def _start_directory(self, *, fresh: bool) -> None:
+        if fresh and (old := self.directory.leftovers()):
+            self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
+            self.directory.clear()
+        self.directory.start(self.config.as_dict(), from_step=self.state.step)
+        self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
+
+    def _first_does(self, what: str, action: Callable[[], None]) -> None:
+        """Rank 0 does it, the others wait; a ValueError is raised by all."""
+        problem = None
         if self.is_first:
-            if fresh and (old := self.directory.leftovers()):
-                self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
-                self.directory.clear()
-            self.directory.start(self.config.as_dict(), from_step=self.state.step)
-            self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
-        self.process.gather("run directory is ready")
+            try:
+                action()
+            except ValueError as error:
+                problem = str(error)
+        problem = self.process.gather(what, problem)[0]
+        if problem is not None:
+            raise ValueError(problem)
 
     def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
         if not isinstance(found.host.get("config"), dict):
@@ -121,13 +138,20 @@ class Run:
         # not after an error: closing waits for programs, one of which may hang
         self.finish()
 
+    def describe_saved(self) -> str:
+        """What of the steps so far is on the disk, in one sentence."""
+        step = None if self._saver is None else self._saver.last_committed()
+        if step is None:
+            return "nothing was saved: the same command starts over"
+        return (
+            f"the last checkpoint holds step {step - 1}, nothing was saved since; the same command goes on from there"
+        )
+
     def finish(self) -> None:
         """Wait for the last checkpoint, and leave."""
         if self._saver is not None:
             last = self._saver.close()
-            if last is not None and last.failure is not None:
-                self.is_saved = False
-                self.console.say(f"the state after step {last.step - 1} was not saved: {last.failure}")
+            self.is_saved = last is None or last.failure is None
         self.pipeline.close()
         self.process.finish()
 

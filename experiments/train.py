@@ -10,7 +10,8 @@ configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture a
 is given up also leaves its report there, ``failure.json``, and its last events.
 
 In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
-``--fresh`` starts over. Told to stop (SIGTERM), a run saves at the next step boundary and ends with exit code 7.
+``--fresh`` starts over. One run at a time works in a run directory, a second one is refused. Told to stop (SIGTERM), a
+run saves at the next step boundary and ends with exit code 7.
 """
 
 import os
@@ -26,6 +27,7 @@ from experiments.options import CommandParser
 from experiments.planned import plan_run
 from rrfp_jax.runtime.cluster.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
+from rrfp_jax.runtime.last_words import say_last_words
 
 if TYPE_CHECKING:
     from experiments.assembly import Run
@@ -61,14 +63,23 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
         planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
 
         from experiments.assembly import assemble
-        from rrfp_jax.runtime import RunFailed
 
         run = assemble(planned)
+    try:
+        return _train(run, name, fresh=fresh, force=force)
+    finally:
+        run.directory.lock.release()
+
+
+def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
+    from rrfp_jax.runtime import RunFailed
+
+    with checking_input():
         is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
         run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
     run.console.show_stages(run.pipeline)
     if run.is_complete:
-        run.console.say(f"{run.directory.path} holds all {config.run.steps} steps: give more steps, or --fresh")
+        run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")
         run.finish()
         return DONE
     with run.directory.metrics() if run.is_first else nullcontext() as metrics:
@@ -81,11 +92,17 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
             if isinstance(end, RunFailed):
                 _leave_report(run, end)
             _leave_timeline(run, loop, name)
+            if run.is_first:
+                end.add_note(run.describe_saved())
             end.add_note(f"the run is in {run.directory.path}")
             raise
     _leave_timeline(run, loop, name)
     run.console.say(f"the run is in {run.directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
-    if loop.was_stopped and not run.is_saved:
+    if not run.is_saved:
+        if run.is_first:
+            say_last_words(
+                f"error: the state after step {run.state.step - 1} is not on the disk: {run.describe_saved()}"
+            )
         return INTERNAL_ERROR
     if loop.was_stopped:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")

@@ -147,7 +147,7 @@ class Checkpoints:
             failure = None
         except Exception as error:
             failure = sentence(error)
-            _LOG.warning("step %d was not saved: %s", attempt.step, failure)
+            self._warn(f"step {attempt.step} was not saved: {failure}")
         return Saved(step=attempt.step, failure=failure, duration_s=time.monotonic() - start_s)
 
     def _save_together(self, together: Together, attempt: _Attempt, problem: str | None) -> None:
@@ -200,7 +200,7 @@ class Checkpoints:
             try:
                 return self._examine(together, step)
             except NotDone as problem:
-                _LOG.warning("%s", problem)
+                self._warn(str(problem))
         return None
 
     def find(self, step: int) -> Found:
@@ -236,6 +236,10 @@ class Checkpoints:
         ranks = together.each(f"step {step} opened", lambda: found.append(open_step(self.directory, step)))
         together.each(f"step {step} checked", lambda: check_files(found[0], self._rank, len(ranks)))
         return found[0]
+
+    def _warn(self, what: str) -> None:
+        """Once, not on every rank."""
+        _LOG.log(logging.INFO if self._rank else logging.WARNING, "%s", what)
 
 
 def _start(directory: Path, problem: str | None) -> str:

@@ -4,6 +4,7 @@ Numbers that are not finite (NaN, infinities) are written as ``null``, because J
 readers refuse the ones that Python would write.
 """
 
+import errno
 import json
 import logging
 import math
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rrfp_jax.observe.files import replacing
+
 _log = logging.getLogger(__name__)
 
 
@@ -21,13 +24,14 @@ class MetricsFile:
 
     A run that continues opens the same file again. Where the run before was killed within a line, that partial line is
     dropped, a warning is logged, and :attr:`dropped` holds it. A power cut may cost the last lines: nothing is forced
-    to the disk.
+    to the disk. Where the disk takes no more, lines are left out with one warning: they are not worth a run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab+")
+        self._file = self.path.open("ab+", buffering=0)
+        self._is_full = False
         self.dropped: bytes = self._repair()
         """The partial last line that was removed on opening; empty where the file was whole."""
 
@@ -38,8 +42,15 @@ class MetricsFile:
         raises ValueError, and then the file is unchanged.
         """
         line = json.dumps(_strict(values, "metrics"), allow_nan=False, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        data, start = line.encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            if (self._file.write(data) or 0) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(start)
+            if not self._is_full:
+                _log.warning("%s takes no more lines (%s): some are left out", self.path, error.strerror)
+            self._is_full = True
 
     def close(self) -> None:
         self._file.close()
@@ -60,7 +71,6 @@ class MetricsFile:
             # A whole object can lack only its line end.
             if last and not last.endswith(b"\n"):
                 self._file.write(b"\n")
-                self._file.flush()
             return b""
         self._file.truncate(start)
         _log.warning("%s: dropped a partial last line of %d bytes, left by a run that was killed", self.path, len(last))
@@ -93,10 +103,35 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def cut_metrics(path: Path, from_step: int) -> None:
+    """Drop the rows from a step on, so that these steps can be trained again.
+
+    Lines that are no rows with a step are moved to a file beside, ``<name>.damaged``, and named in a warning.
+    """
+    if not path.exists():
+        return
+    MetricsFile(path).close()  # drops a line that was not finished
+    kept, damaged, numbers = [], [], []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        step = json.loads(line).get("step") if _is_object(line) else None
+        if not isinstance(step, int):
+            damaged.append(line)
+            numbers.append(str(number))
+        elif step < from_step:
+            kept.append(line)
+    if damaged:
+        beside = path.with_name(f"{path.name}.damaged")
+        _log.warning("%s: line %s is damaged, and set aside in %s", path, ", ".join(numbers), beside.name)
+        with beside.open("ab") as file:
+            file.writelines(damaged)
+    with replacing(path) as new:
+        new.write_bytes(b"".join(kept))
+
+
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -1,6 +1,7 @@
-"""Whether a file can be written, asked before there is anything to write; nothing is created."""
+"""Whether a file can be written, asked before there is anything to write; nothing is left behind."""
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -13,6 +14,14 @@ def check_folder(path: Path, what: str) -> None:
         raise ValueError(f"{what} {path} cannot be made, because {nearest} is no folder: name another one")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"{what} {path}: nothing can be written into {nearest}, so name another folder")
+    probe = nearest / f".{secrets.token_hex(8)}.tmp"
+    try:  # rights are not all: some file systems take nothing
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"{what} {path}: nothing can be made in {nearest} ({error.strerror}), so name another folder"
+        ) from None
 
 
 def check_file(path: Path, what: str) -> None:

@@ -2,14 +2,17 @@
 
 ``config.yaml``       the resolved configuration
 ``metrics.jsonl``     one object per step
+``metrics.jsonl.damaged``   lines of it that were none
 ``timeline.png``      picture of the last steps
 ``trace.json``        the same for ui.perfetto.dev
 ``checkpoints/``      the newest committed steps
+``run.lock``          who is at work here; removed at the end
 ``failure.json``      the wait-for report, if the run had to be given up
 ``events*.json.gz``   the last events of each process then, for ``python -m experiments.replay``
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -20,16 +23,18 @@ from typing import Any
 import yaml
 
 from rrfp_jax.observe.files import replacing
-from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.trace import write_trace
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.training.paths import check_file, check_folder
+from rrfp_jax.training.run_lock import RunLock
 
 CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, DAMAGED = "checkpoints", f"{METRICS}.damaged"
+_LOG = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -37,6 +42,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.lock = RunLock(self.path)
 
     def check(self) -> None:
         """Raise ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
@@ -60,15 +66,34 @@ class RunDirectory:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
             for name in (FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
-            self._cut_metrics(from_step)
+            cut_metrics(self.path / METRICS, from_step)
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
     def leftovers(self) -> list[str]:
         """What an earlier run has left here, by name."""
-        names = (CONFIG, METRICS, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        names = (CONFIG, METRICS, DAMAGED, PICTURE, TRACE, FAILURE, CHECKPOINTS)
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *logs) if (self.path / name).exists()]
+
+    def hold(self, *, to_clear: bool = False) -> None:
+        """Take the directory's lock before anything is changed here; ``to_clear``: it is to be emptied.
+
+        Raises ValueError where another run has it, where it cannot be made, and where ``clear`` would have to remove
+        something through a symbolic link.
+        """
+        try:
+            self.lock.take()
+        except OSError as error:
+            raise ValueError(f"run_dir {self.path} cannot be made ({error.strerror}): name another folder") from None
+        links = [name for name in self.leftovers() if (self.path / name).is_symlink() and (self.path / name).is_dir()]
+        if to_clear and links:
+            self.lock.release()
+            raise ValueError(
+                f"run_dir {self.path} cannot be emptied: {links[0]} is a symbolic link to "
+                f"{os.readlink(self.path / links[0])}, and nothing is removed through a link; empty that folder or "
+                "remove the link yourself, or name another run_dir"
+            )
 
     def clear(self) -> None:
         """Remove what an earlier run has left here, and nothing else."""
@@ -79,25 +104,23 @@ class RunDirectory:
             else:
                 path.unlink()
 
-    def _cut_metrics(self, from_step: int) -> None:
-        path = self.path / METRICS
-        if not path.exists():
-            return
-        MetricsFile(path).close()  # drops a line that was not finished
-        kept = [row for row in path.read_bytes().splitlines(keepends=True) if json.loads(row)["step"] < from_step]
-        with replacing(path) as new:
-            new.write_bytes(b"".join(kept))
-
     def metrics(self) -> MetricsFile:
         """The metrics file, opened for appending."""
         return MetricsFile(self.path / METRICS)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
-        """Write the picture and the trace."""
-        from rrfp_jax.observe.picture import draw_timelines  # takes long to load
+        """Write the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""
 
-        draw_timelines([(caption, timeline)], self.path / PICTURE)
-        write_trace(timeline, self.path / TRACE)
+        def draw() -> None:
+            from rrfp_jax.observe.picture import draw_timelines  # takes long to load
+
+            draw_timelines([(caption, timeline)], self.path / PICTURE)
+
+        for name, write in ((PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
+            try:
+                write()
+            except Exception as error:  # whatever a library for pictures may raise
+                _LOG.warning("%s is left out: %s", self.path / name, " ".join(str(error).split()) or repr(error))
 
     def write_events(self, log: RunLog, num_ranks: int) -> Path:
         """Write a process's last events, and return the file's path."""

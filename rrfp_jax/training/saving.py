@@ -1,11 +1,11 @@
 """When a run saves its state, and how it goes on from what was saved."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, Saved, layer_owners
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, Saved, last_committed, layer_owners
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 
@@ -19,10 +19,18 @@ class RunSaver:
         every: save after every so many steps; None: not by steps.
         minutes: save where so many minutes have passed since the last save; None: not by time.
         keep: how many committed steps stay.
+        before_commit: called on rank 0 before a step is committed; an error that it raises is why it is not.
     """
 
     def __init__(
-        self, directory: Path, pipeline: Pipeline, *, every: int | None, minutes: float | None, keep: int
+        self,
+        directory: Path,
+        pipeline: Pipeline,
+        *,
+        every: int | None,
+        minutes: float | None,
+        keep: int,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._pipeline, self._every, self._minutes = pipeline, every, minutes
         process, chunks = pipeline.process, pipeline.chunks
@@ -42,6 +50,7 @@ class RunSaver:
             owners,
             keep=keep,
             coordinator=process.peers,
+            before_commit=before_commit,
             layout={"describe": process.layout.describe(), "stage_of_chunk": list(pipeline.placement.stage_of_chunk)},
         )
         self._last_s = time.monotonic()
@@ -73,6 +82,10 @@ class RunSaver:
         held = self._pipeline.chunk_states(state)
         self._checkpoints.save(state.step, [(self._layers[chunk], each) for chunk, each in held], host)
         self._last_s, self._last_step = time.monotonic(), state.step
+
+    def last_committed(self) -> int | None:
+        """How many steps the newest committed state has been trained; asks this process only."""
+        return last_committed(self._checkpoints.directory)
 
     def wait(self) -> Saved | None:
         """Wait for the save under way; returns how the last one ended."""

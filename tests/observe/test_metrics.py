@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,22 @@ def test_every_cut_of_a_file_can_be_continued(path: Path) -> None:
         assert [row["step"] for row in rows] in ([2], [0, 2], [0, 1, 2])
         # Only an object that was cut within is lost.
         assert len(rows) == 1 + (length >= whole.index(b"\n")) + (length >= len(whole) - 1)
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFile(path) as metrics:
+        metrics.write({"step": 0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+        try:
+            for step in (1, 2, 3):
+                metrics.write({"step": step, "text": "long " * 20})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        metrics.write({"step": 4})
+    assert [row["step"] for row in read_metrics(path)] == [0, 4]
+    (record,) = caplog.records
+    assert "takes no more lines" in record.getMessage()
 
 
 def test_reading_names_a_broken_line(path: Path) -> None:

@@ -1,6 +1,7 @@
 """A run's folder: what it holds, that files appear whole, and that a check creates nothing."""
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -77,6 +78,81 @@ def test_protected_folders_and_files_are_refused(tmp_path, monkeypatch):
     refused = {tmp_path / "metrics.jsonl"}
     with pytest.raises(ValueError, match="write-protected"):
         RunDirectory(tmp_path).check()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_place_where_nothing_can_be_made_is_refused_whatever_its_rights():
+    for place in (Path("/proc/run"), Path("/proc/deep/run")):
+        with pytest.raises(ValueError, match=r"nothing can be made in /proc \(.*\), so name another folder"):
+            RunDirectory(place).check()
+
+
+def test_a_picture_that_cannot_be_made_is_named_and_left_out(tmp_path, caplog, monkeypatch):
+    (tmp_path / "trace.json").mkdir()
+    directory = RunDirectory(tmp_path)
+    directory.write_timeline(TIMELINE, "bf")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path / 'trace.json'} is left out: ")
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+    from rrfp_jax.observe import picture
+
+    def fail(*_):
+        raise RuntimeError("no fonts\nat all")
+
+    monkeypatch.setattr(picture, "draw_timelines", fail)
+    (tmp_path / "trace.json").rmdir()
+    directory.write_timeline(TIMELINE, "bf")
+    assert caplog.records[-1].getMessage() == f"{tmp_path / 'timeline.png'} is left out: no fonts at all"
+    assert (tmp_path / "trace.json").stat().st_size > 100
+
+
+def test_damaged_rows_are_set_aside(tmp_path, caplog):
+    directory = RunDirectory(tmp_path)
+    rows = [b'{"step": 0}', b"\0\0\0\0\0\0", b'{"loss": 3}', b'{"step": "one"}', b'{"step": 1}', b"[" * 9999]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows) + b'\n{"step": 2}\n')
+    directory.start({}, from_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+    aside = b"\n".join([*rows[1:4], rows[5]]) + b"\n"
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == aside
+    (record,) = caplog.records
+    assert f"{tmp_path / 'metrics.jsonl'}: line 2, 3, 4, 6 is damaged, and set aside" in record.getMessage()
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + bytes(6))
+    directory.start({}, from_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 0}\n'
+    assert "metrics.jsonl.damaged" in directory.leftovers()
+
+
+def test_one_run_at_a_time_holds_a_directory(tmp_path):
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    first.hold()
+    first.start({"steps": 1})
+    with pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* holds it since .* UTC; wait"):
+        second.hold(to_clear=True)
+    second.lock.release()
+    assert (tmp_path / "run" / "run.lock").exists()
+    first.lock.release()
+    second.hold(to_clear=True)
+    second.clear()
+    second.lock.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_nothing_is_removed_through_a_link(tmp_path):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    for folder in (disk, run):
+        folder.mkdir()
+    (disk / "precious").touch()
+    (run / "config.yaml").write_text("a: 1")
+    (run / "checkpoints").symlink_to(disk)
+    directory = RunDirectory(run)
+    with pytest.raises(ValueError, match=rf"checkpoints is a symbolic link to {disk}, and nothing is removed through"):
+        directory.hold(to_clear=True)
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints"}
+    assert (disk / "precious").exists()
+    directory = RunDirectory(run)
+    directory.hold()  # which is no matter where nothing is to be removed
+    directory.lock.release()
 
 
 def test_new_paths_do_not_exist_yet(tmp_path, monkeypatch):
