@@ -17,7 +17,7 @@ from rrfp_jax.tasks import Task
 from rrfp_jax.testing import DelayedStage
 from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline, train
 
-NUM_STEPS = 100
+NUM_STEPS = 25
 
 
 def strict(name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.tasks import linear, looped
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import with_cheap_init
 
 NUM_STEPS = 6
 NUM_MICROBATCHES = 4
@@ -42,7 +43,7 @@ def make_chunks(num_chunks: int, *, tied: bool) -> list[Any]:
         init_std=0.1,
         tie_embeddings=tied,
     )
-    return language_model(config).split(num_chunks)
+    return [with_cheap_init(chunk) for chunk in language_model(config).split(num_chunks)]
 
 
 def train(pipeline: Pipeline, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], Any]:

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Ordering
-from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
@@ -17,6 +16,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped
 from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import VOCAB, plain_model
 
 NUM_STEPS = 20
 NUM_MICROBATCHES = 4
@@ -30,25 +30,15 @@ def make_batches(num_steps: int = NUM_STEPS) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     batches = []
     for _ in range(num_steps):
-        start = rng.integers(0, 32, (NUM_MICROBATCHES, 2, 1))
-        sequence = ((start + np.arange(9)) % 32).astype(np.int32)
+        start = rng.integers(0, VOCAB, (NUM_MICROBATCHES, 2, 1))
+        sequence = ((start + np.arange(9)) % VOCAB).astype(np.int32)
         weights = (rng.random((NUM_MICROBATCHES, 2, 8)) < 0.8).astype(np.float32)
         batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
     return batches
 
 
-def make_model(*, tied: bool, layers_per_chunk: tuple[int, ...]) -> list[Any]:
-    config = LanguageModelConfig(
-        vocab_size=32,
-        hidden=16,
-        num_layers=sum(layers_per_chunk),
-        num_heads=2,
-        num_kv_heads=1,
-        mlp_dim=32,
-        init_std=0.1,
-        tie_embeddings=tied,
-    )
-    return language_model(config).split(layers_per_chunk=layers_per_chunk)
+def make_model(*, tied: bool, layers_per_chunk: tuple[int, ...]) -> list[Chunk]:
+    return plain_model(layers_per_chunk, tied=tied)
 
 
 class Case:

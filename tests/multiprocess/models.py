@@ -2,21 +2,19 @@
 
 import zlib
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from tests import long_sums
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
-from tests.programs.toys import VOCAB, embedding, head, mlp
+from tests.programs.toys import VOCAB, plain_model
 
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 8, 2, 8
 PLAIN, LONG_SUMS = "plain", "long sums"
@@ -27,7 +25,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     if case.model == LONG_SUMS:
         return long_sums.make_chunks()
     if case.model == PLAIN:
-        return [_with_constant_init(chunk) for chunk in _plain_chunks(case.cut)]
+        return [_with_constant_init(chunk) for chunk in plain_model(case.cut)]
     from rrfp_jax.models import language_model  # takes long to load
 
     config = LanguageModelConfig(
@@ -41,47 +39,6 @@ def make_chunks(case: Case) -> list[Chunk]:
         tie_embeddings=case.model == "tied",
     )
     return [_with_constant_init(chunk) for chunk in language_model(config).split(layers_per_chunk=list(case.cut))]
-
-
-def _plain_chunks(cut: tuple[int, ...]) -> list[Chunk]:
-    """Embedding, layers without attention, and a tied head: quick to compile."""
-    layers = [_dense(layer) for layer in range(sum(cut))]
-    ends = [sum(cut[:number]) for number in range(len(cut) + 1)]
-    parts = [layers[start:end] for start, end in pairwise(ends)]
-    parts[0].insert(0, embedding(shared=True))
-    parts[-1].append(head("embedding", shared=True))
-    return [_joined(part) for part in parts]
-
-
-def _dense(layer: int) -> Chunk:
-    cuts = {"up": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor"), "down": PartitionSpec("tensor")}
-    return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
-
-
-def _joined(parts: list[Chunk]) -> Chunk:
-    """One chunk of several that follow each other."""
-    names = [tuple(param_specs(part)) for part in parts]
-
-    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
-        for part, own in zip(parts, names, strict=True):
-            inputs = part.apply({name: params[name] for name in own}, inputs, leaves, key=key)
-        return inputs
-
-    def partition(params: Any, num_shards: int) -> Any:
-        specs = jax.tree.map(lambda _: PartitionSpec(), params)
-        for part, own in zip(parts, names, strict=True):
-            if part.partition is not None:
-                specs |= part.partition({name: params[name] for name in own}, num_shards)
-        return specs
-
-    return Chunk(
-        name=" ".join(part.name for part in parts),
-        init=lambda key: {name: layer for part in parts for name, layer in part.init(key).items()},
-        apply=apply,
-        leaves=tuple(leaf for part in parts for leaf in part.leaves),
-        shared=frozenset.union(*(part.shared for part in parts)) if len(parts) else frozenset(),
-        partition=partition,
-    )
 
 
 def _with_constant_init(chunk: Chunk) -> Chunk:

@@ -4,13 +4,14 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
@@ -105,6 +106,47 @@ def head(table: str = "head", *, shared: bool = False, num_inputs: int = 1) -> C
         apply=apply,
         leaves=("targets", "weights"),
         shared=frozenset([table] if shared else []),
+    )
+
+
+def plain_model(cut: Sequence[int], *, tied: bool = True) -> list[Chunk]:
+    """Embedding, layers without attention, and a head, with so many layers in each chunk: quick to compile."""
+    layers = [_dense(layer) for layer in range(sum(cut))]
+    ends = [sum(cut[:number]) for number in range(len(cut) + 1)]
+    parts = [layers[start:end] for start, end in pairwise(ends)]
+    parts[0].insert(0, embedding(shared=tied))
+    parts[-1].append(head("embedding", shared=True) if tied else head())
+    return [_joined(part) for part in parts]
+
+
+def _dense(layer: int) -> Chunk:
+    cuts = {"up": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor"), "down": PartitionSpec("tensor")}
+    return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
+
+
+def _joined(parts: list[Chunk]) -> Chunk:
+    """One chunk of several that follow each other."""
+    names = [tuple(param_specs(part)) for part in parts]
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        for part, own in zip(parts, names, strict=True):
+            inputs = part.apply({name: params[name] for name in own}, inputs, leaves, key=key)
+        return inputs
+
+    def partition(params: Any, num_shards: int) -> Any:
+        specs = jax.tree.map(lambda _: PartitionSpec(), params)
+        for part, own in zip(parts, names, strict=True):
+            if part.partition is not None:
+                specs |= part.partition({name: params[name] for name in own}, num_shards)
+        return specs
+
+    return Chunk(
+        name=" ".join(part.name for part in parts),
+        init=lambda key: {name: layer for part in parts for name, layer in part.init(key).items()},
+        apply=apply,
+        leaves=tuple(leaf for part in parts for leaf in part.leaves),
+        shared=frozenset.union(*(part.shared for part in parts)) if len(parts) else frozenset(),
+        partition=partition,
     )
 
 
