@@ -29,9 +29,9 @@ from pathlib import Path
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
 from rrfp_jax.runtime.cluster.binding import BINDINGS
+from rrfp_jax.runtime.cluster.launcher import launch, shared_key
 from rrfp_jax.runtime.cluster.output import PREFIXES, Output
 from rrfp_jax.runtime.cluster.settings import Address, LaunchSettings
-from rrfp_jax.runtime.cluster.supervisor import launch, shared_key
 from rrfp_jax.runtime.network import RunKey
 
 

@@ -80,7 +80,7 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
     """
     import jax
 
-    from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads
+    from rrfp_jax.runtime.cluster.start_jax import pin_threads
 
     wanted = layout.num_devices
     if platform == "cpu":
@@ -100,9 +100,9 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     """Run on this many virtual CPU devices.
 
-    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.cluster.virtual_cpu.pin_threads`.
+    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.cluster.start_jax.pin_threads`.
     """
-    from rrfp_jax.runtime.cluster.virtual_cpu import pin_threads, use_virtual_devices
+    from rrfp_jax.runtime.cluster.start_jax import pin_threads, use_virtual_devices
 
     if pinned:
         pin_threads(num_devices)

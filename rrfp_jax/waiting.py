@@ -5,8 +5,10 @@ that comes between the last bytecode and the wait is handled when the wait ends,
 after a step's line was lost in 11 of 120 runs. So no wait here is longer than a moment.
 """
 
+import math
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -14,19 +16,20 @@ _T = TypeVar("_T")
 _MOMENT_S = 0.5
 
 
-def result_of(future: "Future[_T]") -> _T:
-    """``future.result()``, however long that takes, with signals noticed within half a second."""
-    while not future.done():
-        wait((future,), _MOMENT_S)
-    return future.result()
+def result_of(future: "Future[_T]", timeout_s: float | None = None) -> _T:
+    """``future.result(timeout_s)``, with signals noticed within half a second; None waits for ever."""
+    for moment_s in _moments(timeout_s):
+        if wait((future,), moment_s).done:
+            break
+    return future.result(0)
 
 
 def wait_for(event: threading.Event, timeout_s: float | None = None) -> bool:
     """``event.wait(timeout_s)``, with signals noticed within half a second; None waits for ever."""
-    until_s = None if timeout_s is None else time.monotonic() + timeout_s
-    while not event.is_set():
-        left_s = _MOMENT_S if until_s is None else until_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        event.wait(min(left_s, _MOMENT_S))
-    return True
+    return event.is_set() or any(map(event.wait, _moments(timeout_s)))
+
+
+def _moments(timeout_s: float | None) -> Iterator[float]:
+    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        yield min(left_s, _MOMENT_S)

@@ -1,4 +1,4 @@
-"""What a process says before it ends at once."""
+"""The last message of a process on stderr, before it ends at once."""
 
 import sys
 from contextlib import suppress

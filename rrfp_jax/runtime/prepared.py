@@ -59,7 +59,7 @@ def prepare(
     """
     process, data = model.process, model.process.layout.data
     graph = _for_batch(graph, batch, ordering, data)
-    with process.relying_on_others():
+    with process.losses_first():
         programs = model.compile(graph, batch, progress)
         sizes, devices = _gather_sizes(process, programs)
         order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)

@@ -183,11 +183,11 @@ class Process:
             self.gather("start")
         return runtime
 
-    def relying_on_others(self) -> AbstractContextManager[None]:
+    def losses_first(self) -> AbstractContextManager[None]:
         """Around what JAX does with other processes before :meth:`start`: where one of them dies, that is the error."""
         if self.cluster is None or self._runtime is not None:
             return nullcontext()
-        return self.cluster.relying_on_others()
+        return self.cluster.losses_first()
 
     def bytes_in_transit(self) -> int:
         """What this process holds of messages on their way to or from other processes."""

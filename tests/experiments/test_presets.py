@@ -50,7 +50,7 @@ def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
 
 def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
     """Read a launcher's command line as the launcher and then each of its processes does."""
-    settings = launch._settings(launch._parser().parse_args(words))
+    settings = launch._settings(launch.make_parser().parse_args(words))
     assert settings.command[0] == "experiments.train"
     if settings.shares_key:
         RunKey.from_environment(environ)
@@ -218,7 +218,7 @@ def test_ranks_that_slurm_starts_find_the_supervisor(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     calls = python_calls(tmp_path)
     (supervisor,) = [words for words in calls if "--supervise" in words]
-    settings = launch._settings(launch._parser().parse_args(supervisor[2:]))
+    settings = launch._settings(launch.make_parser().parse_args(supervisor[2:]))
     assert settings.supervises
     trains = [words for words in calls if words[1] == "experiments.train"]
     assert len(trains) == 2

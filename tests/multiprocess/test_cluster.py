@@ -74,12 +74,41 @@ def test_a_rank_with_another_configuration():
 
 
 def test_a_rank_that_never_comes():
-    arguments = ("--start-deadline-s", 2, "--grace-s", 0.5, "--", "member", "--absent", 1)
-    with launched("--processes", 3, *arguments) as launcher:
+    with launched("--processes", 3, "--start-deadline-s", 4, "--", "member", "--absent", 1) as launcher:
         assert launcher.wait() == 6
         assert not launcher.living()
     assert "missing: rank 1" in launcher.text
-    assert "rank 1: did not end by itself" in launcher.text
+    assert "rank 1: had not come to the others: the launcher ended it" in launcher.text
+
+
+def test_a_rank_killed_at_the_start_ends_those_too_that_have_not_come_yet():
+    arguments = ("--processes", 4, "--", "talker", "--meet", "--late", 2, 600)
+    with launched(*arguments, "--absent", 1, "--run-s", 600) as launcher:
+        launcher.numbers(r'"rank": ([03])', 2)
+        time.sleep(0.5)  # on their way to the rendezvous
+        pid = launcher.ranks()[1]
+        started_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert launcher.wait() == 137
+        assert time.monotonic() - started_s < NOTICED_S + 1.0
+        assert not launcher.living()
+    assert "rank 1 (code 137, killed by SIGKILL)" in "\n".join(launcher.own_lines())
+    assert re.search(r"ranks? [0-9, -]*2\S*: had not come to the others: the launcher ended it", launcher.text)
+    cause = "the rendezvous failed: rank 1 ended with code 137 before all ranks had come"
+    assert any(line.startswith(cause) for line in launcher.own_lines())
+
+
+def test_a_dead_coordination_service_is_named_and_no_rank_blamed():
+    with launched("--processes", 2, "--", "talker", "--meet", "--run-s", 600) as launcher:
+        launcher.numbers(r"met (\d+)", 2)
+        (service,) = launcher.running("coordination_process")
+        started_s = time.monotonic()
+        os.kill(service, signal.SIGKILL)
+        assert launcher.wait() == 134
+        assert time.monotonic() - started_s < NOTICED_S
+    said, cause, *_ = news(launcher)
+    assert said == "the coordination service ended with code 137, killed by SIGKILL: JAX now aborts all ranks"
+    assert re.search(r"the coordination service \(code 137, killed by SIGKILL\), without which", cause)
 
 
 # -- several nodes, here all on this machine -------------------------------------------------------------------------
@@ -98,10 +127,26 @@ def free_port() -> int:
             return port
 
 
-def two_nodes(stack: ExitStack, port: int, *arguments: object) -> list[Launched]:
-    key = RunKey.generate().environment()
+def two_nodes(stack: ExitStack, port: int, *arguments: object, one_key: bool = True) -> list[Launched]:
+    """Launchers that stand for two hosts, by an address each."""
+    first = RunKey.generate()
+    keys = [first, first if one_key else RunKey.generate()]
     head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 2)
-    return [stack.enter_context(launched(*head, "--node-rank", node, *arguments, **key)) for node in range(2)]
+    places = [("--node-rank", node, "--interface", f"127.0.0.{node + 1}") for node in range(2)]
+    return [
+        stack.enter_context(launched(*head, *place, *arguments, **key.environment()))
+        for place, key in zip(places, keys, strict=True)
+    ]
+
+
+def news(node: Launched) -> list[str]:
+    """What the launcher said but for whom it waited."""
+    return [line for line in node.own_lines() if not line.startswith("waiting for")]
+
+
+def ended_after(node: Launched, since_s: float) -> tuple[int, float]:
+    code = node.wait()
+    return code, time.monotonic() - since_s
 
 
 def test_two_nodes_end_together_and_free_their_ports():
@@ -151,6 +196,7 @@ def test_ranks_that_somebody_else_starts_and_jax_detects():
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     with launched(*supervised, **key) as supervisor:
         assert eventually(lambda: all(f"{name}={place}" in supervisor.text for name, place in places.items()))
+        assert eventually(lambda: any(line.startswith("waiting for ranks 0-1 (") for line in supervisor.own_lines()))
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "member", "--run-s", "0.2"],
@@ -170,6 +216,68 @@ def test_ranks_that_somebody_else_starts_and_jax_detects():
         assert not supervisor.living()
 
 
+def test_all_launchers_return_the_code_of_the_whole_run():
+    """Node 1's ranks end well long before a rank of node 0 fails."""
+    with ExitStack() as stack:
+        failing = [
+            part
+            for rank, code, s in [(0, 4, 1.5), (1, 0, 1.5), (2, 0, 0), (3, 0, 0)]
+            for part in ("--fail", rank, code, s)
+        ]
+        nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", *failing)
+        assert [node.wait() for node in nodes] == [4, 4]
+    for node in nodes:
+        assert "rank 0 (code 4, a task failed)" in news(node)[0]
+        assert "ranks 1-3: done" in node.text
+
+
+def test_a_launcher_does_not_wait_for_nodes_that_never_came():
+    port, key = free_port(), RunKey.generate().environment()
+    head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 1, "--start-deadline-s", 6)
+    with launched(*head, "--", "talker", "--meet", **key) as node:
+        assert eventually(lambda: any("waiting for rank" in line for line in node.own_lines()))
+        assert eventually(lambda: "missing: rank 1" in node.text)
+        code, ended_s = ended_after(node, time.monotonic())
+    assert code == 6
+    assert ended_s < NOTICED_S  # less than the grace time of 75 s
+    assert "rank 1: not heard of" in node.text
+
+
+def test_a_request_to_stop_ends_the_waiting_for_other_nodes():
+    port, key = free_port(), RunKey.generate().environment()
+    head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 1)
+    with launched(*head, "--", "talker", "--fail", 0, 4, 0, **key) as node:
+        assert eventually(lambda: '"rank": 0' in node.text and not node.ranks())
+        time.sleep(0.5)
+        assert node.process.poll() is None  # node 1 may come, and should learn of this
+        started_s = time.monotonic()
+        node.signal(signal.SIGTERM)
+        code, ended_s = ended_after(node, started_s)
+    assert code == 4
+    assert ended_s < NOTICED_S
+
+
+def test_a_node_that_comes_after_the_failure_learns_of_it():
+    port, key = free_port(), RunKey.generate().environment()
+    head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 1)
+    with launched(*head, "--", "talker", "--fail", 0, 4, 0, **key) as first:
+        assert eventually(lambda: '"rank": 0' in first.text and not first.ranks())
+        with launched(*head, "--node-rank", 1, "--", "talker", "--late", 1, 600, **key) as second:
+            assert [second.wait(), first.wait()] == [4, 4]
+    assert "rank 0 (code 4, a task failed)" in second.own_lines()[-3]
+
+
+def test_a_dead_coordination_service_ends_other_nodes_too():
+    with ExitStack() as stack:
+        nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", "--run-s", 600)
+        for node in nodes:
+            node.numbers(r"met (\d+)", 2)
+        (service,) = nodes[0].running("coordination_process")
+        os.kill(service, signal.SIGKILL)
+        assert [node.wait() for node in nodes] == [134, 134]
+    assert all("the run failed" in node.text and "coordination service (code 137" in node.text for node in nodes)
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_head_whose_port_is_taken(offset: int):
     port, key = free_port(), RunKey.generate().environment()
@@ -179,6 +287,7 @@ def test_a_head_whose_port_is_taken(offset: int):
         with launched("--supervise", "--processes", 2, "--head", f"127.0.0.1:{port}", **key) as supervisor:
             assert supervisor.wait() == 6
     assert f"port {port + offset}: Address already in use" in supervisor.text
+    assert "end the run or program that has it, or give another port" in supervisor.text
 
 
 def test_an_interface_that_is_none_of_this_host():
@@ -189,17 +298,27 @@ def test_an_interface_that_is_none_of_this_host():
     assert said.endswith("give an interface of this host")
 
 
-@pytest.mark.slow
-def test_a_node_with_another_key_is_told_so():
-    port = free_port()
-    head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 1, "--start-deadline-s", 4)
+def test_a_node_with_another_key_is_named_on_both_sides_at_once():
     with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                launched(*head, "--node-rank", node, "--grace-s", 1, "--", "member", **RunKey.generate().environment())
-            )
-            for node in range(2)
-        ]
+        nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", one_key=False)
+        theirs, own = "tries to join with another run key", "it answers, but not to this node's run key"
+        assert eventually(lambda: theirs in nodes[0].text and own in nodes[1].text)
+        assert nodes[0].text.count("0 s)") + nodes[1].text.count("0 s)") < 3  # long before the deadline of 300 s
+        time.sleep(2.0)
+        started_s = time.monotonic()
+        for node in reversed(nodes):
+            node.signal(signal.SIGINT)
+        assert ended_after(nodes[1], started_s)[0] == 6
+        nodes[0].wait()
+    (said,) = (line for line in nodes[0].own_lines() if theirs in line)
+    assert said.startswith("a process on 127.0.0.1 ")
+    assert sum(own in line for line in nodes[1].own_lines()) < 3  # at growing intervals
+
+
+@pytest.mark.slow
+def test_a_node_with_another_key_fails_at_the_deadline():
+    with ExitStack() as stack:
+        nodes = two_nodes(stack, free_port(), "--start-deadline-s", 6, "--", "member", one_key=False)
         assert [node.wait() for node in nodes] == [6, 6]
-    assert "cannot be joined after 4 s: it answers, but not to this node's run key" in nodes[1].text
-    assert "missing: rank 1" in nodes[0].text
+    assert "cannot be joined after 6 s: it answers, but not to this node's run key" in nodes[1].text
+    assert "missing: ranks 2-3" in nodes[0].text

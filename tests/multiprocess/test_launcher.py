@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -51,14 +52,15 @@ def test_the_environment_of_a_rank():
 
 
 def test_the_code_of_the_first_to_fail_for_a_reason_of_its_own():
-    with launched("--processes", 3, "--", "talker", "--fail", 0, 5, 0, "--fail", 1, 6, 0.1, "--fail", 2, 4, 0.4) as run:
+    failing = ("--meet", "--fail", 0, 5, 0, "--fail", 1, 6, 0.1, "--fail", 2, 4, 0.4)
+    with launched("--processes", 3, "--", "talker", *failing) as run:
         assert run.wait() == 4
     assert "rank 2 (code 4, a task failed)" in run.own_lines()[0]
 
 
 def test_ranks_that_do_not_end_by_themselves_are_ended():
     started_s = time.monotonic()
-    arguments = ("--fail", 0, 3, 0.3, "--stubborn", 1, "--run-s", 600)
+    arguments = ("--meet", "--fail", 0, 3, 0.3, "--stubborn", 1, "--run-s", 600)
     with launched("--processes", 2, "--grace-s", 0.5, "--", "talker", *arguments) as launcher:
         assert launcher.wait() == 3
         assert not launcher.living()
@@ -155,6 +157,17 @@ def test_unbound_ranks_run_where_the_launcher_may():
     assert shown_cores(launcher) == [(rank, sorted(os.sched_getaffinity(0)), False) for rank in range(2)]
 
 
+def test_ranks_may_open_as_many_files_as_the_system_lets_them():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        with launched("--processes", 1, "--", "talker", "--show-cores") as launcher:
+            assert launcher.wait() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert json.loads(launcher.stdout[-1])["descriptors"] == min(hard, 1 << 20)
+
+
 def test_what_is_no_rank_stays_unbound():
     with launched("--processes", 2, "--", "talker", "--run-s", 600) as launcher:
         launcher.numbers(r'"rank": (\d)', 2)
@@ -190,6 +203,8 @@ def test_a_rank_goes_on_where_nobody_reads_its_output():
         (["--processes", "2", "--head", "here", "--", "talker"], "give HOST:PORT"),
         (["--processes", "2", "--nodes", "2", "--node-rank", "2", "--head", "h:1", "--", "talker"], "node_rank is 2"),
         (["--processes", "2", "--nodes", "2", "--head", "127.0.0.1:29400", "--", "talker"], "no run key"),
+        (["--processes", "2", "--nodes", "2", "--head", "127.0.0.1:29400", "--", "talker"], "launch --new-key FILE"),
+        (["--processes", "2", "--nodes", "2", "--head", "0.0.0.0:29400", "--", "talker"], "'0.0.0.0' is no address"),
         (["--processes", "2", "--supervise", "--head", "127.0.0.1:29400", "--", "talker"], "leave out 'talker'"),
         (["--processes", "2", "--grace-s", "0", "--", "talker"], "grace_s is 0"),
         (["--processes", "1", "--nodes", "2", "--head", "no.host.invalid:9", "--", "talker"], "out of reach"),

@@ -81,6 +81,8 @@ def phase_of(launcher: Launched, strike: Strike) -> str:
         text = rank_text(launcher, other)
         assert "Traceback" not in text, launcher.text
         found = [phase for phase, pattern in sayings.items() if re.search(pattern, text)]
+        if not found and "had not come to the others: the launcher ended it" in launcher.text:
+            found = ["meeting"]  # it had no time to say anything
         assert found, launcher.text
         said.update(found)
     return "/".join(phase for phase in sayings if phase in said)

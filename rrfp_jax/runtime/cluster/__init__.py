@@ -1,6 +1,6 @@
 """How the processes of a run are started, brought together and ended; imports no JAX until a rank asks for it.
 
-The launcher's side is :func:`rrfp_jax.runtime.cluster.supervisor.launch`: it starts ranks, hosts rendezvous and
+The launcher's side is :func:`rrfp_jax.runtime.cluster.launcher.launch`: it starts ranks, hosts rendezvous and
 coordination service, and ends everything together. A rank's side: :func:`membership_from` its environment,
 :func:`join`, and the :class:`Cluster` that it gives.
 

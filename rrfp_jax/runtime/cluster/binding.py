@@ -2,7 +2,6 @@
 
 Where all ranks run on all cores, the threads of a rank are moved from core to core and wait behind those of others,
 which every hand-over between threads pays for. ``trampoline`` does the binding, before a rank's program starts.
-Within a rank, :func:`go_first` is for the one thread whose turns are short and awaited by all others.
 """
 
 import os
@@ -21,7 +20,7 @@ def rank_cores(bind: str, num_ranks: int) -> list[tuple[int, ...]]:
 
     So the limits of a resource manager (SLURM's, a container's) stand: only what it left the launcher is shared out.
     """
-    cores = _usable_cores() if bind == "cores" else []
+    cores = _usable_cores() if bind == "cores" and num_ranks else []
     return shares(cores, num_ranks) if cores else [()] * num_ranks
 
 
@@ -35,18 +34,6 @@ def shares(cores: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
         return [(cores[rank % len(cores)],) for rank in range(num_ranks)]
     bounds = [rank * len(cores) // num_ranks for rank in range(num_ranks + 1)]
     return [tuple(cores[start:end]) for start, end in pairwise(bounds)]
-
-
-def go_first() -> None:
-    """Let the calling thread preempt the others of its process as it wakes, where binding makes all wait their turn.
-
-    For the event loop: ZeroMQ's thread would keep it waiting for as long as it copies a large array.
-    """
-    if sys.platform != "linux":
-        return
-    with suppress(OSError):  # refused by a sandbox
-        if os.sched_getscheduler(0) == os.SCHED_BATCH:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _usable_cores() -> list[int]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from rrfp_jax.runtime.cluster import guardian, trampoline
 from rrfp_jax.runtime.exit_codes import SIGNALLED
@@ -75,22 +74,14 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.pid, self.stdout, self.stderr = self._process.pid, self._process.stdout, self._process.stderr
         guardian.watch(self.pid)
         self._is_reaped = False
         self._reaping = threading.Lock()
         self._thread = threading.Thread(target=self._wait, name=f"rrfp-wait-{self.pid}", daemon=True)
         self._thread.start()
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        assert self._process.stderr is not None
-        return self._process.stderr
 
     def close_stdin(self) -> None:
         if self._process.stdin is not None:

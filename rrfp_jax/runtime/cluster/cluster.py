@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.runtime.cluster.config import ClusterConfig
 from rrfp_jax.runtime.cluster.loop import LoopThread
@@ -34,7 +34,7 @@ from rrfp_jax.runtime.network import (
 if TYPE_CHECKING:
     import jax
 
-_PAUSE_S = 0.1
+_PAUSE_S, _MOMENT_S = 0.1, 0.5
 _MORE_LOSSES_S = 0.2
 _FAREWELL_S = 1.0
 _NOTICED_S = 2.0
@@ -83,7 +83,7 @@ def join(
     return Cluster(membership, config, network, addresses, tuple(other.host for other in members))
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """This process's place among all that have met. Made by :func:`join`; close it, or use it as a context manager.
 
     ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
@@ -157,7 +157,7 @@ class Cluster:
         from rrfp_jax.runtime.cluster.start_jax import start_jax
 
         self._await_coordinator()
-        with self.relying_on_others():
+        with self.losses_first():
             return start_jax(
                 self.membership,
                 self.hosts,
@@ -169,7 +169,7 @@ class Cluster:
             )
 
     @contextmanager
-    def relying_on_others(self) -> Iterator[None]:
+    def losses_first(self) -> Iterator[None]:
         """Around what JAX does together with other ranks, until somebody takes over the :meth:`watch`.
 
         Where that fails because one of them has died, JAX's error is but a consequence, and may come first: this
@@ -192,9 +192,6 @@ class Cluster:
         self.network.close()
         self.loop.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -207,7 +204,7 @@ class Cluster:
         until_s = time.monotonic() + self._config.start_deadline_s
         while True:
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=self._config.start_deadline_s).close()
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_MOMENT_S).close()
                 return
             except OSError as error:
                 if time.monotonic() > until_s:

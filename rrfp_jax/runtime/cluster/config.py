@@ -6,6 +6,9 @@ from dataclasses import dataclass
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
 after :class:`ClusterConfig`'s ``silence_deadline_s``, so that the ranks notice first and end by themselves."""
+PINNED_THREADS = 8
+"""The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,
+since XLA cuts long sums by it."""
 
 
 @dataclass(frozen=True, kw_only=True)

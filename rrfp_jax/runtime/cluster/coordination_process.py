@@ -27,7 +27,11 @@ def main(argv: list[str]) -> int:
     try:
         reserved = _reserve(host, port)
     except OSError as error:
-        print(f"the coordination service cannot listen on {host}, port {port}: {error.strerror}", file=sys.stderr)
+        remedy = "end the run or program that has it, or give another port"
+        print(
+            f"the coordination service cannot listen on {host}, port {port}: {error.strerror}; {remedy}",
+            file=sys.stderr,
+        )
         return START_FAILED
     with closing(reserved):
         port = reserved.getsockname()[1]

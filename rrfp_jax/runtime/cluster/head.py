@@ -1,178 +1,135 @@
 """Where a run meets: the rendezvous and the coordination service, hosted here or reached from another node."""
 
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from select import select
-from typing import Protocol
-
-import zmq
+from dataclasses import dataclass
 
 from rrfp_jax.runtime.cluster.children import Child, Guardian
+from rrfp_jax.runtime.cluster.events import Inbox
 from rrfp_jax.runtime.cluster.output import Output
 from rrfp_jax.runtime.cluster.settings import Address, LaunchSettings
-from rrfp_jax.runtime.network import ExitWatch, RendezvousFailed, RendezvousServer, RunKey, report_exit
-from rrfp_jax.runtime.network.rendezvous_server import MEMBER_ROLE, SERVER_ROLE
-from rrfp_jax.runtime.network.sockets import LOOPBACK, connect_as, connection_events, new_socket, watch
+from rrfp_jax.runtime.network import LauncherLink, RendezvousServer, RunKey
+from rrfp_jax.runtime.network.sockets import LOOPBACK
 
 SERVICE = "coordination"
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_TRY_S = 1.0
-_REPORT_TIMEOUT_S = 5.0
+_MOMENT_S = 0.02
 
 
 class HeadFailed(RuntimeError):
     """The rendezvous or the coordination service could not be started or reached."""
 
 
-class Head(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What a launcher has throughout its attempts."""
+
+    settings: LaunchSettings
+    environment: Mapping[str, str]
+    """Of every rank, but for its place in the run and the key."""
+    guardian: Guardian
+    inbox: Inbox
+    output: Output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
     """What a launcher needs of the place where its run meets."""
 
     rendezvous: str
     coordinator: str
-
-    def ended(self, rank: int, code: int) -> None:
-        """Tell everyone how a rank of this node has ended; may take seconds, on the thread that calls."""
+    board: RendezvousServer | LauncherLink
+    """Where launchers report how their ranks end, and learn how others did."""
+    service: Child | None = None
 
     def close(self) -> None:
         """Free sockets and processes; after the ranks have ended, since JAX aborts ranks that lose the service."""
+        self.board.close()
+        if self.service is not None:
+            self.service.close_stdin()
+            if not self.service.join(_STOP_TIMEOUT_S):
+                self.service.kill()
+                self.service.join(_STOP_TIMEOUT_S)
 
 
-class HostedHead:
-    """On this node.
-
-    Args:
-        on_exit: told of the exits of other nodes' ranks.
-        on_service_end: told the exit code of a coordination service that ended too early.
-    """
-
-    def __init__(
-        self,
-        settings: LaunchSettings,
-        key: RunKey,
-        *,
-        environment: Mapping[str, str],
-        guardian: Guardian,
-        output: Output,
-        on_exit: Callable[[int, int], None],
-        on_service_end: Callable[[int], None],
-    ) -> None:
-        self._on_service_end = on_service_end
-        self._is_closing = False
-        head = settings.head
-        try:
-            self._server = RendezvousServer(
-                settings.num_ranks,
-                key,
-                deadline_s=settings.start_deadline_s,
-                interface=settings.listens_on() or LOOPBACK,
-                port=None if head is None else head.port,
-                on_exit=on_exit,
-            )
-        except ValueError as error:
-            raise HeadFailed(f"the rendezvous {error}") from error
-        self.rendezvous = self._server.address
-        host = self.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        port = 0 if head is None else head.next_port().port
-        command = [
-            *(sys.executable, "-m", "rrfp_jax.runtime.cluster.coordination_process"),
-            *(host, str(port), str(settings.num_ranks)),
-        ]
-        self._service = Child(
-            command, environment, guardian, lambda code, _: self._service_ended(code), stdin=subprocess.PIPE
+def host_head(launcher: Launcher, key: RunKey) -> Head:
+    """Start the head on this node. Raises HeadFailed."""
+    settings, place = launcher.settings, launcher.settings.head
+    try:
+        server = RendezvousServer(
+            settings.num_ranks,
+            key,
+            deadline_s=settings.start_deadline_s,
+            interface=settings.listens_on() or LOOPBACK,
+            port=None if place is None else place.port,
+            on_bulletin=launcher.inbox.put,
+            notice=launcher.output.say,
         )
-        try:
-            self.coordinator = str(Address(host=host, port=self._ready_port()))
-        except HeadFailed:
-            self.close()
-            raise
-        output.follow(SERVICE, self._service.stdout, self._service.stderr, is_main=False)
-
-    def ended(self, rank: int, code: int) -> None:
-        self._server.exited(rank, code)
-
-    def failure(self) -> str | None:
-        """The verdict of the rendezvous, where that is a failure."""
-        try:
-            self._server.wait(0)
-        except RendezvousFailed as failed:
-            return str(failed)
-        except TimeoutError:
-            pass
-        return None
-
-    def close(self) -> None:
-        self._is_closing = True
-        self._server.close()
-        self._service.close_stdin()
-        if not self._service.join(_STOP_TIMEOUT_S):
-            self._service.kill()
-            self._service.join(_STOP_TIMEOUT_S)
-
-    def _ready_port(self) -> int:
-        ready, _, _ = select([self._service.stdout], [], [], _READY_TIMEOUT_S)
-        words = self._service.stdout.readline().split() if ready else []
-        if len(words) == 2 and words[0] == b"ready":
-            return int(words[1])
-        self._service.kill()
-        text = self._service.stderr.read().decode(errors="replace").strip()
-        raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
-
-    def _service_ended(self, code: int) -> None:
-        if not self._is_closing:
-            self._on_service_end(code)
+    except ValueError as error:
+        raise HeadFailed(f"the rendezvous {error}") from error
+    host = server.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    port = 0 if place is None else place.next_port().port
+    module = "rrfp_jax.runtime.cluster.coordination_process"
+    service = Child(
+        [sys.executable, "-m", module, host, str(port), str(settings.num_ranks)],
+        launcher.environment,
+        launcher.guardian,
+        server.service_ended,
+        stdin=subprocess.PIPE,
+    )
+    try:
+        port = _ready_port(service, launcher.inbox)
+    except HeadFailed:
+        service.kill()
+        Head(rendezvous="", coordinator="", board=server, service=service).close()
+        raise
+    launcher.output.follow(SERVICE, service.stdout, service.stderr, is_main=False)
+    coordinator = str(Address(host=host, port=port))
+    return Head(rendezvous=server.address, coordinator=coordinator, board=server, service=service)
 
 
-class RemoteHead:
-    """On node 0, seen from another.
+def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
+    """Reach the head on node 0: after a restart, that of the attempt before may still be there.
 
-    Raises:
-        HeadFailed: where it does not answer before the deadline, or not to this key.
+    Raises HeadFailed where it does not answer before the deadline, or not to this key.
     """
-
-    def __init__(
-        self,
-        settings: LaunchSettings,
-        key: RunKey,
-        *,
-        on_exit: Callable[[int, int], None],
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        assert settings.head is not None
-        self.rendezvous = f"tcp://{settings.head}"
-        self.coordinator = str(settings.head.next_port())
-        self._key = key
-        _await_rendezvous(self.rendezvous, key, settings.start_deadline_s, is_stopped)
-        self._watch = ExitWatch(self.rendezvous, key, on_exit)
-
-    def ended(self, rank: int, code: int) -> None:
-        with suppress(RendezvousFailed):  # node 0 has ended, and so will everything
-            report_exit(self.rendezvous, rank, code, self._key, deadline_s=_REPORT_TIMEOUT_S)
-
-    def close(self) -> None:
-        self._watch.close()
+    settings, place, inbox = launcher.settings, launcher.settings.head, launcher.inbox
+    assert place is not None
+    ranks, say = tuple(settings.local_ranks()), launcher.output.say
+    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_bulletin=inbox.put, notice=say)
+    try:
+        if not _until(lambda: link.is_accepted, settings.start_deadline_s, inbox):
+            late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
+            raise HeadFailed(f"the head at tcp://{place} {late}")
+    except HeadFailed:
+        link.close()
+        raise
+    return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), board=link)
 
 
-def _await_rendezvous(address: str, key: RunKey, deadline_s: float, is_stopped: Callable[[], bool]) -> None:
-    """Until the rendezvous accepts the key: after a restart, that of the attempt before may still be there."""
-    until_s = time.monotonic() + deadline_s
-    failure = "it does not answer"
-    with zmq.Context() as context:
-        while time.monotonic() < until_s and not is_stopped():
-            with new_socket(context, zmq.DEALER) as socket, watch(socket) as monitor:
-                connect_as(socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
-                socket.connect(address)
-                again_s = min(time.monotonic() + _TRY_S, until_s)
-                while (left_s := again_s - time.monotonic()) > 0:
-                    monitor.poll(round(left_s * 1000) + 1)
-                    for event in connection_events(monitor):
-                        if event.succeeded:
-                            return
-                        if event.failed:
-                            failure = "it answers, but not to this node's run key: give the same to all nodes"
-    if is_stopped():
-        raise HeadFailed(f"told to stop before the head at {address} was there")
-    raise HeadFailed(f"the head at {address} cannot be joined after {deadline_s:g} s: {failure}")
+def _ready_port(service: Child, inbox: Inbox) -> int:
+    poll = select.poll()
+    poll.register(service.stdout, select.POLLIN)
+    is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, inbox)
+    words = service.stdout.readline().split() if is_ready else []
+    if len(words) == 2 and words[0] == b"ready":
+        return int(words[1])
+    service.kill()
+    text = service.stderr.read().decode(errors="replace").strip()
+    raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
+
+
+def _until(condition: Callable[[], bool], timeout_s: float, inbox: Inbox) -> bool:
+    """Whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        if inbox.stopped_by is not None:
+            raise HeadFailed("told to stop before the run had begun")
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_MOMENT_S)
+    return True

@@ -4,14 +4,17 @@ The loop is uvloop's: an iteration costs a few microseconds less than with async
 several.
 """
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvloop
 
-from rrfp_jax.runtime.cluster.binding import go_first
+from rrfp_jax.waiting import result_of
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 5.0
@@ -48,7 +51,7 @@ class LoopThread:
                 future.set_exception(error)
 
         self.loop.call_soon_threadsafe(run)
-        return future.result(timeout_s)
+        return result_of(future, timeout_s)
 
     def close(self) -> None:
         """End the loop after the call it is in; what is scheduled for later is dropped. May be called again."""
@@ -62,5 +65,17 @@ class LoopThread:
             self.loop.close()
 
     def _run(self) -> None:
-        go_first()
+        _preempt_others()
         self.loop.run_forever()
+
+
+def _preempt_others() -> None:
+    """Let this thread preempt the others of its process as it wakes, where binding makes all wait their turn.
+
+    Its turns are short, and all wait for them; ZeroMQ's thread would keep it waiting while it copies a large array.
+    """
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # refused by a sandbox
+        if os.sched_getscheduler(0) == os.SCHED_BATCH:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

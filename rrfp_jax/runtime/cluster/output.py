@@ -19,8 +19,6 @@ class Output:
     """
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, *, prefix: str) -> None:
-        if prefix not in PREFIXES:
-            raise ValueError(f"prefix is '{prefix}': give {', '.join(PREFIXES)}")
         self._stdout, self._stderr = stdout, stderr
         self._is_pure = prefix == "auto" and not stdout.isatty()
         self._marks = prefix != "never"
@@ -37,8 +35,9 @@ class Output:
         self._copy(stderr, self._stderr, mark)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._write(self._stderr, f"[launcher] {text}\n".encode())
+        """Lines of the launcher's own."""
+        lines = [f"[launcher] {line}\n" for line in text.splitlines()]
+        self._write(self._stderr, "".join(lines).encode())
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all pipes are closed and copied."""

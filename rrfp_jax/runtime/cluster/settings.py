@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.runtime.cluster.binding import BINDINGS
+from rrfp_jax.runtime.cluster.config import PINNED_THREADS
 from rrfp_jax.runtime.cluster.membership import DETECT, LAUNCHER
 from rrfp_jax.runtime.cluster.output import PREFIXES
 from rrfp_jax.runtime.network import KEY_FILE_VARIABLE, KEY_VARIABLE
+from rrfp_jax.runtime.network.sockets import WILDCARDS
 
-PINNED_THREADS = 8
-"""The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,
-since XLA cuts long sums by it."""
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -84,6 +83,11 @@ class LaunchSettings:
             raise ValueError(f"bind is '{self.bind}': give {', '.join(BINDINGS)}")
         if self.head is None and (self.num_nodes > 1 or self.supervises):
             raise ValueError("ranks on other hosts need to know where the run meets: give head as HOST:PORT")
+        if wildcard := {self.interface, self.head and self.head.host} & WILDCARDS:
+            raise ValueError(
+                f"'{wildcard.pop()}' is no address that other processes could connect to: give the head, and the "
+                "interface, an address of its host, a name, or an interface such as eth0"
+            )
         if self.supervises and (self.num_nodes > 1 or self.max_restarts):
             raise ValueError("a supervisor starts no ranks, so it has neither nodes nor restarts: leave them out")
 

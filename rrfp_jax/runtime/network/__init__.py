@@ -5,23 +5,23 @@ goes to the rendezvous (:func:`meet`) with its address and configuration, and st
 all others.
 """
 
-from rrfp_jax.runtime.network.configuration import configuration_digest
 from rrfp_jax.runtime.network.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, RunKey
 from rrfp_jax.runtime.network.peers import NetworkSettings, PeerAddress, PeerNetwork, Traffic
 from rrfp_jax.runtime.network.plain import MalformedMessage
-from rrfp_jax.runtime.network.rendezvous import ExitWatch, meet, report_exit
+from rrfp_jax.runtime.network.rendezvous import LauncherLink, meet
 from rrfp_jax.runtime.network.rendezvous_server import RendezvousFailed, RendezvousServer
-from rrfp_jax.runtime.network.roll_call import Hello, Member
+from rrfp_jax.runtime.network.roll_call import Bulletin, Hello, Member
 from rrfp_jax.runtime.network.topics import Handler
 from rrfp_jax.runtime.network.wire import Envelope, decode, empty_aligned, encode
 
 __all__ = [
     "KEY_FILE_VARIABLE",
     "KEY_VARIABLE",
+    "Bulletin",
     "Envelope",
-    "ExitWatch",
     "Handler",
     "Hello",
+    "LauncherLink",
     "MalformedMessage",
     "Member",
     "NetworkSettings",
@@ -31,10 +31,8 @@ __all__ = [
     "RendezvousServer",
     "RunKey",
     "Traffic",
-    "configuration_digest",
     "decode",
     "empty_aligned",
     "encode",
     "meet",
-    "report_exit",
 ]

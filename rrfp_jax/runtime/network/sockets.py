@@ -14,7 +14,7 @@ Socket = zmq.Socket[bytes]
 
 LOOPBACK = "127.0.0.1"
 _HANDSHAKE_MS = 30_000
-_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
+WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
 _OUTCOMES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -57,7 +57,7 @@ def bind(socket: Socket, interface: str, port: int | None = None) -> str:
     Raises:
         ValueError: for a wildcard, which is no address that peers could connect to, or where binding fails.
     """
-    if interface in _WILDCARDS:
+    if interface in WILDCARDS:
         raise ValueError(f"the interface is '{interface}': name one that peers can reach, by its address or as 'eth0'")
     if ":" in interface:
         socket.ipv6 = 1
@@ -66,7 +66,11 @@ def bind(socket: Socket, interface: str, port: int | None = None) -> str:
         socket.bind(f"tcp://{interface}:{'*' if port is None else port}")
     except zmq.ZMQError as error:
         where = f"interface '{interface}'" + ("" if port is None else f", port {port}")
-        raise ValueError(f"cannot listen on {where}: {error.strerror}; give an interface of this host") from error
+        is_taken = error.errno == zmq.EADDRINUSE
+        remedy = (
+            "end the run or program that has it, or give another port" if is_taken else "give an interface of this host"
+        )
+        raise ValueError(f"cannot listen on {where}: {error.strerror}; {remedy}") from error
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 

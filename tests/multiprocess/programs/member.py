@@ -51,7 +51,7 @@ def main() -> int:
                 loss.wait()
             cluster.watch(lambda rank, reason: os._exit(3))
         if arguments.dies is not None:
-            with cluster.relying_on_others():
+            with cluster.losses_first():
                 if arguments.dies == membership.rank:
                     time.sleep(0.5)  # the others may notice their error first
                     os.kill(os.getpid(), signal.SIGKILL)

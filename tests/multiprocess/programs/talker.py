@@ -1,9 +1,11 @@
-"""A rank without JAX or network: prints, and ends as its arguments say."""
+"""A rank without JAX: prints, comes to the rendezvous if told, and ends as its arguments say."""
 
 import argparse
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +21,15 @@ def main() -> int:
     parser.add_argument("--term-code", type=int, help="end with this code on SIGTERM")
     parser.add_argument("--stubborn", type=int, metavar="RANK", help="take no notice of SIGINT and SIGTERM")
     parser.add_argument("--grandchild", action="store_true")
+    parser.add_argument("--meet", action="store_true", help="come to the rendezvous, and wait for all others there")
+    parser.add_argument("--absent", type=int, metavar="RANK", help="never come there")
+    parser.add_argument("--late", nargs=2, type=float, metavar=("RANK", "S"), default=(-1, 0), help="before all else")
     parser.add_argument("--chatter", type=int, default=0, metavar="LINES")
     parser.add_argument("--show", action="append", default=[], metavar="VARIABLE")
     parser.add_argument("--show-cores", action="store_true")
     arguments = parser.parse_args()
+    if arguments.late[0] == RANK:
+        time.sleep(arguments.late[1])
     signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
     if arguments.term_code is not None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(arguments.term_code))
@@ -36,11 +43,29 @@ def main() -> int:
     shown = {name: os.environ.get(name) for name in arguments.show}
     if arguments.show_cores:
         shown |= {"cores": sorted(os.sched_getaffinity(0)), "is_batch": os.sched_getscheduler(0) == os.SCHED_BATCH}
+        shown |= {"descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
     print(json.dumps({"rank": RANK, "attempt": ATTEMPT, **shown}), flush=True)
+    if arguments.meet and arguments.absent != RANK and not _meet():
+        return 6
     for number in range(arguments.chatter):
         print("chatter", number, flush=True)
         time.sleep(0.02)
     return _work(arguments)
+
+
+def _meet() -> bool:
+    """Whether all have come to the rendezvous."""
+    from rrfp_jax.runtime.network import Hello, Member, RendezvousFailed, RunKey, meet
+
+    member = Member(rank=RANK, host=socket.gethostname(), pid=os.getpid(), address={})
+    try:
+        hello = Hello.of(member, int(os.environ["RRFP_NUM_RANKS"]), {})
+        meet(os.environ["RRFP_RENDEZVOUS"], hello, RunKey.from_environment(), deadline_s=60.0)
+    except RendezvousFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    print(f"met {os.getpid()}", flush=True)
+    return True
 
 
 def _work(arguments: argparse.Namespace) -> int:

@@ -62,6 +62,7 @@ def test_only_what_the_launcher_may_use_is_shared_out(monkeypatch):
     assert rank_cores("cores", 2) == [(2,), (5, 9)]
     assert rank_cores("cores", 4) == [(2,), (5,), (9,), (2,)]
     assert rank_cores("none", 2) == [(), ()]
+    assert rank_cores("cores", 0) == []  # a supervisor's
 
 
 def test_systems_that_bind_no_processes_are_left_alone(monkeypatch):

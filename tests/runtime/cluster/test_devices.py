@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.runtime.cluster.devices import check_devices, visible_devices
+from rrfp_jax.runtime.cluster.start_jax import check_devices, visible_devices
 
 HOSTS = ("a", "b", "a", "b", "c")
 

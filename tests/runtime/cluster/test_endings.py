@@ -2,14 +2,14 @@
 
 import pytest
 
-from rrfp_jax.runtime.cluster.endings import Ending, Endings
+from rrfp_jax.runtime.cluster.endings import Endings
+from rrfp_jax.runtime.network.roll_call import Ending
 
 
 def endings(*known: tuple[int, int, float], num_ranks: int = 3) -> Endings:
     """From (rank, code, time)."""
-    made = Endings(range(num_ranks))
-    for rank, code, at_s in known:
-        made.note(Ending(rank=rank, code=code, at_s=at_s))
+    made = Endings(num_ranks)
+    made.by_rank.update({rank: Ending(code=code, at_s=at_s) for rank, code, at_s in known})
     return made
 
 
@@ -28,24 +28,37 @@ def endings(*known: tuple[int, int, float], num_ranks: int = 3) -> Endings:
 )
 def test_the_cause(known: list[tuple[int, int, float]], code: int, rank: int):
     found = endings(*known)
-    cause = found.cause()
-    assert cause is not None
-    assert (found.code(), cause.rank) == (code, rank)
+    assert (found.code(), found.cause()) == (code, rank)
     assert f"rank {rank} (code {code}" in found.summary()[0]
 
 
 def test_what_the_launcher_ended_is_never_the_cause_while_there_is_another():
     found = endings((0, 5, 1.0), (2, 5, 1.2))
-    found.note(Ending(rank=1, code=137, at_s=0.5, by_launcher=True, was_stopped=True))
+    found.by_rank[1] = Ending(code=137, at_s=0.5, by_launcher="stood still (SIGSTOP)")
     assert found.code() == 5
     assert "  rank 1: stood still (SIGSTOP): the launcher ended it (code 137, killed by SIGKILL) (by 0.5 s)" in (
         found.summary()
     )
 
 
-def test_the_first_report_of_a_rank_stands():
-    found = endings((0, 4, 1.0), (0, 137, 2.0), num_ranks=1)
-    assert found.code() == 4
+def test_nobody_is_blamed_for_what_the_coordination_service_did():
+    found = endings((0, 5, 1.4), (1, 134, 1.1), (2, 134, 1.2))
+    found.service = Ending(code=137, at_s=1.05)
+    assert found.code() == 134
+    assert found.summary()[0] == (
+        "the run failed after 1.1 s: the coordination service (code 137, killed by SIGKILL), without which JAX aborts "
+        "all ranks"
+    )
+    earlier = endings((0, 4, 0.5), (1, 134, 1.1))
+    earlier.service = found.service
+    assert earlier.code() == 4
+
+
+@pytest.mark.parametrize(("code", "is_told"), [(134, True), (127, True), (139, False), (4, False)])
+def test_what_aborts_mostly_mean_is_told(code: int, is_told: bool):
+    summary = endings((0, code, 1.0), (1, 5, 1.1), (2, 5, 1.1)).summary()
+    assert summary[0].startswith("the run failed after 1.0 s: rank 0")
+    assert ("lack of memory or threads" in summary[-1]) == is_told
 
 
 def test_all_well_and_not_heard_of():

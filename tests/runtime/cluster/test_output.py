@@ -6,6 +6,7 @@ from typing import BinaryIO
 import pytest
 
 from rrfp_jax.runtime.cluster.output import Output
+from rrfp_jax.runtime.cluster.settings import LaunchSettings
 
 
 class Terminal(io.BytesIO):
@@ -51,5 +52,5 @@ def test_a_long_line_comes_out_whole():
 
 
 def test_an_unknown_choice():
-    with pytest.raises(ValueError, match="give auto, always, never"):
-        Output(io.BytesIO(), io.BytesIO(), prefix="sometimes")
+    with pytest.raises(ValueError, match="prefix is 'sometimes': give auto, always, never"):
+        LaunchSettings(command=("m",), num_processes=1, prefix="sometimes")

@@ -35,6 +35,15 @@ def test_the_interface_is_what_reaches_the_head():
         lost.listens_on()
 
 
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "[::]", "*"])
+def test_wildcards_are_no_places_to_meet(wildcard: str):
+    common = {"command": ("m",), "num_processes": 1, "num_nodes": 2}
+    with pytest.raises(ValueError, match="is no address that other processes could connect to: give the head"):
+        LaunchSettings(**common, head=Address.parse(f"{wildcard}:29400"))
+    with pytest.raises(ValueError, match="is no address that other processes could connect to"):
+        LaunchSettings(**common, head=Address.parse("node-1:29400"), interface=wildcard)
+
+
 def test_what_the_user_set_stands_and_keys_go_their_own_way():
     environ = {"NPROC": "2", "RRFP_RUN_KEY": "secret", "RRFP_RUN_KEY_FILE": "f", "RRFP_DETECT": "1", "A": "b"}
     made = rank_environment(environ, None)

@@ -1,5 +1,6 @@
 """The rendezvous over sockets: everyone gets the same answer, within the deadline."""
 
+import signal
 import socket
 import threading
 import time
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from rrfp_jax.runtime.network import (
-    ExitWatch,
+    Bulletin,
     Hello,
+    LauncherLink,
     Member,
     NetworkSettings,
     PeerAddress,
@@ -20,13 +22,16 @@ from rrfp_jax.runtime.network import (
     RendezvousServer,
     RunKey,
     meet,
-    report_exit,
+    rendezvous_server,
 )
+from rrfp_jax.runtime.network import rendezvous as guests
 from tests.runtime.network.mesh import Node, eventually, running_loop
 
 
-def hello(rank: int, num_ranks: int = 3, *, pid: int = 1, address: dict[str, str] | None = None, **more: Any) -> Hello:
-    member = Member(rank=rank, host="here", pid=pid, address=address or {}, offers={"coordinator": f"10.0.0.{rank}:1"})
+def hello(
+    rank: int, num_ranks: int = 3, *, token: str = "a", address: dict[str, str] | None = None, **more: Any
+) -> Hello:
+    member = Member(rank=rank, host="here", pid=1, address=address or {}, token=token)
     return Hello.of(member, num_ranks, {"seed": 0} | more)
 
 
@@ -44,7 +49,6 @@ def test_everyone_learns_everyones_address() -> None:
         visits = [visit(hello(rank, address={"messages": f"tcp://10.0.0.{rank}:9"})) for rank in (2, 0, 1)]
         members = server.wait(5.0)
         assert [member.address["messages"] for member in members] == [f"tcp://10.0.0.{r}:9" for r in range(3)]
-        assert members[2].offers == {"coordinator": "10.0.0.2:1"}
         assert all(future.result(5.0) == members for future in visits)
 
 
@@ -74,8 +78,8 @@ def test_a_second_process_of_a_rank_is_refused_and_the_run_goes_on() -> None:
     with rendezvous() as (server, visit):
         visits = [visit(hello(rank)) for rank in (0, 1)]
         time.sleep(0.3)
-        with pytest.raises(RendezvousFailed, match=r"rank 1 was started twice: .* pid 1 on host here, this is pid 2"):
-            visit(hello(1, pid=2)).result(5.0)
+        with pytest.raises(RendezvousFailed, match=r"rank 1 was started twice: .* this is another process, pid 1"):
+            visit(hello(1, token="b")).result(5.0)
         with pytest.raises(RendezvousFailed, match=r"rank 3 .* is out of range: this run has 3 ranks"):
             visit(hello(3)).result(5.0)
         visits.append(visit(hello(2)))
@@ -87,7 +91,7 @@ def test_an_exit_ends_the_waiting_at_once() -> None:
     with rendezvous(deadline_s=30.0) as (server, visit):
         waiting = visit(hello(0))
         time.sleep(0.2)
-        server.exited(2, 1)
+        server.ended(2, 1)
         with pytest.raises(RendezvousFailed, match="rank 2 ended with code 1 before all ranks had come"):
             waiting.result(2.0)
 
@@ -120,8 +124,6 @@ def test_an_absent_rendezvous_is_named_by_the_deadline() -> None:
             meet(address, hello(0), RunKey.generate(), deadline_s=0.5)
     with pytest.raises(ValueError, match="'nonsense' is no address"):
         meet("nonsense", hello(0), RunKey.generate())
-    with pytest.raises(RendezvousFailed, match=r"did not take the exit of rank 0 in 0.3 s"):
-        report_exit(address, 0, 1, RunKey.generate(), deadline_s=0.3)
 
 
 def test_a_rank_may_come_before_the_rendezvous_opens() -> None:
@@ -136,26 +138,197 @@ def test_a_rank_may_come_before_the_rendezvous_opens() -> None:
             assert [member.rank for member in early.result(5.0)] == [0]
 
 
-def test_supervisors_learn_of_exits_early_and_late() -> None:
-    key, told = RunKey.generate(), threading.Event()
-    early: list[tuple[int, int]] = []
-    late: list[tuple[int, int]] = []
-    here: list[tuple[int, int]] = []
-    with RendezvousServer(3, key, on_exit=lambda *exit_: here.append(exit_)) as server:
-        watch = ExitWatch(server.address, key, lambda *exit_: (early.append(exit_), told.set()))
-        server.exited(0, -9)
-        assert told.wait(5.0)
-        report_exit(server.address, 2, 17, key)
-        report_exit(server.address, 2, 17, key)
-        assert eventually(lambda: early == [(0, -9), (2, 17)])
-        second = ExitWatch(server.address, key, lambda *exit_: late.append(exit_))
-        assert eventually(lambda: sorted(late) == [(0, -9), (2, 17)])
-        assert here == early
-        assert server.exits() == {0: -9, 2: 17}
-        with pytest.raises(ValueError, match="an exit of rank 3 of 3"):
-            server.exited(3, 0)
-        watch.close()
-        second.close()
+@contextmanager
+def linked(server: RendezvousServer, key: RunKey, *ranks: int) -> Iterator[tuple[LauncherLink, list[Bulletin]]]:
+    """Another node's launcher, and the bulletins that it has got."""
+    got: list[Bulletin] = []
+    link = LauncherLink(server.address, key, ranks, on_bulletin=got.append, notice=lambda text: None)
+    try:
+        assert eventually(lambda: link.is_accepted)
+        yield link, got
+    finally:
+        link.close()
+
+
+def codes(got: list[Bulletin]) -> dict[int, int]:
+    return {rank: ending.code for rank, ending in got[-1].endings.items()} if got else {}
+
+
+def test_launchers_learn_of_endings_early_and_late() -> None:
+    key = RunKey.generate()
+    here: list[Bulletin] = []
+    with RendezvousServer(3, key, on_bulletin=here.append) as server, linked(server, key, 2) as (link, early):
+        server.ended(0, 137)
+        assert eventually(lambda: codes(early) == {0: 137})
+        link.ended(2, 17, by_launcher="stood still")
+        assert eventually(lambda: codes(early) == codes(here) == {0: 137, 2: 17})
+        assert link.is_settled()
+        assert here[-1].endings[2].by_launcher == "stood still"
+        assert here[-1].endings[0].at_s < here[-1].endings[2].at_s < 10
+        with linked(server, key, 1) as (_, late):
+            assert eventually(lambda: codes(late) == {0: 137, 2: 17})
+        assert eventually(server.is_settled)
+        assert early[-1] == here[-1]
+        with pytest.raises(ValueError, match="an end of rank 3 of 3"):
+            server.ended(3, 0)
+        server.close()
+        assert eventually(lambda: link.is_gone)
+        assert early[-1].is_last
+
+
+def test_launchers_learn_of_a_failed_start_and_of_a_dead_service() -> None:
+    key = RunKey.generate()
+    with RendezvousServer(3, key) as server, linked(server, key, 1, 2) as (_, got):
+        server.ended(0, 137)
+        assert eventually(lambda: bool(got) and got[-1].doomed == (1, 2))
+        assert "rank 0 ended with code 137" in (got[-1].failure or "")
+        server.service_ended(137, time.monotonic())
+        assert eventually(lambda: got[-1].service is not None)
+
+
+class Lossy:
+    """A socket that loses what it is given to send, but for every ``nth``."""
+
+    def __init__(self, inner: Any, nth: int) -> None:
+        self.__dict__.update(_inner=inner, _nth=nth, _count=0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def _keeps(self) -> bool:
+        self.__dict__["_count"] += 1
+        return self._count % self._nth == 0
+
+    def send(self, *arguments: Any) -> None:
+        if self._keeps():
+            self._inner.send(*arguments)
+
+    def send_multipart(self, *arguments: Any) -> None:
+        if self._keeps():
+            self._inner.send_multipart(*arguments)
+
+
+def test_no_ending_is_lost_where_messages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(guests._Guest, "say", lambda guest, data: Lossy.send(guest.lossy, data))
+    opened = guests._Guest.__init__
+
+    def open_lossy(guest: Any, *arguments: Any) -> None:
+        opened(guest, *arguments)
+        guest.lossy = Lossy(guest._socket, 3)
+
+    monkeypatch.setattr(guests._Guest, "__init__", open_lossy)
+    key = RunKey.generate()
+    with RendezvousServer(2, key) as server:
+        replies = Lossy(server._socket, 2)
+        monkeypatch.setattr(server, "_reply", lambda route, said: replies.send_multipart([route, guests.pack(said)]))
+        with linked(server, key, 1) as (link, got):
+            link.ended(1, 0)
+            server.ended(0, 0)
+            assert eventually(lambda: codes(got) == {0: 0, 1: 0})
+            assert eventually(link.is_settled)
+            assert eventually(server.is_settled)
+            assert not link.is_gone
+
+
+def test_a_head_that_dies_without_a_word_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = RunKey.generate()
+    server = RendezvousServer(2, key)
+    with linked(server, key, 1) as (link, _):
+        monkeypatch.setattr(server, "_reply", lambda route, said: None)
+        link.ended(1, 4)
+        time.sleep(0.2)
+        assert not link.is_settled()
+        server.close()
+        assert eventually(lambda: link.is_gone)
+        assert link.is_settled()
+        assert not link.may_hear_of([0])
+
+
+def test_only_launchers_that_are_there_or_may_come_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "SILENT_S", 1.5)
+    monkeypatch.setattr(guests, "_REPEAT_S", 0.3)
+    key = RunKey.generate()
+    with RendezvousServer(3, key, deadline_s=2.5) as server:
+        assert server.may_hear_of([2])
+        with linked(server, key, 1) as (link, _):
+            assert eventually(lambda: not server.may_hear_of([2]), 5.0)  # it did not come in time
+            assert server.may_hear_of([1])
+            monkeypatch.setattr(link, "_report", lambda **_: b"\x80")
+            assert eventually(lambda: not server.may_hear_of([1]), 5.0)  # it has fallen silent
+
+
+def test_who_is_waited_for_is_said_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "WAITING_S", 0.4)
+    said: list[str] = []
+    with rendezvous(4, notice=said.append) as (_, visit):
+        visits = [visit(hello(rank, 4)) for rank in (0, 1)]
+        assert eventually(lambda: len(said) == 2, 4.0)
+        visits += [visit(hello(rank, 4)) for rank in (2, 3)]
+        assert all(len(future.result(5.0)) == 4 for future in visits)
+    assert [text[: text.index("(")] for text in said] == 2 * ["waiting for ranks 2-3 "]
+
+
+def test_another_key_is_named_on_both_sides_once_and_the_right_one_still_welcome() -> None:
+    key, here, there = RunKey.generate(), list[str](), list[str]()
+    with RendezvousServer(2, key, notice=here.append) as server:
+        ignored: list[Bulletin] = []
+        link = LauncherLink(server.address, RunKey.generate(), (1,), on_bulletin=ignored.append, notice=there.append)
+        assert eventually(lambda: bool(there) and bool(here), 4.0)
+        time.sleep(1.0)
+        assert not link.is_accepted
+        link.close()
+        with linked(server, key, 1):
+            pass
+    assert here == ["a process on 127.0.0.1 tries to join with another run key: give the same to all nodes"]
+    assert len(there) == 1
+    assert there[0].endswith("it answers, but not to this node's run key: give the same to all nodes")
+
+
+def test_a_head_of_an_earlier_attempt_is_no_matter_of_keys() -> None:
+    there: list[str] = []
+    with RendezvousServer(2, RunKey.generate(), notice=lambda text: None) as server:
+        arguments: dict[str, Any] = {"on_bulletin": lambda _: None, "notice": there.append}
+        link = LauncherLink(server.address, RunKey.generate(), (1,), attempt=1, **arguments)
+        assert eventually(lambda: bool(there), 4.0)
+        link.close()
+    assert there[0].endswith("it still serves an earlier attempt")
+
+
+def test_refusals_are_told_in_a_line_each() -> None:
+    said: list[str] = []
+    with rendezvous(3, notice=said.append) as (server, visit):
+        server.ended(1, 137)
+        for rank in (0, 2):
+            with pytest.raises(RendezvousFailed):
+                visit(hello(rank)).result(5.0)
+    assert said == [
+        f"rank {rank} (pid 1 on host here) is refused: "
+        "the rendezvous failed: rank 1 ended with code 137 before all ranks had come"
+        for rank in (0, 2)
+    ]
+
+
+@pytest.mark.parametrize("who", ["rank", "server"])
+def test_a_signal_that_does_not_interrupt_the_wait_is_noticed_soon(who: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    key, before = RunKey.generate(), signal.signal(signal.SIGUSR2, interrupt)
+    # Another thread gets it, as where it comes just before the main thread begins to wait.
+    sender = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR2))
+    try:
+        with RendezvousServer(2, key, deadline_s=30.0) as server:
+            sender.start()
+            started_s = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                _ = server.wait(20.0) if who == "server" else meet(server.address, hello(0, 2), key)
+            assert time.monotonic() - started_s < 2.0
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_the_port_is_free_again_and_nothing_is_left() -> None:

@@ -7,14 +7,17 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import zmq
 
-from rrfp_jax.runtime.network import RendezvousServer, RunKey
-from rrfp_jax.runtime.network.plain import unpack
+from rrfp_jax.records import from_plain, to_plain
+from rrfp_jax.runtime.network import Bulletin, RendezvousServer, RunKey
+from rrfp_jax.runtime.network.plain import pack, unpack
+from rrfp_jax.runtime.network.roll_call import Ending, LauncherReport
 from rrfp_jax.runtime.network.sockets import rank_role
 from tests.runtime.network.mesh import Node, eventually, nodes
 
@@ -217,7 +220,8 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
     key = RunKey.generate()
     with caplog.at_level(logging.WARNING), closing(RendezvousServer(2, key, deadline_s=5.0)) as server:
         scan(server.address)
-        public = key.pair("rendezvous").public
+        public, nothing = key.pair("rendezvous").public, LauncherReport(ranks=(1,), endings={}, version=-1)
+        report = pack({"kind": "launcher", "report": to_plain(nothing)})
         foreign = RunKey.generate().pair("member")
         with (
             stranger(server.address, zmq.DEALER) as bare,
@@ -226,15 +230,19 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
         ):
             for speaker in (bare, other_run):
                 with suppress(zmq.Again):  # it may have been refused already
-                    speaker.send(b"\x81\xa4kind\xa9supervise", zmq.NOBLOCK)
-            for said in (b"", b"\xc1", b"\x80", b"\x81\xa4kind\xa5hello", b"\x81\xa4kind\xa6exited", b"x" * 100_000):
+                    speaker.send(report, zmq.NOBLOCK)
+            for said in (b"", b"\xc1", b"\x80", b"\x81\xa4kind\xa5hello", b"\x81\xa4kind\xa8launcher", b"x" * 100_000):
                 mad.send(said)
             mad.send_multipart([b"a", b"b"])
-            mad.send(b"\x81\xa4kind\xa9supervise")
-            server.exited(1, 3)
-            assert mad.poll(2000)
-            assert unpack(mad.recv()) == {"kind": "exited", "rank": 1, "code": 3}
+            ended = {7: Ending(code=0, at_s=0.0)}
+            mad.send(pack({"kind": "launcher", "report": to_plain(replace(nothing, endings=ended))}))
+            server.ended(1, 3)
+            mad.send(report)
+            bulletin = Bulletin()
+            while 1 not in bulletin.endings:
+                assert mad.poll(5000)
+                bulletin = from_plain(Bulletin, unpack(mad.recv())["bulletin"])
             assert not bare.poll(0)
             assert not other_run.poll(0)
-        assert server.exits() == {1: 3}
-        assert "a connection to the rendezvous was dropped" in caplog.text
+        assert "a process on 127.0.0.1 tries to join with another run key" in caplog.text
+        assert "an end of rank 7 of 2" in caplog.text
