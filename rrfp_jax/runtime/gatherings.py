@@ -7,6 +7,7 @@ that asked for the gathering unpacks anything. A gathering is complete on a rank
 returns before all ranks have come.
 """
 
+import logging
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from rrfp_jax.runtime.network.plain import field, pack, unpack
 from rrfp_jax.tree import children, parent
 from rrfp_jax.waiting import wait_for
 
+_LOG = logging.getLogger(__name__)
 _TOPIC = "gather"
+_SPEAK_AFTER_S = 5.0
+"""Rank 0 says for whom it waits that long."""
 _ENTRY = struct.Struct("<IQ")
 """A rank, and how many bytes follow that it has brought."""
 _MAX_BYTES = 1 << 30
@@ -64,7 +68,12 @@ class Gatherings:
         Raises PeerFailed where a rank is lost before, or does not come within the deadline.
         """
         gathering = self.bring(name, data, to_all=to_all)
-        wait_for(gathering.complete, deadline_s)
+        if (deadline_s is None or deadline_s > _SPEAK_AFTER_S) and not wait_for(gathering.complete, _SPEAK_AFTER_S):
+            if not self.rank:
+                _LOG.info("waiting for %s (%s)", self._missing(gathering), name)
+            wait_for(gathering.complete, None if deadline_s is None else deadline_s - _SPEAK_AFTER_S)
+        else:
+            wait_for(gathering.complete, deadline_s)
         if gathering.answer is None:
             gathering.is_given_up = True
             late = f"{name}: {self._missing(gathering)} did not come within {deadline_s} s"

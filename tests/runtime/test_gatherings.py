@@ -1,7 +1,11 @@
 """Gatherings of thousands of ranks over a network that only counts."""
 
+import logging
+import threading
+
 import pytest
 
+from rrfp_jax.runtime import gatherings
 from rrfp_jax.runtime.gatherings import Gatherings
 from rrfp_jax.testing.virtual_network import VirtualNetwork
 from rrfp_jax.tree import CONTROL_DEGREE
@@ -34,3 +38,28 @@ def test_what_only_rank_0_needs_makes_no_large_answers(num_ranks: int) -> None:
     for each in ranks[1:]:
         assert each.result("sizes") == {0: 0}
     assert all(rank.counts.sent_bytes < 40 * (CONTROL_DEGREE + 1 + num_ranks) for rank in network.ranks)
+
+
+def test_rank_0_says_for_whom_it_waits_and_then_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gatherings, "_SPEAK_AFTER_S", 0.05)
+    network = VirtualNetwork(4)
+    ranks = [Gatherings(rank) for rank in network.ranks]
+    found: list[dict[int, object]] = []
+    waits = threading.Thread(target=lambda: found.append(ranks[0].gather("boundary 3", "a")))
+    with caplog.at_level(logging.INFO, "rrfp_jax"):
+        ranks[1].bring("boundary 3", "b")
+        waits.start()
+        while not network_ran(network, waits):
+            if caplog.messages and len(ranks) == 4:
+                for each in (ranks.pop(), ranks.pop()):
+                    each.bring("boundary 3", "c")
+    assert found == [{0: "a", 1: "b", 2: "c", 3: "c"}]
+    assert caplog.messages == ["waiting for rank 2 and rank 3 (boundary 3)"]
+
+
+def network_ran(network: VirtualNetwork, waits: threading.Thread) -> bool:
+    network.run()
+    waits.join(0.01)
+    return not waits.is_alive()
