@@ -70,7 +70,7 @@ class TrainingConsole:
             console=self._console,
             disable=is_quiet or not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=num_steps)
+        self._task = self._progress.add_task("training", total=num_steps, start=False)
 
     @contextmanager
     def compiling(self) -> Iterator[CompileReport]:
@@ -122,6 +122,7 @@ class TrainingConsole:
         self._progress.advance(self._task)
 
     def __enter__(self) -> Self:
+        self._progress.start_task(self._task)
         self._progress.start()
         return self
 

@@ -14,9 +14,11 @@ import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
 from rrfp_jax.checkpoint import checkpoints as room
+from rrfp_jax.checkpoint.coordinator import sentence
 from rrfp_jax.checkpoint.record import is_committed
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import LoopThread
+from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.network import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.runtime.peers import Peers
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained
@@ -297,3 +299,17 @@ def test_a_shared_optimizer_state_is_read_once(tmp_path: Path, monkeypatch: pyte
     assert bits([first]) == bits([second]) == bits(trained([(layers, state)], 1))
     assert first[1].params["head"]["table"] is not second[1].params["head"]["table"]
     checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PeerFailed("rank 1 was lost"), "rank 1 was lost"),
+        (RuntimeError("the disk is gone\nand more"), "the disk is gone"),
+        (OSError(28, "No space left on device", "runs/a"), "No space left on device: runs/a"),
+        (KeyError("layers.3"), "KeyError: 'layers.3'"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_is_told_without_the_names_of_classes(error: Exception, told: str) -> None:
+    assert sentence(error) == told
