@@ -228,7 +228,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(tmp_path: Path,
     assert message in sentence(run_command("train", "--config", DEBUG, *asked))
 
 
-def test_ctrl_c_leaves_the_finished_steps_and_ends_although_a_program_hangs(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_although_a_program_hangs_and_says_what_is_saved(tmp_path: Path) -> None:
     options = ("--config", DEBUG, *SMALL, "--num-stages", 2, "--run-dir", tmp_path)
     command = [sys.executable, HANGING, *map(str, options)]
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
@@ -239,14 +239,31 @@ def test_ctrl_c_leaves_the_finished_steps_and_ends_although_a_program_hangs(tmp_
         try:
             assert process.stdout is not None
             assert any(line.startswith("step     1") for line in process.stdout)
+            second = sentence(run_command("train", *options, "--fresh"))
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=40)  # less than the progress deadline, which would end it too
         finally:
             process.kill()
     assert process.returncode == 130, errors
-    assert "interrupted" in errors
+    assert f"{tmp_path} is in use: process {process.pid} on " in second
+    assert "interrupted\nnothing was saved: the same command starts over\n" in errors
     assert (tmp_path / "timeline.png").exists()
+    assert not (tmp_path / "run.lock").exists()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_whose_last_state_is_not_on_the_disk_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_00000002").symlink_to(tmp_path / "archive")
+    options = ("--config", DEBUG, *SMALL, "--num-stages", 1, "--run-dir", tmp_path / "run")
+    result = run_command("train", *options, "--steps", 2, "--checkpoint-every", 1)
+    assert result.returncode == 1, result.stderr
+    assert "step 2 was not saved: " in result.stderr
+    assert "error: the state after step 1 is not on the disk: the last checkpoint holds step 0," in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1]
+    assert list((tmp_path / "archive").iterdir()) == []
 
 
 def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Path) -> None:
