@@ -132,7 +132,7 @@ def strike_once(strike: Strike, folder: Path) -> Ended:
         others = set(range(NUM_RANKS)) - {strike.rank}
         assert all((folder / "run" / f"events-rank{other}.json.gz").exists() for other in others)
     deadline_s = CLOSED_S if is_kill else SILENCE_S
-    if phase == "meeting":  # there are no connections yet
+    if phase == "meeting" and not is_kill:  # there are no connections yet
         deadline_s = max(deadline_s, START_S + LAUNCHING_S - at_s)
     assert ended_s < deadline_s + SLACK_S, launcher.text
     return Ended(strike=strike, at_s=at_s, phase=phase, ended_s=ended_s, deadline_s=deadline_s)

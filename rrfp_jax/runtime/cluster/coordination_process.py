@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from rrfp_jax.runtime.cluster.config import HEARTBEAT_TIMEOUT_S
 from rrfp_jax.runtime.exit_codes import DONE, START_FAILED
 
+_REMEDY = "end the run or program that has it, or give another port"
 _SHUTDOWN_TIMEOUT_S = 5
 """Nobody waits for others at the end, since some may have died."""
 
@@ -27,11 +28,8 @@ def main(argv: list[str]) -> int:
     try:
         reserved = _reserve(host, port)
     except OSError as error:
-        remedy = "end the run or program that has it, or give another port"
-        print(
-            f"the coordination service cannot listen on {host}, port {port}: {error.strerror}; {remedy}",
-            file=sys.stderr,
-        )
+        where = f"{host}, port {port}: {error.strerror}; {_REMEDY}"
+        print(f"the coordination service cannot listen on {where}", file=sys.stderr)
         return START_FAILED
     with closing(reserved):
         port = reserved.getsockname()[1]

@@ -53,8 +53,7 @@ class Inbox:
 
     def clear(self) -> None:
         """Forget what happened to an earlier attempt."""
-        while self.next(0) is not None:
-            pass
+        self._queue = SimpleQueue()
 
     def __enter__(self) -> Self:
         for number in _PASSED_ON:

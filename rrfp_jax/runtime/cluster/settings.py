@@ -113,11 +113,8 @@ class LaunchSettings:
 
     def local_ranks(self) -> range:
         """The ranks that this launcher starts."""
-        return (
-            range(0)
-            if self.supervises
-            else range(self.node_rank * self.num_processes, (self.node_rank + 1) * self.num_processes)
-        )
+        first = self.node_rank * self.num_processes
+        return range(first, first + (0 if self.supervises else self.num_processes))
 
     def listens_on(self) -> str | None:
         """The interface of this node where it is not loopback.

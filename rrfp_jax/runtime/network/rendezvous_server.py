@@ -24,9 +24,8 @@ from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.network.gate import Gate
 from rrfp_jax.runtime.network.keys import RunKey
 from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
-from rrfp_jax.runtime.network.roll_call import Bulletin, Ending, Hello, LauncherReport, Member, RollCall, name_ranks
+from rrfp_jax.runtime.network.roll_call import Bulletin, Ending, Hello, LauncherReport, RollCall, name_ranks
 from rrfp_jax.runtime.network.sockets import LOOPBACK, WATCHED_EVENTS, bind, new_socket, serve_as
-from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 SERVER_ROLE, MEMBER_ROLE = "rendezvous", "member"
@@ -91,7 +90,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._launchers: dict[bytes, tuple[LauncherReport, float]] = {}
         """Of other nodes, and when they were heard."""
         self._commands: deque[Callable[[], None]] = deque()
-        self._decided = threading.Event()
+        self._has_announced = False
         self._bulletin, self._version = Bulletin(), 0
         self._service: Ending | None = None
         self._complaints: set[str] = set()
@@ -106,19 +105,6 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._thread.start()
 
     # -- called from any thread --------------------------------------------------------------------------------------
-
-    def wait(self, timeout_s: float) -> tuple[Member, ...]:
-        """The members, ascending by rank, once all have come.
-
-        Raises:
-            RendezvousFailed: where they did not.
-            TimeoutError: after ``timeout_s`` without a verdict.
-        """
-        if not wait_for(self._decided, timeout_s):
-            raise TimeoutError(f"the rendezvous has no verdict after {timeout_s} s")
-        if self._roll.members is None:
-            raise RendezvousFailed(self._roll.failure)
-        return self._roll.members
 
     def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
         """A process of this node has ended, now or at ``time.monotonic() == at_s``."""
@@ -249,10 +235,10 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
 
     def _announce(self, *, is_last: bool = False) -> None:
         """Tell everyone what is new."""
-        if self._roll.is_decided and not self._decided.is_set():
+        if self._roll.is_decided and not self._has_announced:
             for route in self._routes:
                 self._reply(route, self._verdict())
-            self._decided.set()
+            self._has_announced = True
         bulletin = replace(self._roll.bulletin(), service=self._service, is_last=is_last)
         if bulletin != self._bulletin:
             self._bulletin, self._version = bulletin, self._version + 1
