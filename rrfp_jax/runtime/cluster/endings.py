@@ -27,9 +27,10 @@ _MEANINGS = {
     codes.PREEMPTED: "preempted, state saved",
     codes.INTERRUPTED: "interrupted",
 }
-_LIMITED = (127, ABORTED)
+_LIMITED = (127, ABORTED, codes.SIGNALLED + signal.SIGSEGV)
+"""How JAX ends where the system gives it no more memory or threads."""
 _LIMITS = (
-    "  an abort without another reason is mostly lack of memory or threads: look at ulimit -v and -u, and at the "
+    "  a crash without a message of its own is mostly lack of memory or threads: look at ulimit -v and -u, and at the "
     "limits of the container"
 )
 

@@ -54,7 +54,7 @@ def test_nobody_is_blamed_for_what_the_coordination_service_did():
     assert earlier.code() == 4
 
 
-@pytest.mark.parametrize(("code", "is_told"), [(134, True), (127, True), (139, False), (4, False)])
+@pytest.mark.parametrize(("code", "is_told"), [(134, True), (127, True), (139, True), (137, False), (4, False)])
 def test_what_aborts_mostly_mean_is_told(code: int, is_told: bool):
     summary = endings((0, code, 1.0), (1, 5, 1.1), (2, 5, 1.1)).summary()
     assert summary[0].startswith("the run failed after 1.0 s: rank 0")
