@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any, NamedTuple
 
 from rrfp_jax.tasks import Task, TaskKind
@@ -65,6 +66,42 @@ class Wait(NamedTuple):
     reason: IdleReason
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What the record of one step adds up to: of constant size, and sums of different stages can be merged."""
+
+    num_stages: int
+    """Of the whole run, of which these are the sums of some stages or all."""
+    start_s: float = inf
+    """First start, and last end, of a task with a microbatch."""
+    end_s: float = -inf
+    cost_s: float = 0.0
+    """The longest stage's own first start to last end."""
+    work_s: float = 0.0
+    idle_s: dict[IdleReason, float] = field(default_factory=dict)
+
+    def makespan_s(self) -> float:
+        """First start to last end; 0 where nothing ran."""
+        return max(0.0, self.end_s - self.start_s)
+
+    def bubble_fraction(self) -> float:
+        return (self.cost_s - self.work_s / self.num_stages) / self.cost_s if self.cost_s else 0.0
+
+    def merged(self, other: "Sums", *, later_s: float = 0.0) -> "Sums":
+        """These with those of other stages, whose clock shows ``later_s`` less."""
+        idle_s = {**self.idle_s}
+        for reason, seconds in other.idle_s.items():
+            idle_s[reason] = idle_s.get(reason, 0.0) + seconds
+        return Sums(
+            num_stages=self.num_stages,
+            start_s=min(self.start_s, other.start_s + later_s),
+            end_s=max(self.end_s, other.end_s + later_s),
+            cost_s=max(self.cost_s, other.cost_s),
+            work_s=self.work_s + other.work_s,
+            idle_s=idle_s,
+        )
+
+
 @dataclass
 class Timeline:
     """The spans and waits of one or more steps, in the order of recording."""
@@ -91,6 +128,20 @@ class Timeline:
     def extend(self, other: "Timeline") -> None:
         self.spans.extend(other.spans)
         self.waits.extend(other.waits)
+
+    def sums(self) -> Sums:
+        """What this record of one step adds up to."""
+        spans, idle_s = list(self._microbatch_spans()), dict[IdleReason, float]()
+        for wait in self.waits:
+            idle_s[wait.reason] = idle_s.get(wait.reason, 0.0) + wait.end_s - wait.start_s
+        return Sums(
+            num_stages=self.num_stages,
+            start_s=min((s.start_s for s in spans), default=inf),
+            end_s=max((s.end_s for s in spans), default=-inf),
+            cost_s=self.cost_s(),
+            work_s=sum(s.end_s - s.start_s for s in spans),
+            idle_s=idle_s,
+        )
 
     def makespan_s(self) -> float:
         """First start to last end; 0 where nothing ran."""

@@ -22,12 +22,12 @@ from rrfp_jax.arbitration import (
     TaskFinished,
 )
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
 from rrfp_jax.timeline import Timeline
 
-StepEnded = Callable[[int, int, Any, Timeline], None]
+StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
 """Called with the stage, the step, the executor's outcome and the stage's record of the step."""
 Tell = Callable[[int, int, int, Note], None]
 """Called with the stage, the member of its group, the step and what to tell it."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
@@ -21,14 +21,15 @@ from rrfp_jax.runtime.cluster.loop import LoopThread
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import Batch, StageExecutor
-from rrfp_jax.runtime.giving_up import Failure, GivingUp
+from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
+from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.options import check_running
+from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
-from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
+from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Transport
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import wait_for
 
 _CHECKS_PER_DEADLINE = 8
@@ -46,13 +47,24 @@ class PipelineClosed(RuntimeError):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a finished step leaves: each stage's outcome, by stage, and the record of all stages."""
+    """What a finished step leaves."""
 
     step: int
-    outcomes: dict[int, Any]
+    result: Any
+    """What the executors returned, alike on all stages."""
+    peak_memory_bytes: dict[int, int]
+    """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
     timeline: Timeline
+    """The record of the stages hosted here."""
     ended_s: float
     """When the last stage ended the step (``time.perf_counter``)."""
+    told: Summary | None = None
+    """On rank 0 of several, what all ranks together have told."""
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What the step adds up to: on all stages on rank 0, elsewhere on those hosted here."""
+        return self.timeline.sums() if self.told is None else self.told.sums
 
 
 _Completion = tuple[int, RunTask, float, float, BaseException | None]
@@ -62,9 +74,10 @@ _Completion = tuple[int, RunTask, float, float, BaseException | None]
 @dataclass
 class _Pending:
     timeline: Timeline
-    future: "Future[StepOutcome] | None" = None
-    """None while only other ranks have ended the step."""
-    outcomes: dict[int, Any] = field(default_factory=dict)
+    future: "Future[StepOutcome]"
+    outcomes: dict[int, StageOutcome] = field(default_factory=dict)
+    sums: Sums | None = None
+    """Of the stages of which this is the first rank."""
 
 
 class PipelineRuntime:
@@ -99,7 +112,7 @@ class PipelineRuntime:
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure, self._on_close = peers, on_failure, on_close
-        self._giving_up = GivingUp(self._loop, peers, progress_deadline_s, self._end_with)
+        self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
         self.transport = make_transport(self._deliver)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, ComputeThread] = {}
@@ -114,7 +127,6 @@ class PipelineRuntime:
         self._num_stages = arbiters[0].placement.num_stages
         for arbiter, executor in zip(arbiters, executors, strict=True):
             self._add_stage(arbiter, executor, log_steps)
-        self._num_awaited = self._num_stages if peers is not None and not peers.rank else len(self._actors)
         self._start()
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
@@ -166,7 +178,7 @@ class PipelineRuntime:
         future: Future[StepOutcome] = Future()
         with self._closing:
             if self._is_closed:
-                raise PipelineClosed() from self._giving_up.error
+                raise PipelineClosed() from self._ending.error
             self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
         return future
 
@@ -181,7 +193,7 @@ class PipelineRuntime:
             return not any(thread.is_alive() for thread in self._threads.values())
         for thread in self._threads.values():
             thread.ask_to_stop()
-        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._giving_up.failing is None else _STOP_AFTER_FAILURE_S)
+        until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._ending.failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
@@ -197,8 +209,8 @@ class PipelineRuntime:
 
         ``what`` becomes the summary where nothing else has gone wrong.
         """
-        self._loop.call_soon_threadsafe(lambda: self._giving_up.begin(Failure(PeerLost, what, self._states())))
-        return self._giving_up.wait()
+        self._loop.call_soon_threadsafe(lambda: self._ending.begin(Failure(PeerLost, what, self._states())))
+        return self._ending.wait()
 
     @staticmethod
     def clock() -> float:
@@ -215,7 +227,7 @@ class PipelineRuntime:
         return take_log(
             self.logs(),
             {stage: running for stage, running in started.items() if running is not None},
-            report=None if self._giving_up.error is None else self._giving_up.error.report,
+            report=None if self._ending.error is None else self._ending.error.report,
             rank=0 if self._peers is None else self._peers.rank,
             clock_offset_s=0.0 if self._peers is None else self._peers.clocks.offset_s,
         )
@@ -231,22 +243,17 @@ class PipelineRuntime:
     def _begin(
         self, step: int, batch: Batch, absent: frozenset[tuple[int, int]], future: "Future[StepOutcome]"
     ) -> None:
-        if self._giving_up.error is not None:
-            future.set_exception(self._giving_up.error)
+        if self._ending.error is not None:
+            future.set_exception(self._ending.error)
             return
         if not self.is_under_way():
             self._progress_s = time.perf_counter()
-        self._pending_step(step).future = future
+        self._pending[step] = _Pending(Timeline(self._num_stages), future)
         self._pump(*(partial(actor.start_step, step, batch, absent) for actor in self._actors.values()))
-
-    def _pending_step(self, step: int) -> _Pending:
-        if step not in self._pending:
-            self._pending[step] = _Pending(Timeline(self._num_stages))
-        return self._pending[step]
 
     def is_under_way(self) -> bool:
         """Whether a step that was submitted has not ended everywhere; on the event loop."""
-        return any(pending.future is not None for pending in self._pending.values())
+        return bool(self._pending)
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._progress_s = time.perf_counter()
@@ -261,7 +268,7 @@ class PipelineRuntime:
                 self._pump(partial(self._actors[stage].completed, instruction, start_s, end_s))
             else:
                 what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
-                self._giving_up.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+                self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
     def _pump(self, *calls: Callable[[], None]) -> None:
         """Run these calls, first in first out; where one of them asks for more, those run after itself."""
@@ -270,30 +277,39 @@ class PipelineRuntime:
             return
         self._is_pumping = True
         try:
-            while self._inbox and self._giving_up.failing is None:
+            while self._inbox and self._ending.failing is None:
                 self._inbox.popleft()()
         except Exception as error:
-            self._giving_up.begin(
+            self._ending.begin(
                 Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error)
             )
         finally:
             self._is_pumping = False
 
-    def _stage_ended(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
-        peers = self._peers
-        if peers is not None and peers.rank and peers.layout.ranks_of(stage)[0] == peers.rank:
-            peers.report(stage, step, outcome, timeline.as_plain(later_s=peers.clocks.offset_s))
-        self._add_outcome(stage, step, outcome, timeline)
-
-    def _add_outcome(self, stage: int, step: int, outcome: Any, timeline: Timeline) -> None:
-        pending = self._pending_step(step)
+    def _stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
+        pending, peers = self._pending[step], self._peers
         pending.outcomes[stage] = outcome
         pending.timeline.extend(timeline)
-        if len(pending.outcomes) == self._num_awaited:
-            assert pending.future is not None
-            del self._pending[step]
-            outcomes = dict(sorted(pending.outcomes.items()))
-            pending.future.set_result(StepOutcome(step, outcomes, pending.timeline, time.perf_counter()))
+        if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
+            sums = timeline.sums()
+            pending.sums = sums if pending.sums is None else pending.sums.merged(sums)
+        if len(pending.outcomes) < len(self._actors):
+            return
+        if peers is None or peers.rank:
+            self._resolve(step, None)
+        if peers is not None:
+            own = Sums(num_stages=self._num_stages)
+            if pending.sums is not None:
+                own = own.merged(pending.sums, later_s=peers.clocks.offset_s)
+            led = (unit for unit in pending.outcomes if peers.layout.ranks_of(unit)[0] == peers.rank)
+            peers.outcomes.add(step, own, {unit: pending.outcomes[unit].peak_memory_bytes for unit in led})
+
+    def _resolve(self, step: int, told: Summary | None) -> None:
+        pending = self._pending.pop(step)
+        own = {stage: pending.outcomes[stage].peak_memory_bytes for stage in sorted(pending.outcomes)}
+        result = next(iter(pending.outcomes.values())).result
+        peaks = own if told is None else told.peak_memory_bytes()
+        pending.future.set_result(StepOutcome(step, result, peaks, pending.timeline, time.perf_counter(), told))
 
     # -- on the event loop: what other ranks say ---------------------------------------------------------------------
 
@@ -301,23 +317,23 @@ class PipelineRuntime:
         """A member of a hosted unit's group says something."""
         self._pump(partial(self._actors[unit].hear, step, member, note))
 
-    def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
-        """A stage elsewhere has ended a step."""
+    def step_ended(self, step: int, summary: Summary) -> None:
+        """All stages, also those elsewhere, have ended a step; on rank 0."""
         self._progress_s = time.perf_counter()
-        if self._giving_up.failing is None:
-            self._add_outcome(unit, step, outcome, Timeline.from_plain(self._num_stages, timeline))
+        if step in self._pending:
+            self._resolve(step, summary)
 
-    def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
+    def failed(self, news: FailureNews) -> None:
         """Another rank gives up."""
-        self._giving_up.heard(rank, failure, self._states)
+        self._ending.heard(news)
 
     def lost(self, rank: int, reason: str) -> None:
         """Another rank died or fell silent."""
-        self._giving_up.lost(rank, reason, self._states)
+        self._ending.lost(rank, reason)
 
     def transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
-        self._giving_up.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
+        self._ending.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
 
     # -- on the event loop: giving up --------------------------------------------------------------------------------
 
@@ -326,9 +342,9 @@ class PipelineRuntime:
         if self._is_closed:
             return
         stalled_s = time.perf_counter() - self._progress_s
-        if self.is_under_way() and self._giving_up.failing is None and stalled_s > self._deadline_s:
+        if self.is_under_way() and self._ending.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
-            self._giving_up.begin(Failure(NoProgress, what, self._states()))
+            self._ending.begin(Failure(NoProgress, what, self._states()))
         if self._peers is not None:
             self._peers.clocks.refresh()
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)
@@ -341,8 +357,7 @@ class PipelineRuntime:
 
     def _end_pending(self, error: Exception) -> None:
         for pending in self._pending.values():
-            if pending.future is not None:
-                pending.future.set_exception(error)
+            pending.future.set_exception(error)
         self._pending.clear()
 
     def _states(self, failed_stage: int | None = None) -> list[StageState]:

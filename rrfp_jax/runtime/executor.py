@@ -6,13 +6,22 @@ event loop, so ``run`` alone may wait for a device; all others must return withi
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.tasks import Task
 
 Batch = Mapping[str, Any]
 """A step's batch: leaves of shape [num_microbatches, ...]."""
+
+
+class StageOutcome(NamedTuple):
+    """What a step leaves on one stage."""
+
+    result: Any = None
+    """Alike on all stages."""
+    peak_memory_bytes: int = 0
+    """The most that the stage held during the step."""
 
 
 class StageExecutor(Protocol):
@@ -30,5 +39,5 @@ class StageExecutor(Protocol):
     def accept(self, step: int, message: Message, payload: Any) -> None:
         """A message's content; it may belong to a step that has not begun here, and it may be a second delivery."""
 
-    def finish(self, step: int) -> Any:
+    def finish(self, step: int) -> StageOutcome:
         """The step is done on this stage: free what it held and return its outcome."""

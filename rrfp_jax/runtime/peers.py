@@ -1,12 +1,11 @@
 """The other processes of a run, as this one's driver sees them: notes within groups, outcomes, failures, gatherings.
 
-All of it are small messages of plain data over the run's :class:`PeerNetwork`. What comes before a driver is attached
-is kept for it.
+All of it are small messages of plain data over the run's :class:`PeerNetwork`.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Note
@@ -16,13 +15,14 @@ from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
 from rrfp_jax.runtime.network.plain import field, pack, unpack
+from rrfp_jax.runtime.outcomes import Outcomes, Summary
+from rrfp_jax.runtime.report import FailureNews
 
 __all__ = ["Listener", "PeerFailed", "Peers"]
 
 _LOG = logging.getLogger(__name__)
-_NOTE, _OUTCOME, _FAILURE = "note", "outcome", "failure"
-_MAX_TIMELINE_BYTES = 1 << 30
-_MAX_REPORT_BYTES = 1 << 26
+_NOTE, _FAILURE = "note", "failure"
+_MAX_NEWS_BYTES = 1 << 26
 
 
 class Listener(Protocol):
@@ -31,39 +31,39 @@ class Listener(Protocol):
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of the unit's group says something."""
 
-    def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
-        """A unit elsewhere has ended a step; only rank 0 is told."""
+    def step_ended(self, step: int, summary: Summary) -> None:
+        """All units of the run have ended a step; only rank 0 is told."""
 
-    def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
-        """A rank gives up, and says why."""
+    def failed(self, news: FailureNews) -> None:
+        """A rank gives up, or tells on that another one does."""
 
 
 class Peers:
-    """Talks to the other ranks; subscribes to its topics, so make it before the network starts."""
+    """Talks to the other ranks, for one driver after another."""
 
     def __init__(self, network: PeerNetwork, layout: Layout, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.network, self.layout, self.rank = network, layout, network.rank
         self.clocks = Clocks(network, clock)
+        self.outcomes = Outcomes(network)
         self._gatherings = Gatherings(network)
         self.gather = self._gatherings.gather
         """See :meth:`Gatherings.gather`."""
         self._listener: Listener | None = None
-        self._kept: list[Callable[[Listener], None]] = []
-        for topic, handler in ((_NOTE, self._note), (_OUTCOME, self._outcome), (_FAILURE, self._failure)):
-            network.subscribe(topic, handler)
+        network.subscribe(_FAILURE, self._failure)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
 
     def attach(self, listener: Listener) -> None:
-        """Hand everything that has come and that will come to a driver; on the event loop."""
+        """Hand everything that has come and that will come to a driver."""
         self._listener = listener
-        kept, self._kept = self._kept, []
-        for call in kept:
-            call(listener)
+        self.outcomes.begin(listener.step_ended)
+        self.network.subscribe(_NOTE, self._note)
 
     def detach(self) -> None:
         """The driver is closed; what comes from now on is kept for the next."""
-        self._listener = None
-
-    # -- on the event loop -------------------------------------------------------------------------------------------
+        if self._listener is not None:
+            self._listener = None
+            self.network.unsubscribe(_NOTE)
 
     def tell(self, unit: int, member: int, step: int, note: Note) -> None:
         """Say something to a member of a unit's group."""
@@ -71,19 +71,16 @@ class Peers:
         header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
         self.network.send(ranks[member], _NOTE, header)
 
-    def report(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
-        """Tell rank 0 that a unit has ended a step here."""
-        header = {"unit": unit, "step": step, "outcome": outcome}
-        self.network.send(0, _OUTCOME, header, [pack(timeline, _MAX_TIMELINE_BYTES)])
+    def announce(self, news: FailureNews) -> None:
+        """Tell every rank that this one has a connection to of a failure; no gathering can be completed any more.
 
-    def announce(self, failure: Mapping[str, Any]) -> None:
-        """Tell every rank that this one gives up; no gathering can be completed any more. Never raises."""
-        self.lose(f"rank {self.rank} gave up: {failure.get('summary')}")
+        Never raises.
+        """
+        self.lose(f"rank {news.origin} gave up: {news.summary}")
         try:
-            packed = pack(dict(failure), _MAX_REPORT_BYTES)
-            for rank in range(self.layout.num_ranks):
-                if rank != self.rank:
-                    self.network.send(rank, _FAILURE, {}, [packed])
+            packed = pack(to_plain(news), _MAX_NEWS_BYTES)
+            for rank in self.network.connections:
+                self.network.send(rank, _FAILURE, {}, [packed])
         except Exception:  # the run ends all the same; the others notice that this rank is gone
             _LOG.exception("rank %d could not tell the others why it gives up", self.rank)
 
@@ -94,29 +91,20 @@ class Peers:
 
     def _note(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
         unit, step, member = (field(header, name, int) for name in ("unit", "step", "member"))
-        note = _note_from(field(header, "note", list))
-        self._hand_over(lambda listener: listener.heard(unit, step, member, note))
-
-    def _outcome(self, _: int, header: dict[str, Any], frames: list[memoryview]) -> None:
-        unit, step = field(header, "unit", int), field(header, "step", int)
-        timeline = unpack(bytes(frames[0]) if frames else b"", _MAX_TIMELINE_BYTES)
-        self._hand_over(lambda listener: listener.outcome(unit, step, header.get("outcome"), timeline))
+        assert self._listener is not None
+        self._listener.heard(unit, step, member, _record(Note, field(header, "note", list)))
 
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
-        failure = unpack(bytes(frames[0]) if frames else b"", _MAX_REPORT_BYTES)
-        self.lose(f"rank {rank} gave up: {field(failure, 'summary', str)}")
-        self._hand_over(lambda listener: listener.failed(rank, failure))
-
-    def _hand_over(self, call: Callable[[Listener], None]) -> None:
-        if self._listener is None:
-            self._kept.append(call)
-        else:
-            call(self._listener)
+        if len(frames) != 1:
+            raise MalformedMessage(f"rank {rank} tells of a failure in {len(frames)} frames")
+        news: FailureNews = _record(FailureNews, unpack(bytes(frames[0]), _MAX_NEWS_BYTES))
+        self.lose(f"rank {news.origin} gave up: {news.summary}")
+        if self._listener is not None:
+            self._listener.failed(news)
 
 
-def _note_from(plain: list[Any]) -> Note:
+def _record(kind: Any, plain: Any) -> Any:
     try:
-        note: Note = from_plain(Note, plain)
+        return from_plain(kind, plain)
     except MalformedRecord as error:
         raise MalformedMessage(str(error)) from error
-    return note

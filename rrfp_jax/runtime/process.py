@@ -4,8 +4,8 @@ A run of one process needs nothing but devices. In a run of several, :class:`Pro
 this order: subscribe to what others may send, connect and watch them, start JAX in all processes together.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Selection
 from rrfp_jax.tasks import Placement
+from rrfp_jax.timeline import Timeline
 
 EdgeOf = Callable[[Message], Edge | None]
 _FAREWELL_S = 1.0
@@ -93,10 +94,8 @@ class Process:
         self._transport = self._make_transport(placement)
         self.cluster.connect()
         assert self.peers is not None
-        try:
+        with self._meeting():
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
-        except ConnectionError as error:
-            raise StartFailed(str(error)) from error
 
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
         """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
@@ -207,12 +206,39 @@ class Process:
         if self.peers is None:
             return {0: data}
         self._num_gatherings += 1
-        try:
+        with self._meeting():
             return self.peers.gather(f"{name} {self._num_gatherings}", data, to_all=to_all)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Around what all processes do together: where one is lost, that is the error."""
+        try:
+            yield
         except ConnectionError as error:
             if self._runtime is None:
                 raise StartFailed(f"rank {self.rank} cannot start: {error}") from error
             raise self._runtime.wait_for_failure(str(error)) from error
+
+    def whole_timeline(self, own: Timeline) -> Timeline:
+        """The record of all units, on rank 0's clock, made of what each process recorded of its own.
+
+        All processes call this; only rank 0 gets all, the others their own back.
+        """
+        if self.peers is None:
+            return own
+        with self._meeting():
+            self.peers.clocks.synchronise()
+        told = Timeline(own.num_stages)
+        for unit in self.units:
+            if self.layout.ranks_of(unit)[0] == self.rank:
+                told.extend(own.of_stage(unit))
+        plain = told.as_plain(later_s=self.peers.clocks.offset_s)
+        everybody = self.gather("timelines", plain, to_all=False)
+        if self.rank:
+            return own
+        for rank in range(1, self.layout.num_ranks):
+            told.extend(Timeline.from_plain(own.num_stages, everybody[rank]))
+        return told
 
     def finish(self) -> None:
         """End in good order: wait until all processes have come so far, and leave. Raises RunFailed as ``gather``."""

@@ -16,7 +16,7 @@ from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.executor import Batch
+from rrfp_jax.runtime.executor import Batch, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory import MemoryMeter
 from rrfp_jax.runtime.options import UpdateRules
@@ -24,21 +24,6 @@ from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 
-@dataclass(frozen=True)
-class StageOutcome:
-    """What a step leaves on one stage."""
-
-    verdict: Verdict
-    peak_memory_bytes: int
-
-    def as_plain(self) -> dict[str, Any]:
-        """The outcome as plain data, for another process."""
-        return {"verdict": self.verdict.as_plain(), "peak_memory_bytes": self.peak_memory_bytes}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "StageOutcome":
-        """What :meth:`as_plain` wrote."""
-        return cls(Verdict(**plain["verdict"]), plain["peak_memory_bytes"])
 
 
 @dataclass
@@ -127,12 +112,12 @@ class ProgramStage:
             return self._verdict(step).as_plain()
         return self._mailbox.payload(step, message)
 
-    def finish(self, step: int) -> dict[str, Any]:
-        """The step's verdict, and the most memory that the stage held: a :class:`StageOutcome` as plain data."""
+    def finish(self, step: int) -> StageOutcome:
+        """The step's verdict, and the most memory that the stage held."""
         outcome = StageOutcome(self._verdict(step), self._meter.reset())
         del self._steps[step]
         self._mailbox.finish(step)
-        return outcome.as_plain()
+        return outcome
 
     def _tie(self, message: Message) -> Any:
         """Accumulators for a chunk of the same replica; the word that they are complete for another replica."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.tasks import Placement
@@ -31,16 +30,6 @@ class StageState:
     rank: int | None = None
     """The process that tells this; None where there is only one."""
 
-    def as_plain(self) -> dict[str, Any]:
-        """For another process."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "StageState":
-        """What :meth:`as_plain` wrote, lists standing for tuples."""
-        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
-        return cls(**values)
-
     def __str__(self) -> str:
         text = self._text()
         return text if self.rank is None else f"rank {self.rank}: {text}"
@@ -55,6 +44,21 @@ class StageState:
         return (
             f"stage {self.stage} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureNews:
+    """What one rank tells others of a failure: that of its own stages, or what it has heard."""
+
+    kind: str
+    """The error's type."""
+    origin: int
+    """The rank that met it."""
+    summary: str
+    states: dict[int, list[StageState]]
+    """Of the stages of these ranks."""
+    lost: dict[int, str]
+    """Ranks that died or fell silent, with how that was noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)

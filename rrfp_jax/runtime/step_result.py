@@ -4,8 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from rrfp_jax.runtime.driver import StepOutcome
-from rrfp_jax.runtime.program_stage import StageOutcome
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of
 
 
@@ -25,7 +24,9 @@ class StepResult:
     peak_memory_bytes: tuple[int, ...] = field(repr=False)
     """The most that each stage held during the step; since the start of the process where the backend counts."""
     timeline: Timeline = field(repr=False)
-    """When every task ran, and why stages were idle."""
+    """When every task ran, and why stages were idle: of the stages that this process hosts."""
+    sums: Sums = field(repr=False)
+    """What the timelines of all stages add up to; in other processes than the first, of the stages hosted there."""
     ended_s: float = field(repr=False)
     """When the step had ended on all stages (``time.perf_counter``)."""
 
@@ -42,15 +43,15 @@ class StepMetrics:
     def result(self) -> StepResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
         outcome = result_of(self._future)
-        stages = [StageOutcome.from_plain(plain) for plain in outcome.outcomes.values()]
-        verdict = stages[0].verdict
+        verdict = outcome.result
         return StepResult(
             step=outcome.step,
             loss=verdict.loss,
             weight=verdict.weight,
             grad_norm=verdict.grad_norm if self._has_norm else None,
             skipped=not verdict.apply,
-            peak_memory_bytes=tuple(stage.peak_memory_bytes for stage in stages),
+            peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
             timeline=outcome.timeline,
+            sums=outcome.sums,
             ended_s=outcome.ended_s,
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.runtime.executor import Batch, StageExecutor
+from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
 from rrfp_jax.tasks import Task
 
 Delay = Callable[[int, Task], float]
@@ -31,5 +31,5 @@ class DelayedStage:
     def accept(self, step: int, message: Message, payload: Any) -> None:
         self._inner.accept(step, message, payload)
 
-    def finish(self, step: int) -> Any:
+    def finish(self, step: int) -> StageOutcome:
         return self._inner.finish(step)

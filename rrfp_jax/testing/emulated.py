@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import buffer_callback
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.runtime.executor import Batch
+from rrfp_jax.runtime.executor import Batch, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
@@ -57,7 +57,7 @@ class EmulatedStage:
         self._durations_ms = of_tasks(durations_ms)
         self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
-        self.accept, self.finish = self._mailbox.accept, self._mailbox.finish
+        self.accept = self._mailbox.accept
         self._is_alone = num_devices == 1
         activation = activation or activation_spec(DEFAULT_ACTIVATION_BYTES)
         self._source = np.zeros(activation.shape, activation.dtype)
@@ -88,6 +88,10 @@ class EmulatedStage:
         if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
             return self._mailbox.payload(step, message)
         return None
+
+    def finish(self, step: int) -> StageOutcome:
+        self._mailbox.finish(step)
+        return StageOutcome()
 
 
 @lru_cache(maxsize=1)  # all stages of a process have the same graph

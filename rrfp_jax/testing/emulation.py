@@ -109,6 +109,7 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulatio
         if not step:
             cpu_s = -_processor_s()
     cpu_s += _processor_s()
+    timeline = process.whole_timeline(timeline)
     everybody = process.gather("processor time", cpu_s)
     return Emulation(timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes)
 

@@ -67,6 +67,7 @@ class TrainingLoop:
         self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
         self._saver, self._host_data = saver, dict(host_data or {})
         self._num_skipped = num_skipped
+        self._whole: Timeline | None = None
         self._last_end_s = 0.0
         self._stop = threading.Event()
         self.was_stopped = False
@@ -94,6 +95,8 @@ class TrainingLoop:
                 self._save(state)
         if running is not None:
             self._record(running.result())
+        if self._timelines.maxlen:
+            self._whole = self._pipeline.process.whole_timeline(self.timeline())
         return state
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
@@ -112,7 +115,10 @@ class TrainingLoop:
         self._saver.save(state, {**self._host_data, "num_skipped": self._num_skipped})
 
     def timeline(self) -> Timeline:
-        """The record of the last steps."""
+        """The record of the last steps: in the first process of all stages where the loop has come to its end, else of
+        those that this process hosts."""
+        if self._whole is not None:
+            return self._whole
         whole = Timeline(self._pipeline.layout.num_units)
         for timeline in self._timelines:
             whole.extend(timeline)
@@ -131,7 +137,7 @@ class TrainingLoop:
             learning_rate=learning_rate,
             step_time_s=step_time_s,
             tokens_per_s=result.weight / step_time_s,
-            bubble_fraction=result.timeline.bubble_fraction(),
+            bubble_fraction=result.sums.bubble_fraction(),
             skipped=result.skipped,
             num_skipped=self._num_skipped,
             peak_memory_bytes=result.peak_memory_bytes,

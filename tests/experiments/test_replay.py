@@ -16,6 +16,7 @@ from experiments.errors import BadInput
 from experiments.ordering import Ordering
 from rrfp_jax.arbitration import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
+from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.runtime.log_file import log_name, take_log, write_log
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import emulate
@@ -78,7 +79,8 @@ class StuckStage:
 
     def accept(self, step: int, message: Message, payload: Any) -> None: ...
 
-    def finish(self, step: int) -> Any: ...
+    def finish(self, step: int) -> StageOutcome:
+        return StageOutcome()
 
 
 class Direct:

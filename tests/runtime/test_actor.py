@@ -4,6 +4,7 @@ from typing import Any
 
 from rrfp_jax.arbitration import HINTS, Message, RunTask, StageArbiter, StepRules, ready
 from rrfp_jax.runtime.actor import StageActor
+from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -26,8 +27,9 @@ class Journal:
         self.lines.append(f"payload {message.kind} {message.microbatch}")
         return message.microbatch
 
-    def finish(self, step: int) -> Any:
+    def finish(self, step: int) -> StageOutcome:
         self.lines.append("finish")
+        return StageOutcome()
 
     def ship(self, payload: Any, stage: int, message: Message) -> Any:
         return payload

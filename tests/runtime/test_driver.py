@@ -12,6 +12,7 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
 from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.cluster import LoopThread
+from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -35,8 +36,8 @@ class CountingStage:
     def accept(self, step: int, message: Message, payload: Any) -> None:
         pass
 
-    def finish(self, step: int) -> Any:
-        return len(self.ran)
+    def finish(self, step: int) -> StageOutcome:
+        return StageOutcome(peak_memory_bytes=len(self.ran))
 
 
 class DirectTransport:
@@ -74,7 +75,7 @@ def test_steps_may_be_enqueued_ahead_and_run_in_order() -> None:
     outcomes = [future.result() for future in [runtime.submit(step, {}) for step in range(4)]]
     runtime.close()
     assert [outcome.step for outcome in outcomes] == [0, 1, 2, 3]
-    assert outcomes[-1].outcomes == {0: 16, 1: 16}
+    assert outcomes[-1].peak_memory_bytes == {0: 16, 1: 16}
     assert [name.split(":")[0] for name in stages[0].ran] == sorted(name.split(":")[0] for name in stages[0].ran)
 
 

@@ -3,8 +3,9 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from rrfp_jax.arbitration import Note, TaskChosen
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import LoopThread
 from rrfp_jax.runtime.network import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
+from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.tasks import Task
+from rrfp_jax.timeline import Sums
 from tests.runtime.network.mesh import PATIENCE_S, eventually
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
@@ -32,17 +36,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.notes: list[tuple[int, int, int, Note]] = []
-        self.outcomes: list[tuple[int, int, Any, list[Any]]] = []
-        self.failures: list[tuple[int, Mapping[str, Any]]] = []
+        self.ended: list[tuple[int, Summary]] = []
+        self.failures: list[FailureNews] = []
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         self.notes.append((unit, step, member, note))
 
-    def outcome(self, unit: int, step: int, outcome: Any, timeline: list[Any]) -> None:
-        self.outcomes.append((unit, step, outcome, timeline))
+    def step_ended(self, step: int, summary: Summary) -> None:
+        self.ended.append((step, summary))
 
-    def failed(self, rank: int, failure: Mapping[str, Any]) -> None:
-        self.failures.append((rank, failure))
+    def failed(self, news: FailureNews) -> None:
+        self.failures.append(news)
+
+
+def news(summary: str) -> FailureNews:
+    return FailureNews(kind="TaskFailed", origin=2, summary=summary, states={}, lost={})
 
 
 @pytest.fixture
@@ -72,18 +80,33 @@ def on_loop(peers: Peers, call: Any) -> None:
     assert done.wait(PATIENCE_S)
 
 
-def test_notes_and_outcomes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -> None:
+def test_notes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -> None:
     on_loop(peers[1], lambda: peers[1].tell(0, 2, 7, CHOSEN))
-    on_loop(peers[1], lambda: peers[1].report(0, 7, {"loss": 1.5}, [[1, "0F0"]]))
     time.sleep(0.1)
-    third, first = Recorder(), Recorder()
+    third = Recorder()
     on_loop(peers[2], lambda: peers[2].attach(third))
-    on_loop(peers[0], lambda: peers[0].attach(first))
-    assert eventually(lambda: bool(third.notes and first.outcomes))
+    assert eventually(lambda: bool(third.notes))
     assert third.notes == [(0, 7, 1, CHOSEN)]
-    assert first.outcomes == [(0, 7, {"loss": 1.5}, [[1, "0F0"]])]
+    on_loop(peers[2], peers[2].detach)
     on_loop(peers[0], lambda: peers[0].tell(0, 2, 8, CHOSEN))
+    time.sleep(0.1)
+    on_loop(peers[2], lambda: peers[2].attach(third))
     assert eventually(lambda: len(third.notes) == 2)
+
+
+def test_rank_0_is_told_once_all_have_ended_a_step(peers: list[Peers]) -> None:
+    listener = Recorder()
+    sums = [Sums(num_stages=3, start_s=rank, end_s=rank + 2.0, cost_s=2.0, work_s=1.0 + rank) for rank in range(3)]
+    for each in peers:
+        on_loop(each, lambda each=each: each.attach(listener if not each.rank else Recorder()))
+    for each in reversed(peers):
+        assert not listener.ended
+        on_loop(each, lambda each=each: each.outcomes.add(7, sums[each.rank], {each.rank: 100 + each.rank}))
+    assert eventually(lambda: bool(listener.ended))
+    (step, summary), *more = listener.ended
+    assert (step, more) == (7, [])
+    assert (summary.sums.makespan_s(), summary.sums.work_s) == (4.0, 6.0)
+    assert summary.peak_memory_bytes() == {0: 100, 1: 101, 2: 102}
 
 
 def test_everybody_gets_what_everybody_brought(peers: list[Peers]) -> None:
@@ -123,10 +146,10 @@ def test_a_gathering_under_way_ends_when_a_rank_gives_up(peers: list[Peers]) -> 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(peers[0].gather, "never", deadline_s=60)
         time.sleep(0.05)
-        on_loop(peers[2], lambda: peers[2].announce({"summary": "out of memory"}))
+        on_loop(peers[2], lambda: peers[2].announce(news("out of memory")))
         with pytest.raises(PeerFailed, match="rank 2 gave up: out of memory"):
             waiting.result(PATIENCE_S)
-    assert listener.failures == [(2, {"summary": "out of memory"})]
+    assert listener.failures == [news("out of memory")]
 
 
 def test_clocks_are_compared_with_rank_0s(peers: list[Peers]) -> None:
@@ -141,13 +164,13 @@ def test_clocks_are_compared_with_rank_0s(peers: list[Peers]) -> None:
 def test_a_report_larger_than_any_header_reaches_the_others(peers: list[Peers]) -> None:
     listener = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(listener))
-    on_loop(peers[2], lambda: peers[2].announce({"summary": "x" * 5_000_000}))
+    on_loop(peers[2], lambda: peers[2].announce(news("x" * 5_000_000)))
     assert eventually(lambda: bool(listener.failures))
-    assert len(listener.failures[0][1]["summary"]) == 5_000_000
+    assert len(listener.failures[0].summary) == 5_000_000
 
 
 def test_what_cannot_travel_does_not_keep_a_rank_from_giving_up(peers: list[Peers]) -> None:
-    on_loop(peers[2], lambda: peers[2].announce({"summary": "a report", "states": object()}))
+    on_loop(peers[2], lambda: peers[2].announce(replace(news("a report"), lost=object())))
     with pytest.raises(PeerFailed, match="gave up: a report"):
         peers[2].gather("later")
 
@@ -192,7 +215,7 @@ def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
     on_loop(peers[0], lambda: peers[0].attach(listener))
     header = {"unit": 0, "step": 1, "member": 1, "note": ["Nonsense", 1]}
     peers[1].network.send_threadsafe(0, "note", header)
-    peers[1].network.send_threadsafe(0, "outcome", {"unit": "zero"})
+    peers[1].network.send_threadsafe(0, "outcome", {"step": "zero"}, [b""])
     assert eventually(lambda: peers[0].network.traffic().num_dropped == 2)
     assert not listener.notes
-    assert not listener.outcomes
+    assert not listener.ended

@@ -39,6 +39,7 @@ class FakePipeline:
         self.calls.append(f"result {step}")
         if step == self._failing:
             raise RuntimeError("failed")
+        timeline = Timeline(1, [Span(step, 0, Task.parse("0F0"), 0.0, 1.0)])
         return StepResult(
             step=step,
             loss=2.0,
@@ -46,7 +47,8 @@ class FakePipeline:
             grad_norm=1.0,
             skipped=step in self._skipped,
             peak_memory_bytes=(7,),
-            timeline=Timeline(1, [Span(step, 0, Task.parse("0F0"), 0.0, 1.0)]),
+            timeline=timeline,
+            sums=timeline.sums(),
             ended_s=1e9 + next(self._clock),
         )
 

@@ -139,6 +139,11 @@ class PeerNetwork:
         )
         return links
 
+    @property
+    def connections(self) -> frozenset[int]:
+        """The ranks that messages can be exchanged with."""
+        return frozenset(range(self.num_ranks)) - {self.rank}
+
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, handler: Handler) -> None:

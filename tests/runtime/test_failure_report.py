@@ -1,11 +1,14 @@
 """One report from what all ranks say."""
 
 import time
+from dataclasses import replace
 
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.cluster import LoopThread
-from rrfp_jax.runtime.giving_up import Failure, GivingUp, failed_rank, lost_rank
-from rrfp_jax.runtime.report import NoProgress, PeerLost, StageState, TaskFailed
+from rrfp_jax.runtime.failure_report import Failure, FailureReport, failure_elsewhere, lost_rank
+from rrfp_jax.runtime.network.plain import pack, unpack
+from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, StageState, TaskFailed
 
 LAYOUT = Layout(num_stages=4, num_ranks=4)
 
@@ -25,10 +28,9 @@ def state(stage: int, *, running: str | None = None, waits: tuple[int, ...] = ()
     )
 
 
-def over_the_wire(failure: Failure) -> dict:
-    from rrfp_jax.runtime.network.plain import pack, unpack
-
-    return unpack(pack(failure.as_plain()))
+def over_the_wire(failure: Failure, rank: int) -> FailureNews:
+    told = failure.news({rank: failure.states}, failure.lost, rank)
+    return from_plain(FailureNews, unpack(pack(to_plain(told))))
 
 
 class DeafPeers:
@@ -42,10 +44,9 @@ class DeafPeers:
 
 def test_nothing_keeps_a_run_from_ending() -> None:
     loop, ended = LoopThread(), []
-    giving_up = GivingUp(loop.loop, DeafPeers(), 10.0, ended.append)  # type: ignore[arg-type]
-    failure = Failure(TaskFailed, "x" * 5_000_000, [state(0)])
-    loop.loop.call_soon_threadsafe(giving_up.begin, failure)
-    assert isinstance(error := giving_up.wait(), TaskFailed)
+    report = FailureReport(loop.loop, DeafPeers(), 10.0, list, ended.append)  # type: ignore[arg-type]
+    loop.loop.call_soon_threadsafe(report.begin, Failure(TaskFailed, "x" * 5_000_000, [state(0)]))
+    assert isinstance(error := report.wait(), TaskFailed)
     assert len(str(error)) < 10_000
     loop.close()
     assert ended == [error]
@@ -53,20 +54,20 @@ def test_nothing_keeps_a_run_from_ending() -> None:
 
 def test_the_error_is_waited_for_however_long_the_loop_is_busy() -> None:
     loop = LoopThread()
-    giving_up = GivingUp(loop.loop, None, 10.0, lambda _: None)
+    report = FailureReport(loop.loop, None, 10.0, list, lambda _: None)
     loop.loop.call_soon_threadsafe(time.sleep, 2.5)
-    loop.loop.call_soon_threadsafe(giving_up.begin, Failure(TaskFailed, "it failed", [state(0)]))
-    assert isinstance(giving_up.wait(), TaskFailed)
+    loop.loop.call_soon_threadsafe(report.begin, Failure(TaskFailed, "it failed", [state(0)]))
+    assert isinstance(report.wait(), TaskFailed)
     loop.close()
 
 
 def test_a_lost_rank_is_named_and_found_to_be_what_all_wait_for() -> None:
     mine = lost_rank(LAYOUT, 1, "connection closed", [state(2, waits=(1,))])
-    theirs = lost_rank(LAYOUT, 1, "silent for 5 s", [state(3, waits=(2,))])
+    theirs = over_the_wire(lost_rank(LAYOUT, 1, "silent for 5 s", [state(3, waits=(2,))]), 3)
     assert not mine.is_complete(LAYOUT, 2)
-    mine.hear(3, over_the_wire(theirs))
-    mine.hear(3, over_the_wire(theirs))
-    mine.hear(0, over_the_wire(lost_rank(LAYOUT, 1, "connection closed", [state(0, waits=(1,))])))
+    assert mine.hear(theirs, 2) == replace(theirs, summary=mine.summary, origin=2, lost={})
+    assert mine.hear(theirs, 2) is None
+    mine.hear(over_the_wire(lost_rank(LAYOUT, 1, "connection closed", [state(0, waits=(1,))]), 0), 2)
     assert mine.is_complete(LAYOUT, 2)
     error = mine.error(LAYOUT)
     assert isinstance(error, PeerLost)
@@ -74,6 +75,14 @@ def test_a_lost_rank_is_named_and_found_to_be_what_all_wait_for() -> None:
     assert [s.stage for s in error.report.stages] == [0, 2, 3]
     assert error.report.culprits() == (1,)
     assert (error.report.lost_ranks, error.report.lost_stages) == ((1,), (1,))
+
+
+def test_a_report_tells_of_so_many_stages_only() -> None:
+    layout = Layout(num_stages=1000, num_ranks=1000)
+    mine = lost_rank(layout, 1, "connection closed", [state(0)])
+    told = [mine.hear(over_the_wire(lost_rank(layout, 1, "", [state(r)]), r), 0) for r in range(2, 1000)]
+    assert sum(news is not None for news in told) == 64
+    assert len(mine.error(layout).report.stages) == 65
 
 
 def test_a_second_loss_is_added_to_the_summary() -> None:
@@ -86,12 +95,15 @@ def test_a_second_loss_is_added_to_the_summary() -> None:
 
 def test_a_task_that_failed_elsewhere_is_a_lost_peer_here_and_no_progress_is_everybodys() -> None:
     failed = Failure(TaskFailed, "step 3: 1F2 on stage 1 failed", [state(1, running="1F2")])
-    heard = failed_rank(1, over_the_wire(failed), [state(0)]).error(LAYOUT)
+    news = over_the_wire(failed, 1)
+    failure = failure_elsewhere(news, [state(0)])
+    failure.hear(news, 0)
+    heard = failure.error(LAYOUT)
     assert isinstance(heard, PeerLost)
     assert "rank 1 gave up: step 3: 1F2 on stage 1 failed" in str(heard)
     assert {s.stage for s in heard.report.stages} == {0, 1}
     stalled = Failure(NoProgress, "no task finished for 60 s", [state(1)])
-    assert isinstance(failed_rank(1, over_the_wire(stalled), []).error(LAYOUT), NoProgress)
+    assert isinstance(failure_elsewhere(over_the_wire(stalled, 1), []).error(LAYOUT), NoProgress)
 
 
 def test_alone_there_is_nobody_to_hear() -> None:

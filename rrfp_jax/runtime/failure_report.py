@@ -1,22 +1,36 @@
 """How a run ends that cannot go on: what every rank says about it, gathered for a moment, and one report of all.
 
-The first failure that a rank meets or hears of is the one it reports. It tells all others at once, with the state of
-its own stages, and waits for a moment for theirs, so that every rank ends with the wait-for graph of the whole run.
+The first failure that a rank meets or hears of is the one it reports. It tells all that it has a connection to, with
+the state of its own stages, and waits for a moment for theirs. What is new to a rank it tells on, once, so the news
+reaches everybody over any connections that are left, and in a small run every rank ends with the wait-for graph of the
+whole. In a large one only so many stages are told of, so no rank sends or keeps more than a constant.
 """
 
-import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Event
 
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.peers import Peers
-from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, WaitForReport, shortened
+from rrfp_jax.runtime.report import (
+    FailureNews,
+    NoProgress,
+    PeerLost,
+    RunFailed,
+    StageState,
+    TaskFailed,
+    WaitForReport,
+    shortened,
+)
 from rrfp_jax.waiting import wait_for
 
 GATHERING_S = 1.0
 """How long other ranks' reports are waited for, or half the silence deadline where that is less."""
+_MAX_STATES = 64
+"""Of how many stages a report tells."""
+_COLLECTING_S = 0.01
+"""News that comes within so much time is told on together."""
 
 
 @dataclass
@@ -28,6 +42,8 @@ class Failure:
     states: list[StageState]
     """Of this rank's stages."""
     cause: BaseException | None = None
+    origin: int | None = None
+    """The rank that met it; None: this one."""
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died or fell silent, with how that was noticed."""
     heard: dict[int, list[StageState]] = field(default_factory=dict)
@@ -36,20 +52,24 @@ class Failure:
     def __post_init__(self) -> None:
         self.summary = shortened(self.summary)
 
-    def as_plain(self) -> dict[str, Any]:
-        """For the other ranks."""
-        return {
-            "kind": self.kind.__name__,
-            "summary": self.summary,
-            "states": [state.as_plain() for state in self.states],
-            "lost": [[rank, reason] for rank, reason in self.lost.items()],
-        }
+    def hear(self, news: FailureNews, rank: int) -> FailureNews | None:
+        """Add what others say; returns what of it was new to this rank, if anything."""
+        room = _MAX_STATES - sum(map(len, self.heard.values()))
+        states = {r: told for r, told in news.states.items() if r not in self.heard and r != rank} if room > 0 else {}
+        lost = {r: reason for r, reason in news.lost.items() if r not in self.lost}
+        self.heard |= states
+        self.lost |= lost
+        return self.news(states, lost, rank) if states or lost else None
 
-    def hear(self, rank: int, plain: Mapping[str, Any]) -> None:
-        """Add what another rank says."""
-        if rank not in self.heard:
-            self.heard[rank] = [StageState.from_plain(state) for state in plain["states"]]
-            self.lost.update(map(tuple, plain["lost"]))
+    def news(self, states: Mapping[int, list[StageState]], lost: Mapping[int, str], rank: int) -> FailureNews:
+        """What this rank tells others: why it ends, and this of ranks and stages."""
+        return FailureNews(
+            kind=self.kind.__name__,
+            origin=rank if self.origin is None else self.origin,
+            summary=self.summary,
+            states=dict(states),
+            lost=dict(lost),
+        )
 
     def is_complete(self, layout: Layout, rank: int) -> bool:
         """Whether nobody is left to be heard."""
@@ -59,11 +79,12 @@ class Failure:
         """The error with the whole report."""
         states = [*self.states, *(state for heard in self.heard.values() for state in heard)]
         died = sorted(self.lost.keys() - self.heard.keys())
-        summaries = [self.summary]
+        is_elsewhere = self.origin is not None and self.kind is TaskFailed
+        summaries = [f"rank {self.origin} gave up: {self.summary}" if is_elsewhere else self.summary]
         if layout is not None:
-            summaries = [*(lost_summary(layout, rank, self.lost[rank]) for rank in died), self.summary]
+            summaries = [*(lost_summary(layout, rank, self.lost[rank]) for rank in died), *summaries]
         # A collective fails too where a rank of it died, and may be seen to fail first.
-        kind = PeerLost if died and self.kind is TaskFailed else self.kind
+        kind = PeerLost if is_elsewhere or (died and self.kind is TaskFailed) else self.kind
         failure = kind(
             WaitForReport(
                 summary="; ".join(dict.fromkeys(summaries)),
@@ -81,14 +102,10 @@ def lost_rank(layout: Layout, rank: int, reason: str, states: Sequence[StageStat
     return Failure(PeerLost, lost_summary(layout, rank, reason), list(states), lost={rank: reason})
 
 
-def failed_rank(rank: int, plain: Mapping[str, Any], states: Sequence[StageState]) -> Failure:
-    """The failure of a run that another rank gave up: a failed task is that rank's, all else is everybody's."""
-    kind = NoProgress if plain["kind"] == NoProgress.__name__ else PeerLost
-    is_its_own = plain["kind"] == TaskFailed.__name__
-    summary = f"rank {rank} gave up: {plain['summary']}" if is_its_own else plain["summary"]
-    failure = Failure(kind, summary, list(states))
-    failure.hear(rank, plain)
-    return failure
+def failure_elsewhere(news: FailureNews, states: Sequence[StageState]) -> Failure:
+    """The failure of a run that another rank gave up, without what that says of ranks and stages."""
+    kinds = {kind.__name__: kind for kind in (NoProgress, TaskFailed)}
+    return Failure(kinds.get(news.kind, PeerLost), news.summary, list(states), origin=news.origin)
 
 
 def lost_summary(layout: Layout, rank: int, reason: str) -> str:
@@ -96,12 +113,13 @@ def lost_summary(layout: Layout, rank: int, reason: str) -> str:
     return f"rank {rank} ({_hosted(layout, rank)}) was lost: {reason}"
 
 
-class GivingUp:
+class FailureReport:
     """The end of a run that cannot go on; everything but ``wait`` happens on the event loop.
 
     Args:
         peers: the other processes; None where there are none.
         deadline_s: other ranks are waited for no longer than half of it.
+        states: tells of this rank's stages.
         ended: called once with the error, when nobody is waited for any more.
     """
 
@@ -110,11 +128,13 @@ class GivingUp:
         loop: AbstractEventLoop,
         peers: Peers | None,
         deadline_s: float,
+        states: Callable[[], list[StageState]],
         ended: Callable[[RunFailed], None],
     ) -> None:
-        self._loop, self._peers, self._ended = loop, peers, ended
+        self._loop, self._peers, self._states, self._ended = loop, peers, states, ended
         self._wait_s = min(GATHERING_S, deadline_s / 2)
-        self._complete = threading.Event()
+        self._complete = Event()
+        self._untold: FailureNews | None = None
         self.failing: Failure | None = None
         """Why the run is being given up; None while it goes on."""
         self.error: RunFailed | None = None
@@ -127,22 +147,24 @@ class GivingUp:
         self.failing = failure
         if self._peers is not None:
             self._loop.call_later(self._wait_s, self._end)  # before all else, so that nothing can keep it from coming
-            self._peers.announce(failure.as_plain())
+            own = {self._peers.rank: failure.states[:_MAX_STATES]}
+            self._peers.announce(failure.news(own, failure.lost, self._peers.rank))
         self._end_when_complete()
 
-    def heard(self, rank: int, plain: Mapping[str, Any], states: Callable[[], Sequence[StageState]]) -> None:
-        """Another rank gives up; ``states`` are this rank's own."""
-        if self.failing is None:
-            self.begin(failed_rank(rank, plain, states()))
-        else:
-            self.failing.hear(rank, plain)
-            self._end_when_complete()
+    def heard(self, news: FailureNews) -> None:
+        """Another rank tells of a failure."""
+        assert self._peers is not None
+        self.begin(failure_elsewhere(news, [] if self.failing else self._states()))
+        assert self.failing is not None
+        if (new := self.failing.hear(news, self._peers.rank)) is not None:
+            self._tell_soon(new)
+        self._end_when_complete()
 
-    def lost(self, rank: int, reason: str, states: Callable[[], Sequence[StageState]]) -> None:
-        """Another rank died or fell silent."""
+    def lost(self, rank: int, reason: str) -> None:
+        """Another rank died or fell silent; every rank notices by itself."""
         assert self._peers is not None
         if self.failing is None:
-            self.begin(lost_rank(self._peers.layout, rank, reason, states()))
+            self.begin(lost_rank(self._peers.layout, rank, reason, self._states()))
         else:
             self.failing.lost.setdefault(rank, reason)
             self._end_when_complete()
@@ -153,6 +175,20 @@ class GivingUp:
         assert self.error is not None
         return self.error
 
+    def _tell_soon(self, news: FailureNews) -> None:
+        if self._untold is None:
+            self._untold = news
+            self._loop.call_later(_COLLECTING_S, self._tell)
+        else:
+            self._untold.states.update(news.states)
+            self._untold.lost.update(news.lost)
+
+    def _tell(self) -> None:
+        if self._untold is not None:
+            assert self._peers is not None
+            untold, self._untold = self._untold, None
+            self._peers.announce(untold)
+
     def _end_when_complete(self) -> None:
         assert self.failing is not None
         if self._peers is None or self.failing.is_complete(self._peers.layout, self._peers.rank):
@@ -161,6 +197,7 @@ class GivingUp:
     def _end(self) -> None:
         if self.error is None:
             assert self.failing is not None
+            self._tell()
             self.error = self.failing.error(None if self._peers is None else self._peers.layout)
             self._complete.set()
             self._ended(self.error)

@@ -1,0 +1,87 @@
+"""The outcomes of steps on their way to rank 0: sums, merged along the control tree.
+
+When the units of a rank have ended a step, and its children have told what they and those below them have to tell, it
+passes one message on to its parent. That message is of constant size, but for the peak memory of every unit, one number
+each, of which no sum says enough; these travel as bytes that only rank 0 takes apart. Whole timelines stay where they
+were recorded, see :meth:`rrfp_jax.runtime.process.Process.whole_timeline`.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+from rrfp_jax.runtime.gatherings import Network
+from rrfp_jax.runtime.network import MalformedMessage
+from rrfp_jax.runtime.network.plain import field
+from rrfp_jax.timeline import Sums
+from rrfp_jax.tree import children, parent
+
+_TOPIC = "outcome"
+_PEAK = struct.Struct("<IQ")
+"""A unit, and the most bytes that it held."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a step was like on some units."""
+
+    sums: Sums
+    peaks: bytes
+
+    def peak_memory_bytes(self) -> dict[int, int]:
+        """The most bytes that each unit held during the step, ascending by unit."""
+        return dict(sorted(_PEAK.iter_unpack(self.peaks)))
+
+
+class Outcomes:
+    """The outcomes that pass through one rank; everything happens on the event loop.
+
+    Steps of different pipelines, one after another in the same process, are told apart by their epoch.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._parent, self._children = parent(network.rank), children(network.rank, network.num_ranks)
+        self._epoch = 0
+        self._ended: Callable[[int, Summary], None] = lambda step, summary: None
+        self._known: dict[tuple[int, int], list[Summary]] = {}
+        network.subscribe(_TOPIC, self._receive)
+
+    def begin(self, ended: Callable[[int, Summary], None]) -> None:
+        """Another pipeline starts, on all ranks; ``ended`` is called on rank 0 with every step that all have ended."""
+        self._epoch += 1
+        self._ended = ended
+        self._known = {key: told for key, told in self._known.items() if key[0] >= self._epoch}
+
+    def add(self, step: int, sums: Sums, peak_memory_bytes: Mapping[int, int]) -> None:
+        """The units of this rank have ended a step; given are those of which it is the first rank."""
+        peaks = b"".join(_PEAK.pack(unit, peak) for unit, peak in peak_memory_bytes.items())
+        self._add(self._epoch, step, Summary(sums, peaks))
+
+    def _receive(self, child: int, header: dict[str, Any], frames: list[memoryview]) -> None:
+        if child not in self._children or len(frames) != 1 or frames[0].nbytes % _PEAK.size:
+            raise MalformedMessage(f"an outcome that rank {child} cannot have sent")
+        try:
+            sums = from_plain(Sums, field(header, "sums", dict))
+        except MalformedRecord as error:
+            raise MalformedMessage(str(error)) from error
+        epoch, step = field(header, "epoch", int), field(header, "step", int)
+        if epoch >= self._epoch:
+            self._add(epoch, step, Summary(sums, bytes(frames[0])))
+
+    def _add(self, epoch: int, step: int, summary: Summary) -> None:
+        told = self._known.setdefault((epoch, step), [])
+        told.append(summary)
+        if len(told) <= len(self._children):
+            return
+        del self._known[epoch, step]
+        sums, peaks = told[0].sums, b"".join(each.peaks for each in told)
+        for each in told[1:]:
+            sums = sums.merged(each.sums)
+        if self._parent is None:
+            self._ended(step, Summary(sums, peaks))
+        else:
+            header = {"epoch": epoch, "step": step, "sums": to_plain(sums)}
+            self._network.send(self._parent, _TOPIC, header, [peaks])
