@@ -50,17 +50,29 @@ class Verdict:
     """Whether loss and gradient norm are finite numbers."""
     apply: bool
     """Whether the update happens; if not, parameters and optimizer state stay as they are."""
+    stop: bool = False
+    """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
+    save: bool = False
+    """Whether it is time to save the state."""
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
         return asdict(self)
 
 
-def agree(reports: Iterable[StageReport], *, clip_norm: float | None = None, skip_nonfinite: bool = True) -> Verdict:
+def agree(
+    reports: Iterable[StageReport],
+    *,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    stop: bool = False,
+    save: bool = False,
+) -> Verdict:
     """Combine the reports of all stages, given in any order.
 
     ``clip_norm`` limits the norm of the mean gradient. With ``skip_nonfinite`` a step whose loss or gradients are not
     finite is left out; without it the update happens regardless. A total weight of zero counts as not finite.
+    ``stop`` and ``save`` are passed on to all.
     """
     check_clip_norm(clip_norm)
     reports = tuple(reports)
@@ -79,6 +91,8 @@ def agree(reports: Iterable[StageReport], *, clip_norm: float | None = None, ski
         scale=_divide(factor, weight),
         finite=finite,
         apply=finite or not skip_nonfinite,
+        stop=stop,
+        save=save,
     )
 
 

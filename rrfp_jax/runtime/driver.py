@@ -280,9 +280,7 @@ class PipelineRuntime:
             while self._inbox and self._ending.failing is None:
                 self._inbox.popleft()()
         except Exception as error:
-            self._ending.begin(
-                Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error)
-            )
+            self._ending.begin(Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error))
         finally:
             self._is_pumping = False
 

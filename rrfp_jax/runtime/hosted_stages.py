@@ -42,6 +42,7 @@ def stage_maker(
             replicas=replicas.get(process.layout.stage_of(unit)),
             meter=MemoryMeter(own, process.own_device(unit)),
             ship=ship,
+            wishes=process.wishes,
             in_transit=process.bytes_in_transit,
         )
 

@@ -20,6 +20,7 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Selection
+from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
 
@@ -60,6 +61,7 @@ class Process:
         self.units = layout.units_of(self.rank)
         """The units of which this process hosts devices."""
         self.peers = None if cluster is None else Peers(cluster.network, layout)
+        self.wishes = Wishes(None if cluster is None else cluster.network, layout)
         self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None

@@ -21,9 +21,8 @@ from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory import MemoryMeter
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
-
-
 
 
 @dataclass
@@ -53,6 +52,7 @@ class ProgramStage:
         replicas: what the stage's replicas do together; None: there is only one.
         meter: counts the memory that the stage holds.
         ship: brings an output into the form in which it travels to a stage.
+        wishes: what processes ask of each other; the verdict tells all.
         in_transit: how many bytes this process holds of messages to and from others.
     """
 
@@ -70,8 +70,10 @@ class ProgramStage:
         replicas: StageReplicas | None,
         meter: MemoryMeter,
         ship: Ship,
+        wishes: Wishes,
         in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._wishes = wishes
         self._graph, self._stage, self._meter, self._in_transit = graph, stage, meter, in_transit
         self._programs, self.states = dict(programs), states
         self._update_rules = update_rules
@@ -140,7 +142,10 @@ class ProgramStage:
                 others = (StageReport.from_plain(self._mailbox.read(step, message)) for message in messages)
                 reports = [self._report(state), *others]
                 rules = self._update_rules
-                state.verdict = agree(reports, clip_norm=rules.clip_norm, skip_nonfinite=rules.skip_nonfinite)
+                stop, save = self._wishes.decide(self._stage, step)
+                state.verdict = agree(
+                    reports, clip_norm=rules.clip_norm, skip_nonfinite=rules.skip_nonfinite, stop=stop, save=save
+                )
             else:
                 message = Message(MessageKind.VERDICT, coordinator, self._stage)
                 state.verdict = Verdict(**self._mailbox.read(step, message))

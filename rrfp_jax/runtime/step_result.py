@@ -27,6 +27,10 @@ class StepResult:
     """When every task ran, and why stages were idle: of the stages that this process hosts."""
     sums: Sums = field(repr=False)
     """What the timelines of all stages add up to; in other processes than the first, of the stages hosted there."""
+    stop: bool = field(repr=False)
+    """Whether a process has asked to end the run; the same in all processes, as is ``save``."""
+    save: bool = field(repr=False)
+    """Whether it is time to save the state."""
     ended_s: float = field(repr=False)
     """When the step had ended on all stages (``time.perf_counter``)."""
 
@@ -53,5 +57,7 @@ class StepMetrics:
             peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
             timeline=outcome.timeline,
             sums=outcome.sums,
+            stop=verdict.stop,
+            save=verdict.save,
             ended_s=outcome.ended_s,
         )

@@ -1,6 +1,5 @@
 """The loop of a run: load, step, record, one step ahead of the results."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -69,18 +68,22 @@ class TrainingLoop:
         self._num_skipped = num_skipped
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
-        self._stop = threading.Event()
+        self._wishes = pipeline.process.wishes
+        self._stop = self._asked_to_save = False
+        """What the verdicts of the steps recorded so far have asked for; the same in all processes."""
         self.was_stopped = False
         """Whether the loop ended before its last step because it was told to stop."""
+        if saver is not None:
+            self._wishes.is_time_to_save = saver.is_time
 
     def stop(self) -> None:
-        """Save at the next step boundary and end; from any thread or signal handler."""
-        self._stop.set()
+        """Save at the next step boundary or the one after it, and end; from any thread or signal handler."""
+        self._wishes.ask_to_stop()
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
         running: StepMetrics | None = None
-        while state.step < num_steps and not self.was_stopped:
+        while state.step < num_steps and not self._stop:
             batch = next(batches)
             if running is None and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
@@ -95,23 +98,20 @@ class TrainingLoop:
                 self._save(state)
         if running is not None:
             self._record(running.result())
+        self.was_stopped = self._stop and state.step < num_steps
         if self._timelines.maxlen:
             self._whole = self._pipeline.process.whole_timeline(self.timeline())
         return state
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
-        """Whether all processes wait for this step and save; asked of all of them at the same step."""
+        """Whether the state after this step is saved; all processes find the same."""
         if self._saver is None:
-            self.was_stopped = self._stop.is_set()
             return False
-        wishes = [self._stop.is_set(), self._saver.is_time()]
-        everybody = list(self._pipeline.process.gather("boundary", wishes).values())
-        self.was_stopped = any(stops for stops, _ in everybody) and step < num_steps
-        saves = self.was_stopped or any(times_out for _, times_out in everybody)
-        return saves or step == num_steps or self._saver.is_due(step)
+        return self._stop or self._asked_to_save or step == num_steps or self._saver.is_due(step)
 
     def _save(self, state: PipelineState) -> None:
         assert self._saver is not None
+        self._asked_to_save = False
         self._saver.save(state, {**self._host_data, "num_skipped": self._num_skipped})
 
     def timeline(self) -> Timeline:
@@ -125,6 +125,8 @@ class TrainingLoop:
         return whole
 
     def _record(self, result: StepResult) -> None:
+        self._stop |= result.stop
+        self._asked_to_save |= result.save
         self._timelines.append(result.timeline)
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s

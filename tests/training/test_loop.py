@@ -21,9 +21,9 @@ class FakePipeline:
     """One stage, whose steps end at once; some of them are skipped, and one may fail."""
 
     layout = Layout(num_stages=1)
-    process = Process(layout)
 
     def __init__(self, skipped: frozenset[int] = frozenset(), failing: int | None = None) -> None:
+        self.process = Process(self.layout)
         self._skipped, self._failing = skipped, failing
         self.calls: list[str] = []
         self._clock = count(1)
@@ -39,6 +39,7 @@ class FakePipeline:
         self.calls.append(f"result {step}")
         if step == self._failing:
             raise RuntimeError("failed")
+        stop, save = self.process.wishes.decide(0, step)
         timeline = Timeline(1, [Span(step, 0, Task.parse("0F0"), 0.0, 1.0)])
         return StepResult(
             step=step,
@@ -49,6 +50,8 @@ class FakePipeline:
             peak_memory_bytes=(7,),
             timeline=timeline,
             sums=timeline.sums(),
+            stop=stop,
+            save=save,
             ended_s=1e9 + next(self._clock),
         )
 
@@ -129,7 +132,7 @@ def test_the_timeline_holds_the_last_steps_that_finished(run):
     [
         (FakeSaver(), [(5, 1)]),
         (FakeSaver(every=2), [(2, 0), (4, 1), (5, 1)]),
-        (FakeSaver(time_at=3), [(3, 1), (5, 1)]),
+        (FakeSaver(time_at=2), [(3, 1), (5, 1)]),
     ],
     ids=["at the end", "every 2 steps", "by time"],
 )
@@ -146,12 +149,12 @@ def test_nothing_is_enqueued_ahead_of_a_save(run):
     ]  # fmt: skip
 
 
-def test_a_loop_that_is_told_to_stop_saves_at_the_next_boundary(run):
+def test_a_loop_that_is_told_to_stop_saves_at_the_next_boundary_or_the_one_after_it(run):
     saver = FakeSaver()
     loop, rows = run(FakePipeline(), 9, stop_at=1, saver=saver)
     assert loop.was_stopped
     assert saver.saved == [(len(rows), 0)]
-    assert len(rows) == 3  # the step that was under way
+    assert len(rows) == 4  # the step that was under way, and one more
 
 
 def test_told_to_stop_during_its_last_step_a_loop_is_just_done(run):
