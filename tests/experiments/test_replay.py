@@ -133,7 +133,7 @@ def test_a_hung_run_is_told_to_its_end(stuck: Path, tmp_path: Path) -> None:
 def test_a_failed_task_is_named(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([str(stuck), "--json", "--microbatch", "-1", "--stage", "2", "--step", "0"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert "1F2 on stage 1 failed: RuntimeError('broken arithmetic')" in figures["report"]["summary"]
+    assert "1F2 on stage 1 failed: RuntimeError: broken arithmetic" in figures["report"]["summary"]
     assert [state["failed"] for state in figures["report"]["stages"]] == [False, True, False]
     (part,) = figures["story"]
     assert (part["stage"], part["step"], part["at_the_end"]) == (2, 0, ["step 0 had ended here"])
