@@ -1,13 +1,16 @@
 """A network among thousands of ranks in one process: no sockets, no threads, every message counted.
 
 For the parts of the control plane, which only need to send, to subscribe and to be called on "the loop". Nothing
-happens until :meth:`VirtualNetwork.run`, which delivers messages and calls in the order in which they were sent.
+happens until :meth:`VirtualNetwork.run`, which delivers messages and makes calls in the order in which they were sent,
+in virtual time.
 """
 
+import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from rrfp_jax.runtime.network.plain import pack, unpack
@@ -22,6 +25,7 @@ class Counts:
     num_sent: int = 0
     num_received: int = 0
     sent_bytes: int = 0
+    received_bytes: int = 0
     neighbours: set[int] = field(default_factory=set)
     """The ranks that it has sent to or heard from."""
     handlers_s: float = 0.0
@@ -29,17 +33,28 @@ class Counts:
 
 
 class VirtualNetwork:
-    """All ranks of a run; ``ranks[r]`` is what rank r has of it."""
+    """All ranks of a run; ``ranks[r]`` is what rank r has of it.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.ranks = [VirtualRank(self, rank, num_ranks) for rank in range(num_ranks)]
+    Args:
+        connections: whom each rank may send to; None: all others.
+    """
+
+    def __init__(self, num_ranks: int, connections: Callable[[int], Iterable[int]] | None = None) -> None:
         self.queue: deque[tuple[VirtualRank, Callable[[], None]]] = deque()
+        self.timers: list[tuple[float, int, VirtualRank, Callable[[], None]]] = []
+        self.now_s = 0.0
+        self.numbers = count()
+        allowed = connections or (lambda rank: set(range(num_ranks)) - {rank})
+        self.ranks = [VirtualRank(self, rank, num_ranks, frozenset(allowed(rank))) for rank in range(num_ranks)]
 
     def run(self) -> None:
-        """Deliver messages and make calls until none are left."""
+        """Deliver messages and make calls until none are left, those that are due later last."""
         clock = time.process_time
-        while self.queue:
-            rank, call = self.queue.popleft()
+        while self.queue or self.timers:
+            if not self.queue:
+                self.now_s, _, rank, call = heapq.heappop(self.timers)
+            else:
+                rank, call = self.queue.popleft()
             start_s = clock()
             call()
             rank.counts.handlers_s += clock() - start_s
@@ -51,10 +66,10 @@ class VirtualNetwork:
 
 
 class VirtualRank:
-    """One rank's network; the methods are those of :class:`rrfp_jax.runtime.network.PeerNetwork`."""
+    """One rank's network; the methods are those of :class:`rrfp_jax.runtime.network.PeerNetwork` and its loop."""
 
-    def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int) -> None:
-        self._network, self.rank, self.num_ranks = network, rank, num_ranks
+    def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int, connections: frozenset[int]) -> None:
+        self._network, self.rank, self.num_ranks, self.connections = network, rank, num_ranks, connections
         self._handlers: dict[str, Handler] = {}
         self.counts = Counts()
 
@@ -66,15 +81,25 @@ class VirtualRank:
         """Make a call in its turn."""
         self._network.queue.append((self, call))
 
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Make a call when nothing is under way any more that comes before it."""
+        network = self._network
+        heapq.heappush(network.timers, (network.now_s + delay_s, next(network.numbers), self, call))
+
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message; its header is packed as it would be for a socket."""
-        packed, other = pack(header), self._network.ranks[rank]
-        self.counts.num_sent += 1
-        self.counts.sent_bytes += len(packed) + sum(memoryview(frame).nbytes for frame in frames)
-        self.counts.neighbours.add(rank)
-        other.call_soon(lambda: other._receive(self.rank, topic, packed, [memoryview(frame) for frame in frames]))
+        if rank not in self.connections:
+            raise ValueError(f"rank {self.rank} has no connection to rank {rank}")
+        packed, other, counts = pack(header), self._network.ranks[rank], self.counts
+        num_bytes = len(packed) + sum(memoryview(frame).nbytes for frame in frames)
+        counts.num_sent += 1
+        counts.sent_bytes += num_bytes
+        counts.neighbours.add(rank)
+        other.call_soon(lambda: other._receive(self.rank, topic, packed, [memoryview(f) for f in frames], num_bytes))
 
-    def _receive(self, sender: int, topic: str, packed: bytes, frames: list[memoryview]) -> None:
-        self.counts.num_received += 1
-        self.counts.neighbours.add(sender)
+    def _receive(self, sender: int, topic: str, packed: bytes, frames: list[memoryview], num_bytes: int) -> None:
+        counts = self.counts
+        counts.num_received += 1
+        counts.received_bytes += num_bytes
+        counts.neighbours.add(sender)
         self._handlers[topic](sender, unpack(packed), frames)
