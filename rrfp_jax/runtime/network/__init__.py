@@ -12,13 +12,11 @@ from rrfp_jax.runtime.network.rendezvous import LauncherLink, meet
 from rrfp_jax.runtime.network.rendezvous_server import RendezvousFailed, RendezvousServer
 from rrfp_jax.runtime.network.roll_call import Bulletin, Hello, Member
 from rrfp_jax.runtime.network.topics import Handler
-from rrfp_jax.runtime.network.wire import Envelope, decode, empty_aligned, encode
 
 __all__ = [
     "KEY_FILE_VARIABLE",
     "KEY_VARIABLE",
     "Bulletin",
-    "Envelope",
     "Handler",
     "Hello",
     "LauncherLink",
@@ -31,8 +29,5 @@ __all__ = [
     "RendezvousServer",
     "RunKey",
     "Traffic",
-    "decode",
-    "empty_aligned",
-    "encode",
     "meet",
 ]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.runtime.network import empty_aligned
 from rrfp_jax.runtime.transports.boxes import Box, box_of, shape_of
 from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf, Slot
 
@@ -74,19 +73,25 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if num_bytes <= QUICK_BYTES:
         return np.empty(shape, dtype)
-    return empty_aligned(num_bytes, _ALIGNMENT).view(dtype).reshape(shape)
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -_address(memory) % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
     """The array, moved where a program would have to copy it. Small ones are copied by programs anyway."""
     if array.nbytes <= QUICK_BYTES and array.flags.aligned:
         return array
-    address: int = array.__array_interface__["data"][0]
-    if address % _ALIGNMENT == 0:
+    if _address(array) % _ALIGNMENT == 0:
         return array
     moved = _empty(array.shape, array.dtype)
     moved[...] = array
     return moved
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _global_array(leaf: Leaf, shards: Mapping[Box, Any]) -> jax.Array:

@@ -14,11 +14,12 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork, decode, encode
+from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
+from rrfp_jax.runtime.network.plain import pack, unpack
 from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Deliver, Failed, Held, HeldBytes, Remote, TransportFailed
-from rrfp_jax.runtime.transports.parts import Key, on_host
+from rrfp_jax.runtime.transports.parts import Key, on_host, pack_key, unpack_key
 from rrfp_jax.runtime.transports.sockets import SocketsRemote
 from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
 from rrfp_jax.runtime.transports.workers import Workers
@@ -32,7 +33,8 @@ host's memory and through sockets; what is small goes through sockets anyway."""
 EAGER_BYTES = 1 << 16
 """Up to so many bytes, sockets cost less than a transfer, even encrypted."""
 
-_CONTROL = "control"
+_CONTROL = b"control"
+_MAX_CONTROL_BYTES = 1 << 28
 _NUM_WORKERS = 2
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -83,7 +85,7 @@ class PipelineTransport:
         self._inbox = Inbox(deliver, self._workers, self._held)
         self._remote: Remote | None = None
         if network is not None:
-            network.subscribe(_CONTROL, self._receive_control)
+            network.subscribe_packed(_CONTROL, self._receive_control)
             self._remote = self._make_remote(network, selection, eager_bytes)
 
     def _make_remote(self, network: PeerNetwork, selection: Selection, eager_bytes: int) -> Remote:
@@ -172,23 +174,22 @@ class PipelineTransport:
             self._send_control(way, step, message, payload)
 
     def _send_control(self, way: Way, step: int, message: Message, payload: Any) -> None:
-        header: dict[str, Any] | None = None
-        frames: list[memoryview] = []
+        packed: bytes | None = None
         for receiver in way.receivers:
             if receiver == self._rank:
                 self._deliver(way.target_unit, step, message, payload)
                 continue
             assert self._network is not None
-            if header is None:
-                header, frames = encode(step, message, payload)
-            self._network.send(receiver, _CONTROL, header, frames)
+            if packed is None:
+                packed = pack(payload, _MAX_CONTROL_BYTES)
+            self._network.send_packed(receiver, _CONTROL, pack_key(Key(step, message)), [packed])
 
-    def _receive_control(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:
-        envelope = decode(header, frames)
-        way = self._ways.expected(envelope.message)
-        if way.plan is not None:
-            raise MalformedMessage(f"rank {sender} sends plain data as the message '{envelope.message}'")
-        self._deliver(way.target_unit, envelope.step, envelope.message, envelope.payload)
+    def _receive_control(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
+        step, message = unpack_key(header)
+        way = self._ways.expected(message)
+        if way.plan is not None or len(frames) != 1:
+            raise MalformedMessage(f"rank {sender} sends plain data as the message '{message}'")
+        self._deliver(way.target_unit, step, message, unpack(bytes(frames[0]), _MAX_CONTROL_BYTES))
 
     def _worker_failed(self, error: Exception) -> None:
         failure = TransportFailed(f"rank {self._rank} could not put data where it belongs: {error!r}")

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.runtime.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey, decode, encode
+from rrfp_jax.runtime.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
 from tests.runtime.network.mesh import PATIENCE_S, eventually, nodes, processes, running_loop
 
 both_ways = pytest.mark.parametrize("encrypt_arrays", [True, False], ids=["encrypted", "clear"])
@@ -28,17 +27,16 @@ def on_loop(node: Any, call: Any) -> None:
 @both_ways
 def test_arrays_of_every_size_arrive_as_they_were(encrypt_arrays: bool) -> None:
     payloads = [np.arange(size, dtype=np.uint8) for size in (0, 1, 33, 65_535, 65_536, 1 << 20, 16 << 20)]
-    message = Message(MessageKind.ACTIVATION, 0, 1, 0)
     with nodes(2, encrypt_arrays=encrypt_arrays) as (first, second):
         confirmed: list[int] = []
         for step, payload in enumerate(payloads):
-            header, frames = encode(step, message, {"x": payload, "y": None})
-            first.network.send_threadsafe(1, "note", header, frames, lambda step=step: confirmed.append(step))
+            frames = [payload.data] if payload.size else []
+            first.network.send_threadsafe(1, "note", {"step": step}, frames, lambda step=step: confirmed.append(step))
         assert eventually(lambda: len(second.got) == len(payloads))
         assert eventually(lambda: len(confirmed) == len(payloads))
         for _, header, frames in second.got:
-            envelope = decode(header, frames)
-            np.testing.assert_array_equal(envelope.payload["x"], payloads[envelope.step])
+            found = np.frombuffer(b"".join(frames), np.uint8)
+            np.testing.assert_array_equal(found, payloads[header["step"]])
         assert eventually(lambda: first.network.traffic().unconfirmed_bytes == 0)
 
 
