@@ -239,7 +239,7 @@ class Checkpoints:
 
     def _warn(self, what: str) -> None:
         """Once, not on every rank."""
-        _LOG.log(logging.INFO if self._rank else logging.WARNING, "%s", what)
+        _LOG.log(logging.DEBUG if self._rank else logging.WARNING, "%s", what)
 
 
 def _start(directory: Path, problem: str | None) -> str:

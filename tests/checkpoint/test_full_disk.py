@@ -29,11 +29,14 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_writes_that_the_system_refuses_end_the_save_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_bytes", [100, 1000])
+def test_writes_that_the_system_refuses_end_the_save_only(
+    tmp_path: Path, num_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoints = opened(tmp_path, PIECES)
     assert save(checkpoints, 1, PIECES) is None
     caplog.clear()
-    with no_file_larger_than(100), caplog.at_level(logging.WARNING, "rrfp_jax"):
+    with no_file_larger_than(num_bytes), caplog.at_level(logging.WARNING, "rrfp_jax"):
         failure = save(checkpoints, 2, PIECES)
     assert failure is not None
     assert "File too large" in failure
