@@ -8,20 +8,22 @@
 6. the stages, each with its arbiter, running.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
-from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering
+from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StepRules
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, window_of_bytes
 from rrfp_jax.programs.batches import BatchSpec, num_microbatches
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
-from rrfp_jax.runtime.hosted_stages import stage_maker
-from rrfp_jax.runtime.memory import chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.memory import MemoryMeter, chunk_bytes, device_limits, forecast_memory
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.program_stage import ProgramStage
+from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.tasks import PipelineGraph
 
 
@@ -72,9 +74,7 @@ def prepare(
         )
         model.connect()
     copies, rules = replication(graph, data), model.updates.step_rules(data)
-    make_stage = stage_maker(
-        model, process, order, state, programs, copies=copies, update_rules=model.updates, step_rules=rules
-    )
+    make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)
     runtime = process.start(
         order.arbiters(
@@ -127,3 +127,50 @@ def _in_microbatches(
         for stage, chunks in enumerate(model.placement.chunks_of_stage)
     )
     return replace(ordering, window=windows)
+
+
+def _stage_maker(
+    model: HostedModel,
+    order: Order,
+    state: HostedState,
+    programs: HostedPrograms,
+    *,
+    copies: Replication,
+    step_rules: StepRules,
+) -> Callable[[int, Ship], ProgramStage]:
+    """A function that builds the executor of a hosted unit; the executors take ``state`` over."""
+    process, replicas = model.process, _stage_replicas(model, state, programs)
+
+    def make_stage(unit: int, ship: Ship) -> ProgramStage:
+        own = {chunk: programs.chunks[chunk] for chunk in order.placement.chunks_of_stage[unit]}
+        return ProgramStage(
+            order.graph,
+            order.placement,
+            unit,
+            programs=own,
+            states={chunk: state.chunks[chunk] for chunk in own},
+            update_rules=model.updates,
+            step_rules=step_rules,
+            copies=copies,
+            replicas=replicas.get(process.layout.stage_of(unit)),
+            meter=MemoryMeter(own, process.own_device(unit)),
+            ship=ship,
+            wishes=process.wishes,
+            in_transit=process.bytes_in_transit,
+        )
+
+    return make_stage
+
+
+def _stage_replicas(model: HostedModel, state: HostedState, programs: HostedPrograms) -> dict[int, StageReplicas]:
+    """By stage, what its hosted replicas do together; empty without data parallelism."""
+    process = model.process
+    stages = {process.layout.stage_of(unit) for unit in process.units} if programs.replicas else set()
+    return {
+        stage: StageReplicas(
+            {chunk: programs.replicas[chunk] for chunk in model.placement.chunks_of_stage[stage]},
+            state.shared,
+            model.grids[stage].local_replicas,
+        )
+        for stage in stages
+    }
