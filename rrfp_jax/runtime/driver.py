@@ -329,6 +329,10 @@ class PipelineRuntime:
         """Another rank died or fell silent."""
         self._ending.lost(rank, reason)
 
+    def broken(self, text: str) -> None:
+        """The network broke between ranks that live."""
+        self._giving_up.broken(text)
+
     def transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
         self._ending.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))

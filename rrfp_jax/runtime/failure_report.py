@@ -48,6 +48,8 @@ class Failure:
     """Ranks that died or fell silent, with how that was noticed."""
     heard: dict[int, list[StageState]] = field(default_factory=dict)
     """What other ranks tell of their stages."""
+    is_broken: bool = False
+    """The network broke between ranks that live: others may take some of them for lost."""
 
     def __post_init__(self) -> None:
         self.summary = shortened(self.summary)
@@ -56,7 +58,8 @@ class Failure:
         """Add what others say; returns what of it was new to this rank, if anything."""
         room = _MAX_STATES - sum(map(len, self.heard.values()))
         states = {r: told for r, told in news.states.items() if r not in self.heard and r != rank} if room > 0 else {}
-        lost = {r: reason for r, reason in news.lost.items() if r not in self.lost}
+        is_believed = not self.is_broken
+        lost = {r: why for r, why in news.lost.items() if r not in self.lost and r != rank and is_believed}
         self.heard |= states
         self.lost |= lost
         return self.news(states, lost, rank) if states or lost else None
@@ -134,6 +137,7 @@ class FailureReport:
         self._loop, self._peers, self._states, self._ended = loop, peers, states, ended
         self._wait_s = min(GATHERING_S, deadline_s / 2)
         self._complete = Event()
+        self._noticed: set[int] = set()
         self._untold: FailureNews | None = None
         self.failing: Failure | None = None
         """Why the run is being given up; None while it goes on."""
@@ -163,11 +167,22 @@ class FailureReport:
     def lost(self, rank: int, reason: str) -> None:
         """Another rank died or fell silent; every rank notices by itself."""
         assert self._peers is not None
+        self._noticed.add(rank)
         if self.failing is None:
             self.begin(lost_rank(self._peers.layout, rank, reason, self._states()))
         else:
             self.failing.lost.setdefault(rank, reason)
             self._end_when_complete()
+
+    def broken(self, text: str) -> None:
+        """The network broke between ranks that live; what others say of losses is not believed then."""
+        if self.failing is None:
+            self.begin(Failure(PeerLost, text, self._states(), is_broken=True))
+        else:
+            self.failing.is_broken = True
+            self.failing.lost = {r: why for r, why in self.failing.lost.items() if r in self._noticed}
+            if self.failing.kind is PeerLost:
+                self.failing.summary = text
 
     def wait(self) -> RunFailed:
         """The error, once it is known; for other threads, after :meth:`begin` is on its way."""

@@ -180,7 +180,7 @@ class Process:
         )
         self._runtime = runtime
         if self.cluster is not None:
-            self.cluster.watch(self._lost, self._left)
+            self.cluster.watch(self._lost, self._left, self._broken)
             self.gather("start")
         return runtime
 
@@ -283,6 +283,13 @@ class Process:
         self.peers.lose(f"rank {rank} was lost: {reason}")
         if self._runtime is not None:
             self._runtime.lost(rank, reason)
+
+    def _broken(self, text: str) -> None:
+        """Ranks that live no longer hear each other."""
+        assert self.peers is not None
+        self.peers.lose(text)
+        if self._runtime is not None:
+            self._runtime.broken(text)
 
     def _left(self, rank: int) -> None:
         """A rank has ended in good order; what it said before may still be on the way, so wait for that."""

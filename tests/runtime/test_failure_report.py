@@ -2,6 +2,8 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import from_plain, to_plain
@@ -111,3 +113,21 @@ def test_alone_there_is_nobody_to_hear() -> None:
     assert isinstance(error, TaskFailed)
     assert isinstance(error.__cause__, ValueError)
     assert str(error).startswith("it failed")
+
+
+def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
+    """Ranks 0 and 1 no longer hear 2 and 3, take them for lost and say so; this is rank 3's report."""
+    text = "ranks 0-1 and ranks 2-3 lost sight of each other: the network between HOST0 and HOST1"
+    claims = {2: "silent for 4.4 s", 3: "silent for 4.4 s"}
+    news = FailureNews(kind="PeerLost", origin=0, summary="rank 2 (stage 2) was lost: silent", states={}, lost=claims)
+    for comes_first in ("news", "broken"):
+        told: list[FailureNews] = []
+        peers: Any = SimpleNamespace(rank=3, layout=Layout(num_stages=4, num_ranks=4), announce=told.append)
+        loop: Any = SimpleNamespace(call_later=lambda *_: None)
+        report = FailureReport(loop, peers, 8.0, list, lambda error: None)
+        for what in ("news", "broken") if comes_first == "news" else ("broken", "news"):
+            report.heard(news) if what == "news" else report.broken(text)
+        report._end()
+        assert isinstance(report.error, PeerLost), comes_first
+        assert report.error.report.summary == text
+        assert report.error.report.lost_ranks == ()

@@ -104,6 +104,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._config = config
         self._on_lost: Callable[[int, str], None] = self._give_up
         self._on_left: Callable[[int], None] = self._give_up_too
+        self._on_broken: Callable[[str], None] = self._give_up_broken
+        self._broken: str | None = None
         self._losses: dict[int, str] = {}
         self._has_lost = threading.Event()
         self._ending: asyncio.TimerHandle | None = None
@@ -111,13 +113,20 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._closing = threading.Lock()
         self._is_closed = False
 
-    def watch(self, lost: Callable[[int, str], None], left: Callable[[int], None] | None = None) -> None:
-        """Hand over who is told, on the event loop, of a rank that died and of one that ended in good order.
+    def watch(
+        self,
+        lost: Callable[[int, str], None],
+        left: Callable[[int], None] | None = None,
+        broken: Callable[[str], None] | None = None,
+    ) -> None:
+        """Hand over who is told, on the event loop, of a rank that died, of one that ended in good order, and, in one
+        sentence, of ranks that live but no longer hear each other.
 
         Until somebody takes over, either ends this process with exit code 5 and one sentence. Who takes over just then
         is told of what was lost before.
         """
         self._on_lost, self._on_left = lost, left or (lambda rank: None)
+        self._on_broken = broken or (lambda text: lost(self.rank, text))
         with suppress(RuntimeError):  # the loop is closed: nothing comes any more
             self.loop.loop.call_soon_threadsafe(self._hand_over)
 
@@ -127,7 +136,14 @@ class Cluster(AbstractContextManager["Cluster"]):
         Raises:
             StartFailed: where another rank cannot be reached, or ends meanwhile.
         """
-        self.network.start(self.loop.loop, self.addresses, lost=self._lost, left=self._left)
+        self.network.start(
+            self.loop.loop,
+            self.addresses,
+            hosts=self.hosts,
+            lost=lambda rank, reason: self._on_lost(rank, reason),  # noqa: PLW0108 - may be handed over
+            left=lambda rank: self._on_left(rank),  # noqa: PLW0108 - may be handed over
+            broken=lambda text: self._on_broken(text),  # noqa: PLW0108 - may be handed over
+        )
         try:
             self.network.wait_connected(self._config.start_deadline_s)
         except ConnectionError as error:
@@ -214,12 +230,6 @@ class Cluster(AbstractContextManager["Cluster"]):
                     ) from error
             time.sleep(_PAUSE_S)
 
-    def _lost(self, rank: int, reason: str) -> None:
-        self._on_lost(rank, reason)
-
-    def _left(self, rank: int) -> None:
-        self._on_left(rank)
-
     def _give_up(self, rank: int, reason: str) -> None:
         self._losses[rank] = reason
         self._has_lost.set()
@@ -229,9 +239,14 @@ class Cluster(AbstractContextManager["Cluster"]):
         if not self._losses:  # else it has ended for one of these
             self._give_up(rank, "it has ended")
 
+    def _give_up_broken(self, text: str) -> None:
+        self._broken = text
+        self._has_lost.set()
+        self._end_soon()
+
     def _has_connected(self) -> None:
         self._is_connected = True
-        if self._losses:
+        if self._losses or self._broken:
             self._end_soon()
 
     def _end_soon(self) -> None:
@@ -245,10 +260,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         losses, self._losses = self._losses, {}
         for rank, reason in losses.items():
             self._on_lost(rank, reason)
+        if self._broken is not None:
+            self._on_broken(self._broken)
 
     def _end(self) -> None:
         losses = ", ".join(f"rank {rank} ({reason})" for rank, reason in self._losses.items())
-        say_last_words(f"error: rank {self.rank} lost {losses} before the run had begun")
+        what = f"rank {self.rank} lost {losses}" if self._broken is None else self._broken
+        say_last_words(f"error: {what} before the run had begun")
         guard = threading.Timer(_FAREWELL_S, os._exit, [PEER_LOST])
         guard.daemon = True
         guard.start()

@@ -30,6 +30,9 @@ _HEAD = struct.Struct("<QB")
 _MESSAGES_PER_TURN = 64
 _RECEIPT_BYTES = 1 << 16
 _RECEIPT_DELAY_S = 0.05
+_WELCOME_S = 0.005
+_LAST_WORDS_S = 3.0
+"""How long what a rank has sent before its farewell may take to arrive."""
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Channel:
         self._peers = {rank: _Peer(SendWindow(high_water_bytes)) for rank in peers}
         self._receipts_due = False
         self._is_closed = False
-        self._descriptor = descriptor(link.sockets()[0])
+        self._descriptor = descriptor(link.inbound)
         self._garbage = QuietLog(_LOG)
         self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
 
@@ -70,7 +73,15 @@ class Channel:
         """Begin to receive."""
         if not self._is_closed:
             self._loop.add_reader(self._descriptor, self._read)
+            self._welcome()
             self._read()
+
+    def _welcome(self) -> None:
+        """Learn who has connected, until all have: only greetings come to the socket that sends."""
+        if not self._is_closed:
+            self._link.welcome()
+            if not self._link.is_complete:
+                self._loop.call_later(_WELCOME_S, self._welcome)
 
     def close(self, linger_s: float) -> None:
         """Stop to receive; what is under way is sent for up to ``linger_s``."""
@@ -91,9 +102,14 @@ class Channel:
             return
         if has_left:
             peer.has_left, peer.window = True, SendWindow(self._high_water)
+            self._loop.call_later(_LAST_WORDS_S, self._disconnect, rank)
         else:
             del self._peers[rank]
-        self._link.disconnect(rank)
+            self._disconnect(rank)
+
+    def _disconnect(self, rank: int) -> None:
+        if not self._is_closed:
+            self._link.disconnect(rank)
 
     def send(
         self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any], on_confirmed: Callable[[], None] | None

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import zmq
 from zmq.utils import z85
 
+from rrfp_jax.runtime.network.sockets import QuietLog
+
 _ENDPOINT = "inproc://zeromq.zap.01"
 _NUM_FRAMES = 7
 _VERSION = b"1.0"
@@ -21,9 +23,13 @@ class Gate:
         context: whose connections are judged.
         roles: the role of each admitted public key, which ZeroMQ then attaches to every message as its ``User-Id``:
             the proven sender. (A routing identity proves nothing: clients choose it, and the gate is not told.)
+        log: told of who is refused.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], roles: Mapping[bytes, str]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], roles: Mapping[bytes, str], log: QuietLog | None = None
+    ) -> None:
+        self._log = log
         self._roles = {key: role.encode() for key, role in roles.items()}
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
@@ -39,6 +45,9 @@ class Gate:
             separator = frames.index(b"")
             route, request = frames[: separator + 1], frames[separator + 1 :]
             role = self._role(request)
+            if role is None and self._log is not None:
+                where = request[3].decode(errors="replace") if len(request) > 3 else "somewhere"
+                self._log.warn("a connection from %s was refused: its key is not of this run", where)
             status = [b"400", b"not of this run", b""] if role is None else [b"200", b"OK", role]
             self.socket.send_multipart([*route, _VERSION, request[1], *status, b""], zmq.NOBLOCK)
 

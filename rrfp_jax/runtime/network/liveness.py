@@ -1,14 +1,19 @@
-"""Who is alive: a thread that publishes this rank's heartbeat, hears the others', and watches their connections.
+"""Who is alive: a thread that sends this rank's heartbeat, hears the others', and watches their connections.
 
-It has connections of its own, so a heartbeat never queues behind an array. A closed connection is reported at once,
-silence after the deadline. A rank that ends in good order says farewell first and is then not reported as lost. With it
-goes whom that rank has lost, since it may end for just that: so nobody takes a consequence for the cause. The heartbeat
-comes from this thread, not from the event loop, and tells how long the loop has not run: a loop that is busy
-for less than the deadline is no reason to give a rank up, one that hangs is.
+It has connections of its own, so a heartbeat never queues behind an array. They go to the neighbours in the
+:mod:`~rrfp_jax.runtime.network.watch_graph` and to all with whom messages are exchanged; what one rank notices of
+another, it tells its neighbours at once, and they tell theirs
+(:class:`~rrfp_jax.runtime.network.judgement.Judgement` says what all conclude from it). A connection that closes is
+tried again at once: where the port then refuses, the process is gone; where it is open, only the connection broke.
+Silence counts from the deadline on. A rank that ends in good order says farewell first.
+
+The heartbeat comes from this thread, not from the event loop, and tells how long the loop has not run: a loop that is
+busy for less than the deadline is no reason to give a rank up, one that hangs is.
 """
 
 import logging
-import socket as sockets
+import math
+import os
 import threading
 import time
 from asyncio import AbstractEventLoop
@@ -16,36 +21,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
 from rrfp_jax.runtime.network.gate import Gate
-from rrfp_jax.runtime.network.keys import RunKey
-from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, MalformedMessage, field, pack, unpack
+from rrfp_jax.runtime.network.judgement import Accusation, Broken, Judgement, Left, Lost
+from rrfp_jax.runtime.network.link import SecureLink
+from rrfp_jax.runtime.network.plain import MalformedMessage, field, pack, unpack
 from rrfp_jax.runtime.network.pulse import Pulse
-from rrfp_jax.runtime.network.sockets import (
-    ConnectionEvent,
-    Context,
-    QuietLog,
-    Socket,
-    bind,
-    connect_as,
-    connection_events,
-    new_socket,
-    rank_role,
-    serve_as,
-    watch,
-)
+from rrfp_jax.runtime.network.sockets import ConnectionEvent, QuietLog, Socket, connection_events, watch
 
 _LOG = logging.getLogger(__name__)
-_FAREWELL_LINGER_MS = 1000
-_PUBLISH_HIGH_WATER = 64
-_WELCOME_S = 0.005
+FAREWELL_LINGER_S = 1.0
+_SOON_S = 0.005
 _SUSPICION_S = 0.5
-"""How long a farewell may still be on its way after another connection of the same peer has closed."""
+"""How long a farewell may still be on its way after a connection of the same peer has closed, and how long one that
+closed may take to be made anew."""
 _REFUSAL_S = 1.0
 """How long a peer may refuse connections at the start; it has been listening since before the rendezvous."""
+_ANSWER_S = 0.3
+"""How long one who is accused has to answer, or a heartbeat's interval where that is less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,73 +51,60 @@ class Watchers:
     """Every connection to every peer stands, and each has been heard; called once."""
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
+    broken: Callable[[str], None]
+    """Ranks live that no longer hear each other; called at most once."""
 
 
 class Liveness:
     """One rank's heartbeat and its view of the others.
 
     Args:
-        gate: answered on this thread, for all connections of ``context``.
-        data_sockets: the sockets that carry messages; their connections are watched too.
+        link: for heartbeats alone; closed here.
+        gate: answered on this thread, for all connections of its context.
+        data_sockets: the sockets that receive messages; their connections are watched too.
         deadline_s: see :class:`~rrfp_jax.runtime.network.pulse.Pulse`.
     """
 
     def __init__(
-        self,
-        context: Context,
-        gate: Gate,
-        data_sockets: Sequence[Socket],
-        *,
-        rank: int,
-        key: RunKey,
-        interface: str,
-        deadline_s: float,
-        watchers: Watchers,
+        self, link: SecureLink, gate: Gate, data_sockets: Sequence[Socket], *, deadline_s: float, watchers: Watchers
     ) -> None:
-        self._rank, self._key, self._gate, self._watchers = rank, key, gate, watchers
+        self._rank, self._link, self._gate, self._watchers = link.rank, link, gate, watchers
         self._deadline_s = deadline_s
-        pair = key.pair(rank_role(rank))
-        self._publisher = new_socket(context, zmq.XPUB)
-        self._subscriber = new_socket(context, zmq.SUB)
         self._data_monitors = [watch(socket) for socket in data_sockets]
-        self._monitors = [watch(self._publisher), watch(self._subscriber)]
-        self._wake_read, self._wake_write = sockets.socketpair()
-        try:
-            self._publisher.sndhwm = _PUBLISH_HIGH_WATER
-            self._publisher.maxmsgsize = MAX_HEADER_BYTES
-            self._publisher.xpub_verbose = 1
-            serve_as(self._publisher, pair)
-            self.address = bind(self._publisher, interface)
-        except ValueError:
-            self._close_all()
-            raise
-        self._subscriber.subscribe(b"")
-        self._strangers, self._garbage = QuietLog(_LOG), QuietLog(_LOG)
+        self._monitor = watch(link.inbound)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
+        self._garbage = QuietLog(_LOG)
         self._commands: deque[Callable[[], None]] = deque()
         self._loop: AbstractEventLoop | None = None
         self._loop_asked_s: float | None = None
         self._pulse = Pulse((), deadline_s, time.monotonic())
-        self._started_s = 0.0
+        self._judgement = Judgement(self._rank, [""] * (self._rank + 1), 0.0)
         self._next_beat_s = 0.0
         self._rank_at: dict[str, int] = {}
-        self._heartbeats_of: dict[int, str] = {}
+        self._watched: frozenset[int] = frozenset()
+        self._listeners: set[int] = set()
         self._awaited: set[str] = set()
         self._unheard: set[int] = set()
         self._is_connected = False
         self._early: set[str] = set()
         """Connections that stood before this thread was told of them."""
-        self._present: set[int] = set()
-        self._lost: dict[int, str] = {}
+        self._closed: dict[int, float] = {}
+        """Whose heartbeats' connection has closed and was not made anew yet, and until when that is waited for."""
         self._suspects: dict[int, float] = {}
+        """From whom messages no longer come, and until when a farewell is waited for."""
         self._running = True
         self._thread = threading.Thread(target=self._run, name="rrfp-liveness", daemon=True)
         self._thread.start()
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, ...]]) -> None:
-        """Begin to expect the peers at ``addresses``: by rank, that of heartbeats first."""
-        self._command(lambda: self._follow(loop, addresses))
+    def follow(self, loop: AbstractEventLoop, watched: Mapping[int, tuple[str, ...]], hosts: Sequence[str]) -> None:
+        """Begin to expect those who are watched: by rank, where its heartbeats come from, then where its messages do.
+
+        ``hosts`` are all ranks'.
+        """
+        self._command(lambda: self._follow(loop, watched, hosts))
 
     def stop(self, timeout_s: float) -> None:
         """Say farewell and end the thread; the gate is closed with it."""
@@ -131,20 +113,21 @@ class Liveness:
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with suppress(OSError):  # the thread has ended and closed its end
-            self._wake_write.send(b"\0")
+        with self._waking:
+            if self._running:
+                os.eventfd_write(self._wake, 1)
 
     # -- on the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._gate.socket, self._publisher, self._subscriber, *self._monitors, *self._data_monitors):
+        links = (self._link.inbound, self._link.outbound)
+        for readable in (self._gate.socket, *links, self._monitor, *self._data_monitors):
             poller.register(readable, zmq.POLLIN)
-        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         try:
             while self._running:
-                pause_s = self._next_beat_s - time.monotonic()
-                poller.poll(1 + round(max(0.0, min(pause_s, self._pulse.interval_s)) * 1000))
+                poller.poll(1 + round(self._pause_s() * 1000))
                 self._pulse.advance(time.monotonic())
                 self._gate.answer()
                 self._obey()
@@ -155,38 +138,44 @@ class Liveness:
         finally:
             self._close_all()
 
+    def _pause_s(self) -> float:
+        pauses = [self._pulse.interval_s, self._next_beat_s - time.monotonic()]
+        awake_s = self._pulse.awake_s
+        pauses += [until_s - awake_s for until_s in (*self._suspects.values(), *self._closed.values())]
+        if (due_s := self._judgement.next_due_s()) is not None:
+            pauses.append(due_s - awake_s)
+        return max(0.0, min(pauses))
+
     def _look(self) -> None:
         self._welcome()
         self._hear()
-        for monitor in (*self._monitors, *self._data_monitors):
+        for monitor in (self._monitor, *self._data_monitors):
             for event in connection_events(monitor):
-                self._judge(event, is_data=monitor in self._data_monitors)
-        if time.monotonic() >= self._next_beat_s:
-            self._next_beat_s = time.monotonic() + self._pulse.interval_s
-            self._beat()
-        for rank, reason in self._pulse.overdue():
-            self._lose(rank, reason)
-        for rank, until_s in list(self._suspects.items()):
+                self._judge(event, is_data=monitor is not self._monitor)
+        for rank, reason, hangs in self._pulse.overdue():
+            self._accuse(rank, reason, is_certain=hangs)
+        for rank, until_s in [*self._suspects.items(), *self._closed.items()]:
             if self._pulse.awake_s > until_s:
-                self._lose(rank, "closed its connection")
+                self._accuse(rank, "closed its connection")
+        self._conclude()
+        if time.monotonic() >= self._next_beat_s:
+            self._beat()
 
     def _obey(self) -> None:
         with suppress(BlockingIOError):
-            self._wake_read.recv(4096, sockets.MSG_DONTWAIT)
+            os.eventfd_read(self._wake)
         while self._commands:
             self._commands.popleft()()
 
-    def _follow(self, loop: AbstractEventLoop, addresses: Mapping[int, tuple[str, ...]]) -> None:
+    def _follow(self, loop: AbstractEventLoop, watched: Mapping[int, tuple[str, ...]], hosts: Sequence[str]) -> None:
         self._loop = loop
-        self._pulse = Pulse(addresses, self._deadline_s, time.monotonic())
-        self._present, self._unheard = set(addresses), set(addresses)
-        pair = self._key.pair(rank_role(self._rank))
-        for rank, places in addresses.items():
+        self._pulse = Pulse(watched, self._deadline_s, time.monotonic())
+        self._judgement = Judgement(self._rank, hosts, min(_ANSWER_S, self._pulse.interval_s))
+        self._unheard, self._watched = set(watched), frozenset(watched)
+        for rank, places in watched.items():
             self._rank_at |= dict.fromkeys(places, rank)
             self._awaited.update(places)
-            self._heartbeats_of[rank] = places[0]
-            connect_as(self._subscriber, pair, self._key.pair(rank_role(rank)).public)
-            self._subscriber.connect(places[0])
+            self._link.connect(rank, places[0])
         self._awaited -= self._early
         self._check_connected()
 
@@ -197,69 +186,90 @@ class Liveness:
 
     def _welcome(self) -> None:
         """A new listener soon hears a heartbeat, from which it knows that it will hear a farewell too."""
-        with suppress(zmq.Again):
-            while self._publisher.recv(zmq.NOBLOCK) is not None:
-                self._next_beat_s = min(self._next_beat_s, time.monotonic() + _WELCOME_S)
+        if came := self._link.welcome():
+            self._listeners.update(came)
+            self._beat_soon()
 
     def _hear(self) -> None:
-        while True:
+        while (received := self._link.receive()) is not None:
+            rank, frames = received
             try:
-                data = self._subscriber.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                beat = unpack(data)
-                rank, blocked_s = field(beat, "rank", int), field(beat, "blocked_s", float)
-                losses = _losses_in(beat)
+                beat = unpack(bytes(frames[0]))
+                blocked_s = field(beat, "blocked_s", float)
+                is_news = self._judgement.learn(beat.get("news"), self._pulse.awake_s, hears=self._hears())
             except MalformedMessage as error:
-                self._garbage.warn("a heartbeat was dropped: %s", error)
+                self._garbage.warn("a heartbeat of rank %d was dropped: %s", rank, error)
                 continue
             self._pulse.hear(rank, blocked_s)
+            self._closed.pop(rank, None)
             if rank in self._unheard:
                 self._unheard.discard(rank)
                 self._check_connected()
-            if beat.get("leaves") and rank in self._present:
-                for other in losses.keys() & self._present:
-                    self._lose(other, losses[other])
-                self._forget(rank)
-                self._watchers.left(rank)
+            if is_news:
+                self._beat_soon()
+        self._conclude()
+
+    def _hears(self) -> frozenset[int]:
+        return self._watched - self._closed.keys() - self._unheard
 
     def _judge(self, event: ConnectionEvent, *, is_data: bool) -> None:
-        rank = self._rank_at.get(event.address)
+        rank, address = self._rank_at.get(event.address), event.address
         if rank is None:
             if event.succeeded:
-                self._early.add(event.address)
-            elif event.failed:
-                self._strangers.warn("a connection to %s was dropped: %s", event.address, event.failed)
-            return
-        if event.succeeded:
-            self._awaited.discard(event.address)
+                self._early.add(address)
+        elif event.succeeded:
+            self._awaited.discard(address)
             self._check_connected()
-        elif rank not in self._present:
+        elif rank not in self._judgement.present:
             return
         elif event.failed and not event.interrupted:
-            self._lose(rank, f"it cannot be connected to: {event.failed}")
-        elif event.unreachable and event.address in self._awaited:
+            self._accuse(rank, f"it cannot be connected to: {event.failed}", is_certain=True)
+        elif event.unreachable and address in self._awaited:
             if self._pulse.awake_s > _REFUSAL_S:
-                self._lose(rank, "closed: it no longer listens")
+                self._accuse(rank, "closed: it no longer listens", is_certain=True)
+        elif event.unreachable and not is_data and rank in self._closed:
+            self._accuse(rank, "closed its connection", is_certain=True)
         elif event.disconnected:
             self._disconnected(rank, is_data=is_data)
 
     def _disconnected(self, rank: int, *, is_data: bool) -> None:
+        """It may have said farewell, be gone, or be alive behind a connection that broke; soon it is known which."""
+        until_s = self._pulse.awake_s + _SUSPICION_S
         if is_data:
-            self._suspects.setdefault(rank, self._pulse.awake_s + _SUSPICION_S)
-            self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SUSPICION_S)
+            self._suspects.setdefault(rank, until_s)
             return
         self._hear()  # a farewell came before the end of the same connection
-        if rank in self._present:
-            self._lose(rank, "closed its connection")
+        if rank in self._judgement.present:
+            self._closed.setdefault(rank, until_s)
+            self._link.greet(rank)
+
+    def _accuse(self, rank: int, reason: str, *, is_certain: bool = False) -> None:
+        accusation = Accusation(self._rank, rank, reason, is_certain)
+        self._suspects.pop(rank, None)
+        if rank in self._closed:
+            self._closed[rank] = math.inf
+        if self._judgement.accuse(accusation, self._pulse.awake_s):
+            self._next_beat_s = 0.0
+
+    def _conclude(self) -> None:
+        for verdict in self._judgement.verdicts(self._pulse.awake_s):
+            match verdict:
+                case Lost(rank, reason):
+                    self._forget(rank)  # who is taken for lost and lives should hear of it: it goes on being told
+                    self._watchers.lost(rank, reason)
+                case Left(rank):
+                    self._forget(rank)
+                    self._listeners.discard(rank)
+                    self._watchers.left(rank)
+                case Broken(text):
+                    self._watchers.broken(text)
 
     def _beat(self, *, leaves: bool = False) -> None:
+        self._next_beat_s = time.monotonic() + self._pulse.interval_s
         blocked_s = 0.0 if self._loop_asked_s is None else self._pulse.awake_s - self._loop_asked_s
-        beat: dict[str, Any] = {"rank": self._rank, "blocked_s": blocked_s, "leaves": leaves}
-        if leaves:
-            beat["lost"] = [[rank, reason] for rank, reason in self._lost.items()]
-        self._publisher.send(pack(beat), zmq.NOBLOCK)
+        beat = pack({"blocked_s": blocked_s, "news": self._judgement.news(leaves=leaves)})
+        for rank in self._listeners:
+            self._link.send(rank, beat)
         if self._loop is not None and self._loop_asked_s is None:
             self._loop_asked_s = self._pulse.awake_s
             try:
@@ -267,37 +277,28 @@ class Liveness:
             except RuntimeError:  # the loop was closed: nobody listens, and close() will follow or the process ends
                 self._loop, self._loop_asked_s = None, None
 
+    def _beat_soon(self) -> None:
+        """With all news that comes at about the same time."""
+        self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)
+
     def _loop_answers(self) -> None:
         self._loop_asked_s = None
 
-    def _lose(self, rank: int, reason: str) -> None:
-        self._forget(rank)
-        self._lost[rank] = reason
-        self._watchers.lost(rank, reason)
-
     def _forget(self, rank: int) -> None:
-        self._present.discard(rank)
         self._suspects.pop(rank, None)
+        self._closed.pop(rank, None)
         self._pulse.forget(rank)
-        with suppress(zmq.ZMQError):
-            self._subscriber.disconnect(self._heartbeats_of[rank])
+        self._link.ignore(rank)
 
     def _end(self) -> None:
         self._beat(leaves=True)
-        self._publisher.linger = _FAREWELL_LINGER_MS
         self._running = False
 
     def _close_all(self) -> None:
-        for socket in (*self._monitors, *self._data_monitors, self._publisher, self._subscriber):
+        self._link.close(FAREWELL_LINGER_S)
+        for socket in (self._monitor, *self._data_monitors):
             socket.close()
         self._gate.close()
-        self._wake_read.close()
-        self._wake_write.close()
-
-
-def _losses_in(beat: Mapping[str, Any]) -> dict[int, str]:
-    losses = field(beat, "lost", list) if "lost" in beat else []
-    try:
-        return {int(rank): str(reason) for rank, reason in losses}
-    except (TypeError, ValueError) as error:
-        raise MalformedMessage("its losses are no pairs of rank and reason") from error
+        with self._waking:
+            self._running = False
+            os.close(self._wake)

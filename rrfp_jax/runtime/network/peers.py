@@ -1,10 +1,10 @@
-"""A mesh among the ranks of a run: small messages and arrays, authenticated, watched, with bounded memory."""
+"""The network among the ranks of a run: small messages and arrays, authenticated, watched, with bounded memory."""
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +12,24 @@ from typing import Any
 import zmq
 
 from rrfp_jax.runtime.network.channel import MAX_TOPIC_BYTES, Channel
+from rrfp_jax.runtime.network.descriptors import require_descriptors
 from rrfp_jax.runtime.network.gate import Gate
 from rrfp_jax.runtime.network.keys import RunKey
 from rrfp_jax.runtime.network.link import COPY_BELOW_BYTES, ClearLink, Link, SecureLink
 from rrfp_jax.runtime.network.liveness import Liveness, Watchers
 from rrfp_jax.runtime.network.plain import MAX_HEADER_BYTES, pack
-from rrfp_jax.runtime.network.sockets import LOOPBACK, rank_role
+from rrfp_jax.runtime.network.roll_call import name_ranks
+from rrfp_jax.runtime.network.sockets import LOOPBACK, QuietLog, rank_role
 from rrfp_jax.runtime.network.topics import Handler, PackedHandler, Topics, unpacked
+from rrfp_jax.runtime.network.watch_graph import watched
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
+_NUM_OWN_FILES = 30
+"""What sockets and threads need before anything is connected."""
 _MORE_LOSSES_S = 0.3
 """How long others may be missed after the first, which may have ended for the loss of one of them."""
 
@@ -40,8 +45,6 @@ class NetworkSettings:
     high_water_bytes: int = 256 << 20
     """How much may be unconfirmed per peer before further messages wait at the sender, and how much is kept for topics
     that nobody has subscribed to yet."""
-    max_frame_bytes: int = 16 << 30
-    """No larger frame is sent, and who sends one nevertheless is disconnected."""
     encrypt_arrays: bool = True
     """False sends messages of 64 KiB and more over connections of their own, authenticated but not encrypted: four to
     five times as fast, but who controls the network can read arrays, and alter them."""
@@ -52,8 +55,6 @@ class NetworkSettings:
                 f"silence_deadline_s is {self.silence_deadline_s} and high_water_bytes {self.high_water_bytes}: "
                 "both must be positive"
             )
-        if self.max_frame_bytes < 2 * MAX_HEADER_BYTES:
-            raise ValueError(f"max_frame_bytes is {self.max_frame_bytes}: give at least {2 * MAX_HEADER_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Traffic:
 
 
 class PeerNetwork:
-    """This rank's place in the mesh. Listens from the start, so that its address can be given to the rendezvous.
+    """This rank's place in the network. Listens from the start, so that its address can be given to the rendezvous.
 
     Args:
         rank, num_ranks: this process among all.
@@ -99,50 +100,51 @@ class PeerNetwork:
             raise ValueError(f"rank {rank} of {num_ranks}: ranks count from 0 to {num_ranks - 1}")
         self.rank, self.num_ranks = rank, num_ranks
         self._settings = settings or NetworkSettings()
-        self._context = zmq.Context()
-        try:
-            self._links = self._open(key)
-        except ValueError:
-            self._context.destroy(linger=0)
-            raise
-        self.address = PeerAddress(
-            heartbeats=self._liveness.address,
-            messages=self._links[0].address,
-            arrays=None if self._settings.encrypt_arrays else self._links[1].address,
-        )
+        self._connections: frozenset[int] = frozenset()
         self._channels: list[Channel] = []
         self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_left: Callable[[int], None] | None = None
+        self._on_broken: Callable[[str], None] | None = None
         self._decided = threading.Event()
-        self._missed: dict[int, str] = {}
+        self._missed: list[str] = []
         self._is_closed = False
+        require_descriptors(_NUM_OWN_FILES, "the network of a run")
+        self._context = zmq.Context()
+        try:
+            self._links = self._open(key)
+        except (ValueError, zmq.ZMQError):
+            self._context.destroy(linger=0)
+            raise
 
     def _open(self, key: RunKey) -> list[Link]:
         ranks, settings = range(self.num_ranks), self._settings
         roles = {key.pair(rank_role(r)).public: rank_role(r) for r in ranks if r != self.rank}
-        gate = Gate(self._context, roles)
+        gate = Gate(self._context, roles, QuietLog(_LOG))
+        heartbeats = SecureLink(self._context, self.rank, key, settings.interface)
         kinds = (SecureLink,) if settings.encrypt_arrays else (SecureLink, ClearLink)
-        links: list[Link] = [
-            kind(self._context, self.rank, key, settings.interface, settings.max_frame_bytes) for kind in kinds
-        ]
+        links: list[Link] = [kind(self._context, self.rank, key, settings.interface) for kind in kinds]
         self._liveness = Liveness(
-            self._context,
+            heartbeats,
             gate,
-            [socket for link in links for socket in link.sockets()],
-            rank=self.rank,
-            key=key,
-            interface=settings.interface,
+            [link.inbound for link in links],
             deadline_s=settings.silence_deadline_s,
-            watchers=Watchers(connected=self._tell_connected, lost=self._tell_lost, left=self._tell_left),
+            watchers=Watchers(
+                connected=self._decided.set, lost=self._tell_lost, left=self._tell_left, broken=self._tell_broken
+            ),
+        )
+        self.address = PeerAddress(
+            heartbeats=heartbeats.address,
+            messages=links[0].address,
+            arrays=None if settings.encrypt_arrays else links[1].address,
         )
         return links
 
     @property
     def connections(self) -> frozenset[int]:
         """The ranks that messages can be exchanged with."""
-        return frozenset(range(self.num_ranks)) - {self.rank}
+        return self._connections
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
@@ -166,33 +168,58 @@ class PeerNetwork:
         loop: asyncio.AbstractEventLoop,
         addresses: Mapping[int, PeerAddress],
         *,
+        connections: Iterable[int] | None = None,
+        hosts: Sequence[str] | None = None,
         lost: Callable[[int, str], None],
         left: Callable[[int], None] | None = None,
+        broken: Callable[[str], None] | None = None,
     ) -> None:
-        """Connect to all peers and begin to deliver messages on ``loop``.
+        """Connect to peers and begin to deliver messages on ``loop``.
 
         Args:
             addresses: every rank's address (this rank's own is skipped), as the rendezvous collected them.
-            lost: called on the loop, once per rank, with a rank that died and how that was noticed; with this rank
-                itself where its watch over the others has failed.
+            connections: the ranks to exchange messages with, each of which must name this one likewise; by default all,
+                which is for few ranks. Heartbeats need some more connections, which are not named.
+            hosts: each rank's host, for reports; by default as the addresses name them.
+            lost: called on the loop, once per rank, with any rank of the run that died and how that was noticed; with
+                this rank itself where its watch over the others has failed.
             left: called on the loop with a rank that closed its network in good order.
+            broken: called on the loop, once, where ranks live that no longer hear each other, with a sentence that
+                names them and the network between; by default ``lost`` is called with this rank and the sentence.
+
+        Raises:
+            ValueError: where addresses are missing or do not fit, or the system lets this process open too few files.
         """
         if self._loop is not None or self._is_closed:
             raise ValueError("the network was started or closed before: make a new one")
-        listening = {r: self._listening(r, addresses) for r in range(self.num_ranks) if r != self.rank}
-        self._on_lost, self._on_left = lost, left
-        self._loop = loop
+        all_others = frozenset(range(self.num_ranks)) - {self.rank}
+        peers = all_others if connections is None else frozenset(connections) - {self.rank}
+        if not peers <= all_others:
+            raise ValueError(
+                f"connections name {sorted(peers - all_others)}: ranks count from 0 to {self.num_ranks - 1}"
+            )
+        known = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
+        only_watched = watched(self.rank, self.num_ranks) - peers
+        num_files = 2 * len(only_watched) + 2 * (1 + len(self._links)) * len(peers)
+        require_descriptors(num_files, f"connections to {len(peers)} of {self.num_ranks} ranks")
+        self._on_lost, self._on_left, self._on_broken = lost, left, broken
+        self._connections, self._loop = peers, loop
         self._topics.start(loop)
-        self._liveness.follow(loop, listening)
-        for rank, (_, *places) in listening.items():
-            for link, place in zip(self._links, places, strict=True):
+        hosts = hosts or [self._host(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
+        places = {rank: known[rank] for rank in peers} | {rank: known[rank][:1] for rank in only_watched}
+        self._liveness.follow(loop, places, hosts)
+        for rank in sorted(peers):
+            for link, place in zip(self._links, known[rank][1:], strict=True):
                 link.connect(rank, place)
         self._channels = [
-            Channel(link, loop, listening, self._topics.deliver, self._settings.high_water_bytes)
-            for link in self._links
+            Channel(link, loop, peers, self._topics.deliver, self._settings.high_water_bytes) for link in self._links
         ]
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
+
+    @staticmethod
+    def _host(address: PeerAddress) -> str:
+        return address.messages.removeprefix("tcp://").rpartition(":")[0]
 
     def _listening(self, rank: int, addresses: Mapping[int, PeerAddress]) -> tuple[str, ...]:
         address = addresses.get(rank)
@@ -213,8 +240,7 @@ class PeerNetwork:
             raise ConnectionError(f"rank {self.rank} of {self.num_ranks} has not reached all ranks after {timeout_s} s")
         if self._missed:
             time.sleep(_MORE_LOSSES_S)
-            missed = "; ".join(f"rank {rank}: {reason}" for rank, reason in self._missed.copy().items())
-            raise ConnectionError(f"rank {self.rank} could not connect to {missed}")
+            raise ConnectionError(f"rank {self.rank} could not connect to {'; '.join(self._missed)}")
 
     def send_threadsafe(
         self,
@@ -282,8 +308,11 @@ class PeerNetwork:
         """:meth:`send` for what goes often: the header is bytes of the sender's own making, up to 1 MiB."""
         if not self._channels:
             self._started()
-        if rank == self.rank or not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank {self.rank} of {self.num_ranks} cannot send to rank {rank}: name another rank")
+        if rank not in self._connections:
+            raise ValueError(
+                f"rank {self.rank} of {self.num_ranks} cannot send to rank {rank}: it has connections to "
+                f"{name_ranks(self._connections)}; name others when the network is started, on both sides"
+            )
         if not 0 < len(topic) <= MAX_TOPIC_BYTES:
             name = topic[:40].decode(errors="replace")
             raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
@@ -292,8 +321,6 @@ class PeerNetwork:
         largest = 0
         for frame in frames:
             largest = max(largest, memoryview(frame).nbytes)
-        if largest > (limit := self._settings.max_frame_bytes):
-            raise ValueError(f"a frame has {largest} bytes, max_frame_bytes is {limit}: raise it on all ranks")
         channel = self._channels[-1 if largest >= COPY_BELOW_BYTES else 0]
         channel.send(rank, topic, header, frames, on_confirmed)
 
@@ -326,6 +353,15 @@ class PeerNetwork:
         if self._on_left is not None:
             self._on_left(rank)
 
+    def _break(self, text: str) -> None:
+        if self._is_closed:
+            return
+        _LOG.warning("rank %d: %s", self.rank, text)
+        if self._on_broken is not None:
+            self._on_broken(text)
+        elif self._on_lost is not None:
+            self._on_lost(self.rank, text)
+
     def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
         """Close once nothing waits for room at a peer."""
         if linger_s > 0 and self.traffic().waiting_bytes:
@@ -349,21 +385,22 @@ class PeerNetwork:
 
     # -- on the liveness thread --------------------------------------------------------------------------------------
 
-    def _tell_connected(self) -> None:
-        self._decided.set()
-
     def _tell_lost(self, rank: int, reason: str) -> None:
-        self._miss(rank, reason)
+        self._miss(f"rank {rank}: {reason}")
         self._on_loop(lambda: self._lose(rank, reason))
 
     def _tell_left(self, rank: int) -> None:
         if not self._missed:
-            self._miss(rank, "it has ended")
+            self._miss(f"rank {rank}: it has ended")
         self._on_loop(lambda: self._leave(rank))
 
-    def _miss(self, rank: int, reason: str) -> None:
+    def _tell_broken(self, text: str) -> None:
+        self._miss(text)
+        self._on_loop(lambda: self._break(text))
+
+    def _miss(self, what: str) -> None:
         if self._missed or not self._decided.is_set():
-            self._missed[rank] = reason
+            self._missed.append(what)
             self._decided.set()
 
     def _on_loop(self, call: Callable[[], None]) -> None:

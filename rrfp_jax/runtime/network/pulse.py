@@ -45,13 +45,21 @@ class Pulse:
         self._heard_s.pop(rank, None)
         self._blocked_s.pop(rank, None)
 
-    def overdue(self) -> list[tuple[int, str]]:
-        """The peers beyond the deadline, each with the reason."""
-        found = []
-        for rank, heard_s in self._heard_s.items():
-            silent_s, blocked_s = self.awake_s - heard_s, self._blocked_s.get(rank, 0.0)
-            if silent_s > self.deadline_s - self.interval_s:
-                found.append((rank, f"silent for {silent_s:.1f} s"))
-            elif blocked_s > self.deadline_s:
-                found.append((rank, f"its event loop has not run for {blocked_s:.1f} s"))
-        return found
+    def overdue(self) -> list[tuple[int, str, bool]]:
+        """The peers beyond the deadline: each with the reason, and whether it is alive but its event loop hangs.
+
+        Once one is silent for too long, so are those named that have been so for nearly as long: what breaks a
+        connection breaks others too, and they are not heard at the same moment.
+        """
+        silent_s = {rank: self.awake_s - heard_s for rank, heard_s in self._heard_s.items()}
+        limit_s = self.deadline_s - self.interval_s
+        if any(seconds > limit_s for seconds in silent_s.values()):
+            limit_s -= self.interval_s
+        return [
+            *((rank, f"silent for {seconds:.1f} s", False) for rank, seconds in silent_s.items() if seconds > limit_s),
+            *(
+                (rank, f"its event loop has not run for {seconds:.1f} s", True)
+                for rank, seconds in self._blocked_s.items()
+                if seconds > self.deadline_s and silent_s[rank] <= limit_s
+            ),
+        ]

@@ -4,9 +4,10 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.runtime.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+from rrfp_jax.tree import children, parent
 
 PATIENCE_S = 8.0
+START_S = 60.0
 
 
 @contextmanager
@@ -51,21 +54,34 @@ class Node:
         self.got: list[tuple[int, dict[str, Any], list[memoryview]]] = []
         self.lost: dict[int, str] = {}
         self.left: list[int] = []
+        self.broken: list[str] = []
         self.network.subscribe("note", lambda *message: self.got.append(message))
 
-    def start(self, loop: asyncio.AbstractEventLoop, addresses: Mapping[int, PeerAddress]) -> None:
-        self.network.start(loop, addresses, lost=self.lost.__setitem__, left=self.left.append)
+    def start(self, loop: asyncio.AbstractEventLoop, addresses: Mapping[int, PeerAddress], **options: Any) -> None:
+        callbacks = {"lost": self.lost.__setitem__, "left": self.left.append, "broken": self.broken.append}
+        self.network.start(loop, addresses, **callbacks, **options)
+
+
+def tree_connections(rank: int, num_ranks: int) -> set[int]:
+    """A rank's neighbours in the control tree, and the next and previous one, as stages of a chain have them."""
+    above = parent(rank)
+    neighbours = {rank - 1, rank + 1, *children(rank, num_ranks), *([] if above is None else [above])}
+    return neighbours & set(range(num_ranks))
+
+
+Connections = Callable[[int, int], Iterable[int]]
 
 
 @contextmanager
-def nodes(num_ranks: int, **settings: Any) -> Iterator[list[Node]]:
-    """Connected networks in this process, on one loop."""
+def nodes(num_ranks: int, *, connections: Connections | None = None, **settings: Any) -> Iterator[list[Node]]:
+    """Connected networks in this process, on one loop; ``connections`` of a rank among so many, by default all."""
     key, made = RunKey.generate(), NetworkSettings(**{"silence_deadline_s": 5.0} | settings)
     members = [Node(rank, num_ranks, key, made) for rank in range(num_ranks)]
     with running_loop() as loop:
         try:
-            for member in members:
-                member.start(loop, {n.network.rank: n.network.address for n in members})
+            for rank, member in enumerate(members):
+                peers = None if connections is None else connections(rank, num_ranks)
+                member.start(loop, {n.network.rank: n.network.address for n in members}, connections=peers)
             for member in members:
                 member.network.wait_connected(PATIENCE_S)
             yield members
@@ -77,8 +93,9 @@ def nodes(num_ranks: int, **settings: Any) -> Iterator[list[Node]]:
 # -- members in processes of their own -------------------------------------------------------------------------------
 
 
-def live(rank: int, num_ranks: int, key: str, settings: Mapping[str, Any], pipe: Connection) -> None:
+def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Connection) -> None:
     """The main function of a member: does what the pipe tells, and reports what happens to it."""
+    is_sparse, inherited = settings.pop("is_sparse", False), len(os.listdir("/proc/self/fd"))
     events: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()  # so that a full pipe never blocks the event loop
     writer = threading.Thread(target=lambda: [pipe.send(event) for event in iter(events.get, None)])
     writer.start()
@@ -94,14 +111,23 @@ def live(rank: int, num_ranks: int, key: str, settings: Mapping[str, Any], pipe:
     report("address", network.address.as_dict())
     addresses = {r: PeerAddress(**address) for r, address in pipe.recv().items()}
     with running_loop() as loop:
-        network.start(loop, addresses, lost=lambda r, why: report("lost", r, why), left=lambda r: report("left", r))
-        network.wait_connected(PATIENCE_S)
+        network.start(
+            loop,
+            addresses,
+            connections=tree_connections(rank, num_ranks) if is_sparse else None,
+            lost=lambda r, why: report("lost", r, why),
+            left=lambda r: report("left", r),
+            broken=lambda text: report("broken", text),
+        )
+        network.wait_connected(START_S)
         report("ready")
         while (command := pipe.recv())[0] != "close":
             match command:
                 case ("send", target, header, value, num_bytes):
                     frames = [np.full(num_bytes, value, np.uint8)] if num_bytes else []
                     network.send_threadsafe(target, "note", header, frames)
+                case ("files",):
+                    report("files", len(os.listdir("/proc/self/fd")) - inherited + 3, sorted(sys.modules))
                 case ("block", seconds):
                     loop.call_soon_threadsafe(time.sleep, seconds)
         network.close()
@@ -159,17 +185,20 @@ class Process:
 def processes(
     num_ranks: int, *, deadlines_s: Mapping[int, float] | None = None, **settings: Any
 ) -> Iterator[list[Process]]:
-    """Connected members in processes of their own; killed at the end. ``deadlines_s``: of silence, by rank."""
+    """Connected members in processes of their own; killed at the end. ``deadlines_s``: of silence, by rank.
+
+    With ``is_sparse``, members have :func:`tree_connections`; by default each has one to all others.
+    """
     key, members = RunKey.generate(), []
     common = {"silence_deadline_s": 5.0} | settings
     own = {rank: {"silence_deadline_s": deadline_s} for rank, deadline_s in (deadlines_s or {}).items()}
     try:
         members = [Process(r, num_ranks, key, common | own.get(r, {})) for r in range(num_ranks)]
-        addresses = {r: member.wait_for("address", 20.0)[1] for r, member in enumerate(members)}
+        addresses = {r: member.wait_for("address", START_S)[1] for r, member in enumerate(members)}
         for member in members:
             member.pipe.send(addresses)
         for member in members:
-            member.wait_for("ready")
+            member.wait_for("ready", START_S)
         yield members
     finally:
         for member in members:

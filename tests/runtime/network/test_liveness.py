@@ -109,7 +109,7 @@ def test_a_rank_that_closes_has_left_and_what_it_sent_arrives() -> None:
 
 
 def test_a_farewell_names_whom_its_sender_has_lost_so_that_the_cause_comes_first() -> None:
-    with processes(3, deadlines_s={0: DEADLINE_S}, silence_deadline_s=30.0) as members:
+    with processes(3, deadlines_s={0: DEADLINE_S}, silence_deadline_s=4 * DEADLINE_S) as members:
         members[2].signal(signal.SIGSTOP)
         reason = members[0].wait_for("lost", 2 * DEADLINE_S + 1)[2]
         members[0].tell("close")

@@ -17,7 +17,7 @@ def test_a_silent_peer_is_named_an_interval_before_the_deadline() -> None:
     now_s = wait(pulse, now_s, 2)
     assert pulse.overdue() == []
     now_s = wait(pulse, now_s, 1)
-    assert pulse.overdue() == [(1, "silent for 8.0 s")]
+    assert pulse.overdue() == [(1, "silent for 8.0 s", False)]
     pulse.forget(1)
     assert pulse.overdue() == []
 
@@ -35,7 +35,7 @@ def test_a_loop_that_stands_still_is_named_and_may_recover() -> None:
     pulse.hear(1, 7.9)
     assert pulse.overdue() == []
     pulse.hear(1, 8.1)
-    assert pulse.overdue() == [(1, "its event loop has not run for 8.1 s")]
+    assert pulse.overdue() == [(1, "its event loop has not run for 8.1 s", True)]
     pulse.hear(1, 0.0)
     assert pulse.overdue() == []
 
