@@ -331,7 +331,7 @@ class PipelineRuntime:
 
     def broken(self, text: str) -> None:
         """The network broke between ranks that live."""
-        self._giving_up.broken(text)
+        self._ending.broken(text)
 
     def transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
