@@ -40,7 +40,7 @@ def bench_transport(console: Console) -> None:
 
 def measure(selection: str, *, encrypt_arrays: bool) -> list[Figures]:
     """The figures of every size."""
-    from rrfp_jax.runtime.network import RunKey
+    from rrfp_jax.network import RunKey
 
     key, context = RunKey.generate().text(), multiprocessing.get_context("spawn")
     pipes, members = [], []
@@ -70,14 +70,14 @@ def measure(selection: str, *, encrypt_arrays: bool) -> list[Figures]:
 def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Connection) -> None:
     """The main function of either process: report the address, play, report the figures."""
     from experiments.process import use_cpu
-    from rrfp_jax.runtime.cluster.binding import rank_cores
-    from rrfp_jax.runtime.cluster.loop import LoopThread
-    from rrfp_jax.runtime.cluster.trampoline import bind
+    from rrfp_jax.launch.binding import rank_cores
+    from rrfp_jax.launch.trampoline import bind
+    from rrfp_jax.network.loop import LoopThread
 
     if cores := rank_cores("cores", 2)[rank]:
         bind(set(cores))
     use_cpu(1)
-    from rrfp_jax.runtime.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+    from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
 
     settings = NetworkSettings(encrypt_arrays=encrypt_arrays)
     network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)

@@ -24,7 +24,7 @@ from experiments.outputs import check_outputs, draw, last_steps
 from experiments.process import enter
 from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
-from rrfp_jax.runtime.cluster import ClusterConfig
+from rrfp_jax.network import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.result import RunMetrics, run_metrics
 from rrfp_jax.timeline import Timeline

@@ -1,6 +1,6 @@
 """How commands end when something is wrong: one clear sentence or a report, and a distinct exit code.
 
-The codes are listed in :mod:`rrfp_jax.runtime.exit_codes`. A ValueError is about the input only while input is being
+The codes are listed in :mod:`rrfp_jax.exit_codes`. A ValueError is about the input only while input is being
 checked, which a command marks with :func:`checking_input`.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from experiments.console import log_plainly
-from rrfp_jax.runtime.exit_codes import (
+from rrfp_jax.exit_codes import (
     BAD_INPUT,
     INTERNAL_ERROR,
     INTERRUPTED,

@@ -28,11 +28,11 @@ from pathlib import Path
 
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
-from rrfp_jax.runtime.cluster.binding import BINDINGS
-from rrfp_jax.runtime.cluster.launcher import launch, shared_key
-from rrfp_jax.runtime.cluster.output import PREFIXES, Output
-from rrfp_jax.runtime.cluster.settings import Address, LaunchSettings
-from rrfp_jax.runtime.network import RunKey
+from rrfp_jax.launch.binding import BINDINGS
+from rrfp_jax.launch.launcher import launch, shared_key
+from rrfp_jax.launch.output import PREFIXES, Output
+from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network import RunKey
 
 
 def main(argv: list[str] | None = None) -> int:

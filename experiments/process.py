@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from experiments.errors import end_with
+from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.cluster import ClusterConfig, join, membership_from
+from rrfp_jax.runtime.cluster import join
+from rrfp_jax.runtime.detection import membership_from
 from rrfp_jax.tasks import Placement
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
     """
     import jax
 
-    from rrfp_jax.runtime.cluster.start_jax import pin_threads
+    from rrfp_jax.runtime.start_jax import pin_threads
 
     wanted = layout.num_devices
     if platform == "cpu":
@@ -100,9 +102,9 @@ def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False)
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     """Run on this many virtual CPU devices.
 
-    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.cluster.start_jax.pin_threads`.
+    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.start_jax.pin_threads`.
     """
-    from rrfp_jax.runtime.cluster.start_jax import pin_threads, use_virtual_devices
+    from rrfp_jax.runtime.start_jax import pin_threads, use_virtual_devices
 
     if pinned:
         pin_threads(num_devices)

@@ -25,8 +25,8 @@ from experiments.config import TrainConfig, add_overrides, load_train_config, ov
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
 from experiments.planned import plan_run
-from rrfp_jax.runtime.cluster.membership import ATTEMPT, STARTED
-from rrfp_jax.runtime.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
+from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
+from rrfp_jax.network.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.last_words import say_last_words
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rrfp_jax.network.plain import field
 from rrfp_jax.runtime.gatherings import Network, PeerFailed
-from rrfp_jax.runtime.network.plain import field
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rrfp_jax.network import MalformedMessage
+from rrfp_jax.network.plain import field
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.runtime.network import MalformedMessage
-from rrfp_jax.runtime.network.plain import field
 from rrfp_jax.timeline import Sums
 from rrfp_jax.tree import children, parent
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Note
+from rrfp_jax.network import MalformedMessage, PeerNetwork
+from rrfp_jax.network.plain import field, pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
-from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
-from rrfp_jax.runtime.network.plain import field, pack, unpack
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
 

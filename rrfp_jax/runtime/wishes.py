@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rrfp_jax.network.plain import field
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.runtime.network.plain import field
 from rrfp_jax.tree import children, parent
 
 _STOP, _DECISION = "stop", "decision"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.runtime.network.plain import pack, unpack
+from rrfp_jax.network.plain import pack, unpack
 
 Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
 
@@ -66,7 +66,7 @@ class VirtualNetwork:
 
 
 class VirtualRank:
-    """One rank's network; the methods are those of :class:`rrfp_jax.runtime.network.PeerNetwork` and its loop."""
+    """One rank's network; the methods are those of :class:`rrfp_jax.network.PeerNetwork` and its loop."""
 
     def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int, connections: frozenset[int]) -> None:
         self._network, self.rank, self.num_ranks, self.connections = network, rank, num_ranks, connections

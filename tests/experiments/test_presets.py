@@ -16,13 +16,13 @@ from experiments import launch
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from experiments.ordering import parse_ordering
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
+from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models import language_model
 from rrfp_jax.models.partition import check_divides
+from rrfp_jax.network import RunKey
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.cluster.membership import membership_from
-from rrfp_jax.runtime.cluster.settings import LaunchSettings
-from rrfp_jax.runtime.exit_codes import BAD_INPUT, PREEMPTED
-from rrfp_jax.runtime.network import RunKey
+from rrfp_jax.runtime.detection import membership_from
 from tests.experiments.commands import ROOT
 
 CONFIGS = ROOT / "tpu_gpu_configs"

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.errors import BadInput
 from experiments.launch import main
-from rrfp_jax.runtime.cluster.binding import rank_cores
+from rrfp_jax.launch.binding import rank_cores
 from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
 

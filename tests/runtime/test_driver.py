@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
+from rrfp_jax.network import LoopThread
 from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
-from rrfp_jax.runtime.cluster import LoopThread
 from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 

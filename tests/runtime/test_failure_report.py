@@ -5,11 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from rrfp_jax.network import LoopThread
+from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import from_plain, to_plain
-from rrfp_jax.runtime.cluster import LoopThread
 from rrfp_jax.runtime.failure_report import Failure, FailureReport, failure_elsewhere, lost_rank
-from rrfp_jax.runtime.network.plain import pack, unpack
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, StageState, TaskFailed
 
 LAYOUT = Layout(num_stages=4, num_ranks=4)

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import Note, TaskChosen
+from rrfp_jax.network import LoopThread, NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.cluster import LoopThread
-from rrfp_jax.runtime.network import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.tasks import Task
 from rrfp_jax.timeline import Sums
-from tests.runtime.network.mesh import PATIENCE_S, eventually
+from tests.network.mesh import PATIENCE_S, eventually
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
 CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)

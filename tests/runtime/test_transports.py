@@ -16,7 +16,7 @@ from rrfp_jax.runtime.transports import Edge, PipelineTransport
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key, pack_key
 from rrfp_jax.tasks import linear
-from tests.runtime.network.mesh import eventually
+from tests.network.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
 PAIR = Layout(num_stages=2, num_ranks=2)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.runtime.network import MalformedMessage
+from rrfp_jax.network import MalformedMessage
 from rrfp_jax.runtime.transports.boxes import box_of
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot
 from rrfp_jax.tasks import NO_MICROBATCH

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import transfer
 
-from rrfp_jax.runtime.network import MalformedMessage, PeerNetwork
-from rrfp_jax.runtime.network.plain import field
+from rrfp_jax.network import MalformedMessage, PeerNetwork
+from rrfp_jax.network.plain import field
 from rrfp_jax.runtime.transports.assembly import assemble
 from rrfp_jax.runtime.transports.cuts import Cut, pull_spec
 from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of

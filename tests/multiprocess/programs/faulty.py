@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from experiments.errors import run_command
-from rrfp_jax.runtime.network import RunKey
+from rrfp_jax.network import RunKey
 
 OWN = int(os.environ["RRFP_RANK"])
 FOREVER_S, SLOW_S = 600.0, 0.05

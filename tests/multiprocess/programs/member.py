@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 
-from rrfp_jax.runtime.cluster import ClusterConfig, StartFailed, join, membership_from
+from rrfp_jax.network import ClusterConfig
+from rrfp_jax.runtime.cluster import StartFailed, join
+from rrfp_jax.runtime.detection import membership_from
 
 FOREVER_S = 600.0
 

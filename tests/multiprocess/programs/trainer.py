@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.runtime.cluster import Cluster, ClusterConfig, Membership, join, membership_from
-from rrfp_jax.runtime.network import RendezvousServer, RunKey
+from rrfp_jax.network import ClusterConfig, Membership, RendezvousServer, RunKey
+from rrfp_jax.runtime.cluster import Cluster, join
+from rrfp_jax.runtime.detection import membership_from
 from tests.multiprocess.cases import Case, read_cases, result_file
 
 PATIENCE_S = 120.0

@@ -1,0 +1,241 @@
+"""One attempt at a run: start this node's ranks, pass signals on, and end all together.
+
+After the first failure the other ranks have time to end by themselves, each with its own report; then they are asked
+to end (SIGTERM), and at last killed. Told to stop, the launcher passes the signal on and waits; told again, it ends
+the ranks likewise. Two failures leave the ranks nothing to report, so they are killed in a moment: where the ranks did
+not come together, those that have not come yet would only be refused; and where the coordination service dies, JAX
+aborts them all, and each might blame another that was aborted first.
+
+A launcher stays until the ends of all ranks of the run are known to all launchers, so that all return the same code. It
+waits for others no longer than ``grace_s`` after its own ranks have ended, and not for launchers that are gone, or were
+not there when the time to come together was over. A supervisor is a launcher without ranks: it stays until it is told
+to stop, or the run cannot go on.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from rrfp_jax.exit_codes import DONE, START_FAILED
+from rrfp_jax.launch.binding import rank_cores
+from rrfp_jax.launch.children import Child
+from rrfp_jax.launch.endings import Endings, meaning
+from rrfp_jax.launch.events import STOPPING, Event, RankEnded, Signalled
+from rrfp_jax.launch.head import Head, HeadFailed, Launcher, host_head, join_head
+from rrfp_jax.network import Bulletin, RunKey
+from rrfp_jax.network.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS, Membership
+from rrfp_jax.network.roll_call import Ending, name_ranks
+
+_LOOK_S, _LOOK_AGAIN_S = 0.25, 0.05
+_TERM_S = 5.0
+"""How long a rank that is asked to end may take."""
+_DRAIN_S = 2.0
+_STILL_S = 5.0
+"""How long the last ranks may all be stopped by a signal after others have ended."""
+_LATE_S = 0.3
+"""How long ranks that would come too late may take to end for the reason that the others had."""
+_ABORT_S = 0.15
+"""Within which JAX aborts; ranks that miss each other report that later."""
+_FAREWELL_S = 2.0
+"""How long a supervisor tells ranks that come late of a failure."""
+_NOT_STOPPED = "did not end by itself"
+
+
+class Attempt:
+    """Runs once, on the main thread.
+
+    Args:
+        number: 0 for the first attempt.
+    """
+
+    def __init__(self, launcher: Launcher, number: int, key: RunKey) -> None:
+        self._launcher, self._number, self._key = launcher, number, key
+        self._settings, self._inbox, self._output = launcher.settings, launcher.inbox, launcher.output
+        self._endings = Endings(launcher.settings.num_ranks)
+        self._bulletin = Bulletin()
+        self._alive: dict[int, Child] = {}
+        self._reasons: dict[int, str] = {}
+        """Why the launcher ended ranks."""
+        self._started_s = self._here_ended_s = time.monotonic()
+        self._failed_s: float | None = None
+        self._met_failure_s: float | None = None
+        """When it was known that the ranks did not come together, or that JAX aborts them."""
+        self._still_since_s: float | None = None
+        self._asked_s: float | None = None
+        self._num_stops = 0
+        self._is_given_up = False
+
+    def run(self) -> int:
+        """Start, watch and end everything; returns the exit code of the run."""
+        self._inbox.clear()
+        try:
+            if self._settings.hosts_head:
+                head = host_head(self._launcher, self._key)
+            else:
+                head = join_head(self._launcher, self._key, self._number)
+        except HeadFailed as error:
+            self._output.say(f"error: {error}")
+            return START_FAILED
+        try:
+            self._start(head)
+            while not self._is_over(head):
+                is_quiet = self._failed_s is None and self._num_stops == 0
+                self._handle(self._inbox.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
+                self._press()
+        finally:
+            self._clear_away(head)
+        if self._settings.supervises and self._endings.service is None and self._endings.missing():
+            return START_FAILED if self._bulletin.failure else DONE
+        for line in self._endings.summary():
+            self._output.say(line)
+        return self._endings.code()
+
+    def _start(self, head: Head) -> None:
+        ranks, num_ranks = self._settings.local_ranks(), self._settings.num_ranks
+        for rank, cores in zip(ranks, rank_cores(self._settings.bind, len(ranks)), strict=True):
+            membership = Membership(
+                rank=rank,
+                num_ranks=num_ranks,
+                rendezvous=head.rendezvous,
+                coordinator=head.coordinator,
+                attempt=self._number,
+                interface=self._settings.listens_on(),
+            )
+            self._alive[rank] = Child(
+                [sys.executable, "-m", *self._settings.command],
+                {**self._launcher.environment, **membership.environment(), **self._key.environment()},
+                self._launcher.guardian,
+                partial(self._ended, rank),
+                cores=cores,
+            )
+            self._output.follow(f"rank {rank}", self._alive[rank].stdout, self._alive[rank].stderr, is_main=rank == 0)
+        if self._settings.supervises:
+            self._output.say(
+                f"give every rank {RENDEZVOUS}={head.rendezvous} {COORDINATOR}={head.coordinator} {NUM_RANKS}="
+                f"{num_ranks}, its RRFP_RANK (or RRFP_DETECT=1), and the run key"
+            )
+
+    def _ended(self, rank: int, code: int, at_s: float) -> None:
+        self._inbox.put(RankEnded(rank, code, at_s))
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event | None, head: Head) -> None:
+        match event:
+            case RankEnded(rank, code, at_s):
+                del self._alive[rank]
+                self._here_ended_s = time.monotonic()
+                reason = self._reasons.get(rank, "")
+                ending = Ending(code=code, at_s=at_s - self._started_s, by_launcher=reason)
+                self._endings.by_rank.setdefault(rank, ending)
+                head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
+            case Bulletin():
+                self._read(event)
+            case Signalled(number):
+                self._signalled(number)
+        if self._failed_s is None and self._endings.has_failed():
+            self._failed_s = time.monotonic()
+
+    def _read(self, bulletin: Bulletin) -> None:
+        """What the head knows of all ranks; its times are the same for all launchers."""
+        self._bulletin = bulletin
+        if bulletin.service is not None and self._endings.service is None:
+            self._endings.service = bulletin.service
+            ended = f"the coordination service ended with {meaning(bulletin.service.code)}"
+            self._output.say(f"{ended}: JAX now aborts all ranks")
+        self._endings.by_rank.update(bulletin.endings)
+        if self._met_failure_s is None and (bulletin.failure is not None or self._endings.service is not None):
+            self._met_failure_s = time.monotonic()
+            if self._settings.supervises and bulletin.failure is not None:
+                self._output.say(bulletin.failure)
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self._num_stops += number in STOPPING
+        if number in STOPPING and not self._alive:
+            self._is_given_up = True
+        elif number in STOPPING and self._num_stops > 1:
+            self._output.say(f"{name}: told to stop again, all ranks of this node are ended now")
+            self._ask_to_end()
+            return
+        elif number in STOPPING:
+            self._output.say(f"{name} is passed on to the ranks of this node; send it again to end them at once")
+        for child in self._alive.values():
+            child.pass_on(number)
+
+    # -- how it ends -------------------------------------------------------------------------------------------------
+
+    def _press(self) -> None:
+        """Ask, then force, the ranks that do not end by themselves."""
+        now_s = time.monotonic()
+        if self._met_failure_s is not None:
+            self._end_hopeless(now_s - self._met_failure_s)
+        if self._failed_s is None and self._stands_still(now_s):
+            self._failed_s = now_s
+        if self._asked_s is not None:
+            if now_s > self._asked_s + _TERM_S:
+                self._end(self._alive, _NOT_STOPPED)
+        elif self._failed_s is not None and self._alive:
+            is_late = now_s > self._failed_s + self._settings.grace_s
+            if is_late or all(child.is_stopped() for child in self._alive.values()):
+                self._ask_to_end()
+
+    def _end_hopeless(self, known_s: float) -> None:
+        """End the ranks that have nothing to report."""
+        if self._endings.service is not None and known_s > _ABORT_S:
+            self._end(self._alive, "had lost the coordination service")
+        doomed = [rank for rank in self._bulletin.doomed if rank in self._alive and rank not in self._reasons]
+        if doomed and known_s > _LATE_S:
+            occasion = (self._bulletin.failure or "").splitlines()[0]
+            self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
+            self._end(doomed, "had not come to the others")
+
+    def _stands_still(self, now_s: float) -> bool:
+        """Whether the ranks that are left have all been stopped for a while: nobody is there to miss them."""
+        num_ranks = len(self._settings.local_ranks())
+        is_still = 0 < len(self._alive) < num_ranks and all(c.is_stopped() for c in self._alive.values())
+        if not is_still:
+            self._still_since_s = None
+            return False
+        self._still_since_s = self._still_since_s or now_s
+        return now_s > self._still_since_s + _STILL_S
+
+    def _ask_to_end(self) -> None:
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+            for rank, child in self._alive.items():
+                self._give_reason(rank, _NOT_STOPPED)
+                child.terminate()
+
+    def _end(self, ranks: Iterable[int], reason: str) -> None:
+        for rank in ranks:
+            self._give_reason(rank, reason)
+            self._alive[rank].kill()
+
+    def _give_reason(self, rank: int, reason: str) -> None:
+        """The first one stands."""
+        self._reasons.setdefault(rank, "stood still (SIGSTOP)" if self._alive[rank].is_stopped() else reason)
+
+    def _is_over(self, head: Head) -> bool:
+        """No rank runs here, and there is no news to wait for."""
+        if self._alive or self._is_given_up:
+            return not self._alive
+        missing, now_s = self._endings.missing(), time.monotonic()
+        if self._settings.supervises and missing:
+            has_failed = self._met_failure_s is not None and now_s > self._met_failure_s + _FAREWELL_S
+            return has_failed or self._endings.service is not None
+        if now_s > self._here_ended_s + self._settings.grace_s:
+            return True
+        if missing:
+            return not head.board.may_hear_of(missing, may_come=self._num_stops == 0)
+        return head.board.is_settled()
+
+    def _clear_away(self, head: Head) -> None:
+        for child in self._alive.values():
+            child.kill()
+        for child in self._alive.values():
+            child.join(_TERM_S)
+        head.close()
+        self._output.drain(_DRAIN_S)

@@ -1,0 +1,134 @@
+"""How the processes of a run ended, and which of them is to blame. Pure.
+
+When a process dies, the others notice and end too, with codes that only say so; they may even be seen to end first. So
+the cause is the earliest ending of the least derived kind: a reason of its own; could not come together (6); lost
+another (5); ended by the launcher. A process that a signal killed closes its connections a moment before it can be seen
+to end, and others may take that for a failed task of their own: among endings of about the same time it is to blame.
+Where the coordination service died first, no rank is: JAX aborts them all.
+"""
+
+import signal
+
+from rrfp_jax import exit_codes as codes
+from rrfp_jax.network.roll_call import Ending, name_ranks
+
+ABORTED = codes.SIGNALLED + signal.SIGABRT
+_SAME_TIME_S = 1.0
+_LATE_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
+"""With these a process may end since another did: JAX aborts, and whoever watches terminates."""
+_MEANINGS = {
+    codes.DONE: "done",
+    codes.INTERNAL_ERROR: "internal error",
+    codes.BAD_INPUT: "bad input",
+    codes.NO_PROGRESS: "no progress",
+    codes.TASK_FAILED: "a task failed",
+    codes.PEER_LOST: "lost another rank",
+    codes.START_FAILED: "could not come together with the others",
+    codes.PREEMPTED: "preempted, state saved",
+    codes.INTERRUPTED: "interrupted",
+}
+_LIMITED = (127, ABORTED, codes.SIGNALLED + signal.SIGSEGV)
+"""How JAX ends where the system gives it no more memory or threads."""
+_LIMITS = (
+    "  a crash without a message of its own is mostly lack of memory or threads: look at ulimit -v and -u, and at the "
+    "limits of the container"
+)
+
+
+def meaning(code: int) -> str:
+    """A process's exit code in words."""
+    if code in _MEANINGS:
+        return f"code {code}, {_MEANINGS[code]}" if code else _MEANINGS[code]
+    try:
+        return f"code {code}, killed by {signal.Signals(code - codes.SIGNALLED).name}"
+    except ValueError:
+        return f"code {code}"
+
+
+class Endings:
+    """The endings of the ``num_ranks`` ranks of a run, as far as they are known, by rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.by_rank: dict[int, Ending] = {}
+        self.service: Ending | None = None
+        """Of the coordination service, where it ended before the ranks."""
+
+    def missing(self) -> list[int]:
+        """The ranks whose ending is not known."""
+        return [rank for rank in range(self._num_ranks) if rank not in self.by_rank]
+
+    def has_failed(self) -> bool:
+        """Whether anything is known that did not end well."""
+        return self.service is not None or any(ending.code for ending in self.by_rank.values())
+
+    def is_services(self) -> bool:
+        """Whether the coordination service is to blame, since no rank had a reason of its own before."""
+        earlier = [e for e in self.by_rank.values() if self.service is not None and e.at_s < self.service.at_s]
+        return self.service is not None and all(e.code in (codes.DONE, codes.PEER_LOST, ABORTED) for e in earlier)
+
+    def cause(self) -> int | None:
+        """The rank to blame; None where all that is known went well."""
+        failed = {rank: ending for rank, ending in self.by_rank.items() if ending.code != codes.DONE}
+        first = min(failed, key=lambda rank: (_derivation(failed[rank]), failed[rank].at_s, rank), default=None)
+        if first is None:
+            return None
+        soon_s = failed[first].at_s + _SAME_TIME_S
+        killed = [rank for rank, ending in failed.items() if _was_killed(ending) and ending.at_s < soon_s]
+        return min(killed, key=lambda rank: failed[rank].at_s, default=first)
+
+    def code(self) -> int:
+        """The exit code of the run."""
+        if self.is_services():
+            return ABORTED
+        if (cause := self.cause()) is not None:
+            return self.by_rank[cause].code
+        return codes.PEER_LOST if self.missing() else codes.DONE
+
+    def summary(self) -> list[str]:
+        """One line that names the cause, and one per kind of ending."""
+        cause, missing = self.cause(), self.missing()
+        last_s = max((ending.at_s for ending in self.by_rank.values()), default=0.0)
+        if not self.has_failed() and not missing:
+            return [f"{name_ranks(self.by_rank)} ended well, the last after {last_s:.1f} s"]
+        if not self.has_failed():
+            others = "; all others ended well" if self.by_rank else ""
+            return [f"nothing was heard of {name_ranks(missing)}{others}"]
+        lines = [self._blame(cause)]
+        ways: dict[str, list[int]] = {}
+        for rank in sorted(self.by_rank):
+            ways.setdefault(_how(self.by_rank[rank]), []).append(rank)
+        for how, ranks in ways.items():
+            lines.append(f"  {name_ranks(ranks)}: {how} (by {max(self.by_rank[rank].at_s for rank in ranks):.1f} s)")
+        if missing:
+            lines.append(f"  {name_ranks(missing)}: not heard of")
+        return [*lines, _LIMITS] if not self.is_services() and self.code() in _LIMITED else lines
+
+    def _blame(self, cause: int | None) -> str:
+        if self.service is not None and self.is_services():
+            return (
+                f"the run failed after {self.service.at_s:.1f} s: the coordination service "
+                f"({meaning(self.service.code)}), without which JAX aborts all ranks"
+            )
+        assert cause is not None
+        ending = self.by_rank[cause]
+        what = "was stopped" if ending.code == codes.PREEMPTED else "failed"
+        return f"the run {what} after {ending.at_s:.1f} s: rank {cause} ({_how(ending)})"
+
+
+def _how(ending: Ending) -> str:
+    """The ending in words."""
+    text = meaning(ending.code)
+    return f"{ending.by_launcher}: the launcher ended it ({text})" if ending.by_launcher else text
+
+
+def _derivation(ending: Ending) -> int:
+    """0 for a reason of its own; the larger, the more it only follows from other ranks' ends."""
+    return 3 if ending.by_launcher else {codes.START_FAILED: 1, codes.PEER_LOST: 2}.get(ending.code, 0)
+
+
+def _was_killed(ending: Ending) -> bool:
+    """Whether a signal ended it out of the blue."""
+    return (
+        not ending.by_launcher and ending.code > codes.SIGNALLED and ending.code - codes.SIGNALLED not in _LATE_SIGNALS
+    )

@@ -1,0 +1,135 @@
+"""Where a run meets: the rendezvous and the coordination service, hosted here or reached from another node."""
+
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rrfp_jax.launch.children import Child, Guardian
+from rrfp_jax.launch.events import Inbox
+from rrfp_jax.launch.output import Output
+from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network import LauncherLink, RendezvousServer, RunKey
+from rrfp_jax.network.sockets import LOOPBACK
+
+SERVICE = "coordination"
+_READY_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_MOMENT_S = 0.02
+
+
+class HeadFailed(RuntimeError):
+    """The rendezvous or the coordination service could not be started or reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What a launcher has throughout its attempts."""
+
+    settings: LaunchSettings
+    environment: Mapping[str, str]
+    """Of every rank, but for its place in the run and the key."""
+    guardian: Guardian
+    inbox: Inbox
+    output: Output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a launcher needs of the place where its run meets."""
+
+    rendezvous: str
+    coordinator: str
+    board: RendezvousServer | LauncherLink
+    """Where launchers report how their ranks end, and learn how others did."""
+    service: Child | None = None
+
+    def close(self) -> None:
+        """Free sockets and processes; after the ranks have ended, since JAX aborts ranks that lose the service."""
+        self.board.close()
+        if self.service is not None:
+            self.service.close_stdin()
+            if not self.service.join(_STOP_TIMEOUT_S):
+                self.service.kill()
+                self.service.join(_STOP_TIMEOUT_S)
+
+
+def host_head(launcher: Launcher, key: RunKey) -> Head:
+    """Start the head on this node. Raises HeadFailed."""
+    settings, place = launcher.settings, launcher.settings.head
+    try:
+        server = RendezvousServer(
+            settings.num_ranks,
+            key,
+            deadline_s=settings.start_deadline_s,
+            interface=settings.listens_on() or LOOPBACK,
+            port=None if place is None else place.port,
+            on_bulletin=launcher.inbox.put,
+            notice=launcher.output.say,
+        )
+    except ValueError as error:
+        raise HeadFailed(f"the rendezvous {error}") from error
+    host = server.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    port = 0 if place is None else place.next_port().port
+    module = "rrfp_jax.launch.coordination_process"
+    service = Child(
+        [sys.executable, "-m", module, host, str(port), str(settings.num_ranks)],
+        launcher.environment,
+        launcher.guardian,
+        server.service_ended,
+        stdin=subprocess.PIPE,
+    )
+    try:
+        port = _ready_port(service, launcher.inbox)
+    except HeadFailed:
+        service.kill()
+        Head(rendezvous="", coordinator="", board=server, service=service).close()
+        raise
+    launcher.output.follow(SERVICE, service.stdout, service.stderr, is_main=False)
+    coordinator = str(Address(host=host, port=port))
+    return Head(rendezvous=server.address, coordinator=coordinator, board=server, service=service)
+
+
+def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
+    """Reach the head on node 0: after a restart, that of the attempt before may still be there.
+
+    Raises HeadFailed where it does not answer before the deadline, or not to this key.
+    """
+    settings, place, inbox = launcher.settings, launcher.settings.head, launcher.inbox
+    assert place is not None
+    ranks, say = tuple(settings.local_ranks()), launcher.output.say
+    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_bulletin=inbox.put, notice=say)
+    try:
+        if not _until(lambda: link.is_accepted, settings.start_deadline_s, inbox):
+            late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
+            raise HeadFailed(f"the head at tcp://{place} {late}")
+    except HeadFailed:
+        link.close()
+        raise
+    return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), board=link)
+
+
+def _ready_port(service: Child, inbox: Inbox) -> int:
+    poll = select.poll()
+    poll.register(service.stdout, select.POLLIN)
+    is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, inbox)
+    words = service.stdout.readline().split() if is_ready else []
+    if len(words) == 2 and words[0] == b"ready":
+        return int(words[1])
+    service.kill()
+    text = service.stderr.read().decode(errors="replace").strip()
+    raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
+
+
+def _until(condition: Callable[[], bool], timeout_s: float, inbox: Inbox) -> bool:
+    """Whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        if inbox.stopped_by is not None:
+            raise HeadFailed("told to stop before the run had begun")
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_MOMENT_S)
+    return True

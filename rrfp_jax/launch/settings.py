@@ -1,0 +1,150 @@
+"""What a launcher is told to start, and where."""
+
+import math
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rrfp_jax.launch.binding import BINDINGS
+from rrfp_jax.launch.output import PREFIXES
+from rrfp_jax.network import KEY_FILE_VARIABLE, KEY_VARIABLE
+from rrfp_jax.network.cluster_config import PINNED_THREADS
+from rrfp_jax.network.membership import DETECT, LAUNCHER
+from rrfp_jax.network.sockets import WILDCARDS
+
+_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """A host's name or IP address, and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Read ``host:port`` or ``[::1]:port``."""
+        host, _, port = text.rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < (1 << 16) - 1:
+            raise ValueError(f"'{text}' is no address: give HOST:PORT, with a port from 1 to 65534")
+        return cls(host=host.strip("[]"), port=int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def next_port(self) -> "Address":
+        """The same host, one port further."""
+        return Address(host=self.host, port=self.port + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """One launcher's part of a run: on one machine, or on node ``node_rank`` of ``num_nodes``."""
+
+    command: tuple[str, ...]
+    """The module that every rank runs, and its arguments; empty for a supervisor that starts none."""
+    num_processes: int
+    """Ranks on each node; of a supervisor, all ranks."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    head: Address | None = None
+    """Where node 0's launcher hosts the rendezvous, and, one port further, the coordination service; None: on loopback,
+    on free ports."""
+    interface: str | None = None
+    """What this node listens on; None: loopback, or where there is a head what reaches it."""
+    max_restarts: int = 0
+    grace_s: float = 75.0
+    """How long the others may take to end by themselves after the first rank failed, or, of other nodes, after this
+    node's ranks have ended."""
+    start_deadline_s: float = 300.0
+    """How long all ranks may take to come together."""
+    prefix: str = "auto"
+    """See :class:`~rrfp_jax.launch.output.Output`."""
+    threads: int | None = None
+    """The size of XLA's CPU thread pool in each process; None: ``NPROC`` where it is set, else 8."""
+    bind: str = "cores"
+    """Whether each rank keeps to its share of this node's cores, see :mod:`~rrfp_jax.launch.binding`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "num_nodes", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}: give at least 1")
+        for name in ("grace_s", "start_deadline_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}: give 0 or more")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise ValueError(f"node_rank is {self.node_rank} of {self.num_nodes} nodes: count from 0")
+        if self.prefix not in PREFIXES:
+            raise ValueError(f"prefix is '{self.prefix}': give {', '.join(PREFIXES)}")
+        if self.bind not in BINDINGS:
+            raise ValueError(f"bind is '{self.bind}': give {', '.join(BINDINGS)}")
+        if self.head is None and (self.num_nodes > 1 or self.supervises):
+            raise ValueError("ranks on other hosts need to know where the run meets: give head as HOST:PORT")
+        if wildcard := {self.interface, self.head and self.head.host} & WILDCARDS:
+            raise ValueError(
+                f"'{wildcard.pop()}' is no address that other processes could connect to: give the head, and the "
+                "interface, an address of its host, a name, or an interface such as eth0"
+            )
+        if self.supervises and (self.num_nodes > 1 or self.max_restarts):
+            raise ValueError("a supervisor starts no ranks, so it has neither nodes nor restarts: leave them out")
+
+    @property
+    def supervises(self) -> bool:
+        """Whether the ranks are started by somebody else."""
+        return not self.command
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole run."""
+        return self.num_processes * self.num_nodes
+
+    @property
+    def hosts_head(self) -> bool:
+        """Whether rendezvous and coordination service are here."""
+        return self.node_rank == 0
+
+    @property
+    def shares_key(self) -> bool:
+        """Whether the run's key must be known elsewhere too, and so cannot be made here."""
+        return self.num_nodes > 1 or self.supervises
+
+    def local_ranks(self) -> range:
+        """The ranks that this launcher starts."""
+        first = self.node_rank * self.num_processes
+        return range(first, first + (0 if self.supervises else self.num_processes))
+
+    def listens_on(self) -> str | None:
+        """The interface of this node where it is not loopback.
+
+        Raises:
+            ValueError: where the head's name is unknown or cannot be reached.
+        """
+        if self.interface is not None or self.head is None:
+            return self.interface
+        try:
+            if self.hosts_head:
+                return str(socket.getaddrinfo(self.head.host, self.head.port, type=socket.SOCK_STREAM)[0][4][0])
+            return _route_to(self.head)
+        except OSError as error:
+            raise ValueError(
+                f"the head {self.head} is unknown or out of reach ({error}): give another, or the interface"
+            ) from error
+
+
+def _route_to(address: Address) -> str:
+    """This host's own address on the way there; nothing is sent."""
+    kind, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def rank_environment(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """The environment of every rank but for its place in the run and the key: pools pinned, output unbuffered."""
+    cleaned = {name: value for name, value in environ.items() if name not in (KEY_VARIABLE, KEY_FILE_VARIABLE, DETECT)}
+    defaults = {"NPROC": str(PINNED_THREADS), "PYTHONUNBUFFERED": "1", **dict.fromkeys(_POOLS, "1")}
+    given = {} if threads is None else {"NPROC": str(threads)}
+    return {**defaults, **cleaned, **given, LAUNCHER: "1"}

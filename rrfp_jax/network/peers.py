@@ -1,0 +1,416 @@
+"""The network among the ranks of a run: small messages and arrays, authenticated, watched, with bounded memory."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from rrfp_jax.network.channel import MAX_TOPIC_BYTES, Channel
+from rrfp_jax.network.descriptors import require_descriptors
+from rrfp_jax.network.gate import Gate
+from rrfp_jax.network.keys import RunKey
+from rrfp_jax.network.link import COPY_BELOW_BYTES, ClearLink, Link, SecureLink
+from rrfp_jax.network.liveness import Liveness, Watchers
+from rrfp_jax.network.plain import MAX_HEADER_BYTES, pack
+from rrfp_jax.network.roll_call import name_ranks
+from rrfp_jax.network.sockets import LOOPBACK, QuietLog, rank_role
+from rrfp_jax.network.topics import Handler, PackedHandler, Topics, unpacked
+from rrfp_jax.network.watch_graph import watched
+from rrfp_jax.waiting import wait_for
+
+_LOG = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+_PAUSE_S = 0.01
+_NUM_OWN_FILES = 30
+"""What sockets and threads need before anything is connected."""
+_MORE_LOSSES_S = 0.3
+"""How long others may be missed after the first, which may have ended for the loss of one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """How the ranks talk to each other; the same on all."""
+
+    interface: str = LOOPBACK
+    """Address or name (``eth0``) of the network interface to listen on."""
+    silence_deadline_s: float = 60.0
+    """Within how long a peer counts as lost that is silent, or whose event loop stands still."""
+    high_water_bytes: int = 256 << 20
+    """How much may be unconfirmed per peer before further messages wait at the sender, and how much is kept for topics
+    that nobody has subscribed to yet."""
+    encrypt_arrays: bool = True
+    """False sends messages of 64 KiB and more over connections of their own, authenticated but not encrypted: four to
+    five times as fast, but who controls the network can read arrays, and alter them."""
+
+    def __post_init__(self) -> None:
+        if self.silence_deadline_s <= 0 or self.high_water_bytes <= 0:
+            raise ValueError(
+                f"silence_deadline_s is {self.silence_deadline_s} and high_water_bytes {self.high_water_bytes}: "
+                "both must be positive"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAddress:
+    """Where a rank listens (``tcp://...``), to be told to all others by the rendezvous."""
+
+    heartbeats: str
+    messages: str
+    arrays: str | None = None
+    """Where arrays are not encrypted."""
+
+    def as_dict(self) -> dict[str, str]:
+        """The address as plain data; ``PeerAddress(**data)`` is the way back."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a :class:`PeerNetwork` has sent and still holds."""
+
+    num_sent: int
+    num_received: int
+    num_dropped: int
+    """Malformed messages, and messages to ranks that are gone."""
+    unconfirmed_bytes: int
+    """Sent, but not confirmed yet."""
+    waiting_bytes: int
+    """Behind the high-water mark."""
+    peak_bytes: int
+    """The most that was held for any one peer, unconfirmed and waiting together."""
+
+
+class PeerNetwork:
+    """This rank's place in the network. Listens from the start, so that its address can be given to the rendezvous.
+
+    Args:
+        rank, num_ranks: this process among all.
+        key: the run's key; every peer proves its own, derived from it, before anything it says is read.
+    """
+
+    def __init__(self, *, rank: int, num_ranks: int, key: RunKey, settings: NetworkSettings | None = None) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank {rank} of {num_ranks}: ranks count from 0 to {num_ranks - 1}")
+        self.rank, self.num_ranks = rank, num_ranks
+        self._settings = settings or NetworkSettings()
+        self._connections: frozenset[int] = frozenset()
+        self._channels: list[Channel] = []
+        self._topics = Topics(self._settings.high_water_bytes)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_lost: Callable[[int, str], None] | None = None
+        self._on_left: Callable[[int], None] | None = None
+        self._on_broken: Callable[[str], None] | None = None
+        self._decided = threading.Event()
+        self._missed: list[str] = []
+        self._is_closed = False
+        require_descriptors(_NUM_OWN_FILES, "the network of a run")
+        self._context = zmq.Context()
+        try:
+            self._links = self._open(key)
+        except (ValueError, zmq.ZMQError):
+            self._context.destroy(linger=0)
+            raise
+
+    def _open(self, key: RunKey) -> list[Link]:
+        ranks, settings = range(self.num_ranks), self._settings
+        roles = {key.pair(rank_role(r)).public: rank_role(r) for r in ranks if r != self.rank}
+        gate = Gate(self._context, roles, QuietLog(_LOG))
+        heartbeats = SecureLink(self._context, self.rank, key, settings.interface)
+        kinds = (SecureLink,) if settings.encrypt_arrays else (SecureLink, ClearLink)
+        links: list[Link] = [kind(self._context, self.rank, key, settings.interface) for kind in kinds]
+        self._liveness = Liveness(
+            heartbeats,
+            gate,
+            [link.inbound for link in links],
+            deadline_s=settings.silence_deadline_s,
+            watchers=Watchers(
+                connected=self._decided.set, lost=self._tell_lost, left=self._tell_left, broken=self._tell_broken
+            ),
+        )
+        self.address = PeerAddress(
+            heartbeats=heartbeats.address,
+            messages=links[0].address,
+            arrays=None if settings.encrypt_arrays else links[1].address,
+        )
+        return links
+
+    @property
+    def connections(self) -> frozenset[int]:
+        """The ranks that messages can be exchanged with."""
+        return self._connections
+
+    # -- called from any thread --------------------------------------------------------------------------------------
+
+    def subscribe(self, topic: str, handler: Handler) -> None:
+        """Give the messages of a topic to ``handler``, one per topic.
+
+        Where the network has started before, messages that have come meanwhile are handed over first, in order.
+        """
+        self._topics.subscribe(topic.encode(), unpacked(handler))
+
+    def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
+        """Give the messages of a topic to ``handler``, with the header as :meth:`send_packed` took it."""
+        self._topics.subscribe(topic, handler)
+
+    def unsubscribe(self, topic: str | bytes) -> None:
+        """Keep the messages of a topic for the next who subscribes; what waits for a handler is bounded in bytes."""
+        self._topics.unsubscribe(topic.encode() if isinstance(topic, str) else topic)
+
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        addresses: Mapping[int, PeerAddress],
+        *,
+        connections: Iterable[int] | None = None,
+        hosts: Sequence[str] | None = None,
+        lost: Callable[[int, str], None],
+        left: Callable[[int], None] | None = None,
+        broken: Callable[[str], None] | None = None,
+    ) -> None:
+        """Connect to peers and begin to deliver messages on ``loop``.
+
+        Args:
+            addresses: every rank's address (this rank's own is skipped), as the rendezvous collected them.
+            connections: the ranks to exchange messages with, each of which must name this one likewise; by default all,
+                which is for few ranks. Heartbeats need some more connections, which are not named.
+            hosts: each rank's host, for reports; by default as the addresses name them.
+            lost: called on the loop, once per rank, with any rank of the run that died and how that was noticed; with
+                this rank itself where its watch over the others has failed.
+            left: called on the loop with a rank that closed its network in good order.
+            broken: called on the loop, once, where ranks live that no longer hear each other, with a sentence that
+                names them and the network between; by default ``lost`` is called with this rank and the sentence.
+
+        Raises:
+            ValueError: where addresses are missing or do not fit, or the system lets this process open too few files.
+        """
+        if self._loop is not None or self._is_closed:
+            raise ValueError("the network was started or closed before: make a new one")
+        all_others = frozenset(range(self.num_ranks)) - {self.rank}
+        peers = all_others if connections is None else frozenset(connections) - {self.rank}
+        if not peers <= all_others:
+            raise ValueError(
+                f"connections name {sorted(peers - all_others)}: ranks count from 0 to {self.num_ranks - 1}"
+            )
+        known = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
+        only_watched = watched(self.rank, self.num_ranks) - peers
+        num_files = 2 * len(only_watched) + 2 * (1 + len(self._links)) * len(peers)
+        require_descriptors(num_files, f"connections to {len(peers)} of {self.num_ranks} ranks")
+        self._on_lost, self._on_left, self._on_broken = lost, left, broken
+        self._connections, self._loop = peers, loop
+        self._topics.start(loop)
+        hosts = hosts or [self._host(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
+        places = {rank: known[rank] for rank in peers} | {rank: known[rank][:1] for rank in only_watched}
+        self._liveness.follow(loop, places, hosts)
+        for rank in sorted(peers):
+            for link, place in zip(self._links, known[rank][1:], strict=True):
+                link.connect(rank, place)
+        self._channels = [
+            Channel(link, loop, peers, self._topics.deliver, self._settings.high_water_bytes) for link in self._links
+        ]
+        for channel in self._channels:
+            loop.call_soon_threadsafe(channel.open)
+
+    @staticmethod
+    def _host(address: PeerAddress) -> str:
+        return address.messages.removeprefix("tcp://").rpartition(":")[0]
+
+    def _listening(self, rank: int, addresses: Mapping[int, PeerAddress]) -> tuple[str, ...]:
+        address = addresses.get(rank)
+        if address is None:
+            raise ValueError(f"no address for rank {rank}: give those of all {self.num_ranks} ranks")
+        if (address.arrays is None) != self._settings.encrypt_arrays:
+            raise ValueError(f"rank {self.rank} and rank {rank} differ in encrypt_arrays: give all the same settings")
+        places = (address.heartbeats, address.messages, address.arrays)
+        return tuple(place for place in places if place is not None)
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Wait, on another thread than the loop's, until every connection stands.
+
+        Raises:
+            ConnectionError: where a peer is lost or leaves before, or the time is over.
+        """
+        if not wait_for(self._decided, timeout_s):
+            raise ConnectionError(f"rank {self.rank} of {self.num_ranks} has not reached all ranks after {timeout_s} s")
+        if self._missed:
+            time.sleep(_MORE_LOSSES_S)
+            raise ConnectionError(f"rank {self.rank} could not connect to {'; '.join(self._missed)}")
+
+    def send_threadsafe(
+        self,
+        rank: int,
+        topic: str,
+        header: Mapping[str, Any],
+        frames: Sequence[Any] = (),
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """:meth:`send` from a thread other than the loop's."""
+        self._started().call_soon_threadsafe(lambda: self.send(rank, topic, header, frames, on_confirmed))
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have the event loop run something, from a thread other than its own."""
+        self._started().call_soon_threadsafe(call)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Send what is under way for up to ``linger_s``, say farewell, and free sockets, threads and ports.
+
+        May be called from any thread, and more than once; on the loop itself, what waits for room at a peer is dropped.
+        """
+        if self._is_closed:
+            return
+        loop, done = self._loop, threading.Event()
+        if loop is None or not loop.is_running() or _runs_here(loop):
+            self._shut(linger_s, done)
+        else:
+            loop.call_soon_threadsafe(self._shut_soon, linger_s, done)
+        if not done.wait(_CLOSE_TIMEOUT_S + linger_s):
+            _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
+            return
+        self._liveness.stop(_CLOSE_TIMEOUT_S)
+        self._context.term()
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        rank: int,
+        topic: str,
+        header: Mapping[str, Any],
+        frames: Sequence[Any] = (),
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a message; returns at once. What goes to a rank that is gone is dropped.
+
+        Messages to a rank arrive in order; where arrays are not encrypted, large and small ones may change places.
+
+        Args:
+            topic: 1 to 255 bytes of text.
+            header: a dict of plain data.
+            frames: contiguous buffers, which must not change until the message is confirmed.
+            on_confirmed: called on the loop once the peer has received the message.
+        """
+        self.send_packed(rank, topic.encode(), pack(header), frames, on_confirmed)
+
+    def send_packed(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any] = (),
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """:meth:`send` for what goes often: the header is bytes of the sender's own making, up to 1 MiB."""
+        if not self._channels:
+            self._started()
+        if rank not in self._connections:
+            raise ValueError(
+                f"rank {self.rank} of {self.num_ranks} cannot send to rank {rank}: it has connections to "
+                f"{name_ranks(self._connections)}; name others when the network is started, on both sides"
+            )
+        if not 0 < len(topic) <= MAX_TOPIC_BYTES:
+            name = topic[:40].decode(errors="replace")
+            raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
+        largest = 0
+        for frame in frames:
+            largest = max(largest, memoryview(frame).nbytes)
+        channel = self._channels[-1 if largest >= COPY_BELOW_BYTES else 0]
+        channel.send(rank, topic, header, frames, on_confirmed)
+
+    def traffic(self) -> Traffic:
+        """What was sent and what is held now."""
+        held = [channel.held_bytes() for channel in self._channels]
+        return Traffic(
+            num_sent=sum(channel.num_sent for channel in self._channels),
+            num_received=sum(channel.num_received for channel in self._channels),
+            num_dropped=self._topics.num_dropped + sum(channel.num_dropped for channel in self._channels),
+            unconfirmed_bytes=sum(unconfirmed for unconfirmed, _ in held),
+            waiting_bytes=sum(waiting for _, waiting in held),
+            peak_bytes=max((channel.peak_bytes for channel in self._channels), default=0),
+        )
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if self._is_closed:
+            return
+        for channel in self._channels:
+            channel.drop(rank, has_left=False)
+        _LOG.warning("rank %d lost rank %d: %s", self.rank, rank, reason)
+        if self._on_lost is not None:
+            self._on_lost(rank, reason)
+
+    def _leave(self, rank: int) -> None:
+        if self._is_closed:
+            return
+        for channel in self._channels:
+            channel.drop(rank, has_left=True)
+        if self._on_left is not None:
+            self._on_left(rank)
+
+    def _break(self, text: str) -> None:
+        if self._is_closed:
+            return
+        _LOG.warning("rank %d: %s", self.rank, text)
+        if self._on_broken is not None:
+            self._on_broken(text)
+        elif self._on_lost is not None:
+            self._on_lost(self.rank, text)
+
+    def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
+        """Close once nothing waits for room at a peer."""
+        if linger_s > 0 and self.traffic().waiting_bytes:
+            self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
+        else:
+            self._shut(max(linger_s, 0.0), done)
+
+    def _shut(self, linger_s: float, done: threading.Event) -> None:
+        self._is_closed = True
+        for channel in self._channels:
+            channel.close(linger_s)
+        if not self._channels:
+            for link in self._links:
+                link.close(0)
+        done.set()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise ValueError(f"the network of rank {self.rank} has not started: call start first")
+        return self._loop
+
+    # -- on the liveness thread --------------------------------------------------------------------------------------
+
+    def _tell_lost(self, rank: int, reason: str) -> None:
+        self._miss(f"rank {rank}: {reason}")
+        self._on_loop(lambda: self._lose(rank, reason))
+
+    def _tell_left(self, rank: int) -> None:
+        if not self._missed:
+            self._miss(f"rank {rank}: it has ended")
+        self._on_loop(lambda: self._leave(rank))
+
+    def _tell_broken(self, text: str) -> None:
+        self._miss(text)
+        self._on_loop(lambda: self._break(text))
+
+    def _miss(self, what: str) -> None:
+        if self._missed or not self._decided.is_set():
+            self._missed.append(what)
+            self._decided.set()
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(call)
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

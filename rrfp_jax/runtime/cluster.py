@@ -1,0 +1,274 @@
+"""A rank's way into its run: come together, connect, watch the others, and only then start JAX.
+
+The order keeps every failure visible. Before the rendezvous is complete nothing can hang for longer than its deadline;
+from :meth:`Cluster.connect` on, the death of another rank is noticed on a thread of its own, also while this one waits
+inside JAX or compiles.
+"""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from rrfp_jax.exit_codes import PEER_LOST
+from rrfp_jax.network import (
+    Hello,
+    Member,
+    NetworkSettings,
+    PeerAddress,
+    PeerNetwork,
+    RendezvousFailed,
+    RunKey,
+    meet,
+)
+from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.network.loop import LoopThread
+from rrfp_jax.network.membership import Membership
+from rrfp_jax.runtime.last_words import say_last_words
+
+if TYPE_CHECKING:
+    import jax
+
+_PAUSE_S, _MOMENT_S = 0.1, 0.5
+_MORE_LOSSES_S = 0.2
+_FAREWELL_S = 1.0
+_NOTICED_S = 2.0
+"""Within which a closed connection is noticed."""
+
+
+class StartFailed(RuntimeError):
+    """The processes of the run could not be brought together; the text says who is missing and what differs."""
+
+
+def join(
+    membership: Membership, configuration: Mapping[str, Any], config: ClusterConfig, *, key: RunKey | None = None
+) -> "Cluster":
+    """Meet all other ranks; returns when all have come with the same configuration.
+
+    Args:
+        configuration: what must be the same on all ranks, as plain data.
+        key: the run's; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
+
+    Raises:
+        StartFailed: where ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
+        ValueError: where no usable key is given, or the interface is none of this host.
+    """
+    key = RunKey.from_environment() if key is None else key
+    network = PeerNetwork(
+        rank=membership.rank,
+        num_ranks=membership.num_ranks,
+        key=key,
+        settings=NetworkSettings(
+            interface=membership.interface or config.interface,
+            silence_deadline_s=config.silence_deadline_s,
+            encrypt_arrays=config.encrypt_arrays,
+        ),
+    )
+    member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
+    # Ranks of different versions may compile different programs and then wait for each other.
+    hello = Hello.of(member, membership.num_ranks, {**configuration, "version of jax": version("jax")})
+    try:
+        members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
+        addresses = {other.rank: PeerAddress(**other.address) for other in members}
+    except BaseException as error:
+        network.close(linger_s=0)
+        if isinstance(error, RendezvousFailed):
+            raise StartFailed(str(error)) from error
+        raise
+    return Cluster(membership, config, network, addresses, tuple(other.host for other in members))
+
+
+class Cluster(AbstractContextManager["Cluster"]):
+    """This process's place among all that have met. Made by :func:`join`; close it, or use it as a context manager.
+
+    ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
+    ``addresses`` and ``hosts`` say where each rank is.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        config: ClusterConfig,
+        network: PeerNetwork,
+        addresses: Mapping[int, PeerAddress],
+        hosts: tuple[str, ...],
+    ) -> None:
+        self.rank, self.num_ranks = membership.rank, membership.num_ranks
+        self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
+        self.loop = LoopThread()
+        self._config = config
+        self._on_lost: Callable[[int, str], None] = self._give_up
+        self._on_left: Callable[[int], None] = self._give_up_too
+        self._on_broken: Callable[[str], None] = self._give_up_broken
+        self._broken: str | None = None
+        self._losses: dict[int, str] = {}
+        self._has_lost = threading.Event()
+        self._ending: asyncio.TimerHandle | None = None
+        self._is_connected = False
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    def watch(
+        self,
+        lost: Callable[[int, str], None],
+        left: Callable[[int], None] | None = None,
+        broken: Callable[[str], None] | None = None,
+    ) -> None:
+        """Hand over who is told, on the event loop, of a rank that died, of one that ended in good order, and, in one
+        sentence, of ranks that live but no longer hear each other.
+
+        Until somebody takes over, either ends this process with exit code 5 and one sentence. Who takes over just then
+        is told of what was lost before.
+        """
+        self._on_lost, self._on_left = lost, left or (lambda rank: None)
+        self._on_broken = broken or (lambda text: lost(self.rank, text))
+        with suppress(RuntimeError):  # the loop is closed: nothing comes any more
+            self.loop.loop.call_soon_threadsafe(self._hand_over)
+
+    def connect(self) -> None:
+        """Start the network on ``loop`` and wait until every connection stands.
+
+        Raises:
+            StartFailed: where another rank cannot be reached, or ends meanwhile.
+        """
+        self.network.start(
+            self.loop.loop,
+            self.addresses,
+            hosts=self.hosts,
+            lost=lambda rank, reason: self._on_lost(rank, reason),  # noqa: PLW0108 - may be handed over
+            left=lambda rank: self._on_left(rank),  # noqa: PLW0108 - may be handed over
+            broken=lambda text: self._on_broken(text),  # noqa: PLW0108 - may be handed over
+        )
+        try:
+            self.network.wait_connected(self._config.start_deadline_s)
+        except ConnectionError as error:
+            self.close()
+            raise StartFailed(str(error)) from error
+        self.loop.call(self._has_connected)
+
+    def initialize_jax(
+        self, platform: str | None, num_local_devices: int, *, pinned: bool = False
+    ) -> tuple["jax.Device", ...]:
+        """Start JAX in all processes together; after :meth:`connect`, before anything else uses JAX's devices.
+
+        Args:
+            platform: ``cpu`` for virtual devices, else as JAX names it; None: what JAX finds.
+            num_local_devices: how many devices this rank, as every other, must have.
+            pinned: fix the size of XLA's CPU thread pools unless ``NPROC`` does, so that sums do not depend on it.
+
+        Returns:
+            This rank's first ``num_local_devices`` devices.
+
+        Raises:
+            ValueError: where a rank has too few devices.
+            StartFailed: where the coordination service cannot be reached.
+        """
+        if not self._is_connected:
+            raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
+        from rrfp_jax.runtime.start_jax import start_jax
+
+        self._await_coordinator()
+        with self.losses_first():
+            return start_jax(
+                self.membership,
+                self.hosts,
+                platform=platform,
+                num_local=num_local_devices,
+                listen_on=self._own_host(),
+                timeout_s=self._config.start_deadline_s,
+                pinned=pinned,
+            )
+
+    @contextmanager
+    def losses_first(self) -> Iterator[None]:
+        """Around what JAX does together with other ranks, until somebody takes over the :meth:`watch`.
+
+        Where that fails because one of them has died, JAX's error is but a consequence, and may come first: this
+        process then ends for the loss.
+        """
+        try:
+            yield
+        except RuntimeError:
+            if self._has_lost.wait(_NOTICED_S):
+                time.sleep(_NOTICED_S)  # the end is on its way
+            raise
+
+    def close(self) -> None:
+        """Say farewell to the others and free sockets and threads; JAX's backends stay until the process ends."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.watch(lambda rank, reason: None)
+        self.network.close()
+        self.loop.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own_host(self) -> str:
+        return self.network.address.messages.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def _await_coordinator(self) -> None:
+        """JAX would go on trying without a word."""
+        host, _, port = self.membership.coordinator.rpartition(":")
+        until_s = time.monotonic() + self._config.start_deadline_s
+        while True:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_MOMENT_S).close()
+                return
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    raise StartFailed(
+                        f"rank {self.rank} cannot reach the coordination service at {self.membership.coordinator}: "
+                        f"{error.strerror or error}"
+                    ) from error
+            time.sleep(_PAUSE_S)
+
+    def _give_up(self, rank: int, reason: str) -> None:
+        self._losses[rank] = reason
+        self._has_lost.set()
+        self._end_soon()
+
+    def _give_up_too(self, rank: int) -> None:
+        if not self._losses:  # else it has ended for one of these
+            self._give_up(rank, "it has ended")
+
+    def _give_up_broken(self, text: str) -> None:
+        self._broken = text
+        self._has_lost.set()
+        self._end_soon()
+
+    def _has_connected(self) -> None:
+        self._is_connected = True
+        if self._losses or self._broken:
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Others end for the same reason, and may be noticed before the rank that was first."""
+        if self._ending is None and self._is_connected:  # before, connect raises
+            self._ending = self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
+
+    def _hand_over(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        losses, self._losses = self._losses, {}
+        for rank, reason in losses.items():
+            self._on_lost(rank, reason)
+        if self._broken is not None:
+            self._on_broken(self._broken)
+
+    def _end(self) -> None:
+        losses = ", ".join(f"rank {rank} ({reason})" for rank, reason in self._losses.items())
+        what = f"rank {self.rank} lost {losses}" if self._broken is None else self._broken
+        say_last_words(f"error: {what} before the run had begun")
+        guard = threading.Timer(_FAREWELL_S, os._exit, [PEER_LOST])
+        guard.daemon = True
+        guard.start()
+        self.network.close(linger_s=0)
+        os._exit(PEER_LOST)

@@ -1,0 +1,92 @@
+"""Which rank this process is, from the environment that its launcher made, or as JAX detects it."""
+
+from collections.abc import Mapping
+
+from rrfp_jax.network.membership import (
+    ATTEMPT,
+    COORDINATOR,
+    DETECT,
+    INTERFACE,
+    NUM_RANKS,
+    RANK,
+    RENDEZVOUS,
+    Membership,
+)
+
+_YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
+def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Membership | None:
+    """This process's place; None where nothing says that it is one of several.
+
+    Args:
+        detect: ask JAX for the rank and the number of ranks, where ``RRFP_RANK`` does not tell them. ``RRFP_DETECT=1``
+            does the same.
+
+    Raises:
+        ValueError: where the environment is incomplete or malformed, or JAX detects nothing.
+    """
+    detect = _flag(environ, DETECT) or detect
+    if RANK not in environ and not detect:
+        if stray := [name for name in (NUM_RANKS, RENDEZVOUS, COORDINATOR) if name in environ]:
+            raise ValueError(f"{' and '.join(stray)} set but not {RANK}: set it too, or {DETECT}=1")
+        return None
+    if RANK in environ:
+        rank, num_ranks = _number(environ, RANK), _number(environ, NUM_RANKS)
+    else:
+        rank, num_ranks = _detect()
+    return Membership(
+        rank=rank,
+        num_ranks=num_ranks,
+        rendezvous=_text(environ, RENDEZVOUS),
+        coordinator=_text(environ, COORDINATOR),
+        attempt=_number(environ, ATTEMPT) if ATTEMPT in environ else 0,
+        interface=environ.get(INTERFACE) or None,
+    )
+
+
+def _detect() -> tuple[int, int]:
+    """Rank and number of ranks as JAX detects them from SLURM, Kubernetes or Open MPI; raises ValueError.
+
+    JAX keeps what it knows about these environments in ``jax._src.clusters``, without a public name: its own
+    ``jax.distributed.initialize`` is the only user, which would also start the coordination service in rank 0.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    known = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    for kind in known:
+        if kind.is_env_present():
+            try:
+                return int(kind.get_process_id()), int(kind.get_process_count())
+            except Exception as error:  # Kubernetes' client has errors of its own
+                raise ValueError(
+                    f"{kind.name or kind.__name__} was detected, but does not tell the rank: {error}"
+                ) from error
+    names = ", ".join(kind.name or kind.__name__ for kind in known)
+    raise ValueError(
+        f"detection is on, but JAX finds no cluster environment around this process (it knows {names}): set RRFP_RANK "
+        "and RRFP_NUM_RANKS, or turn detection off"
+    )
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ValueError(
+            f"this process is one of several, but {name} is not set: start it with python -m experiments.launch, or "
+            "give it the value that the supervisor prints"
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{name} is '{text}': give a number")
+    return int(text)
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "").lower()
+    if text not in (*_YES, *_NO):
+        raise ValueError(f"{name} is '{text}': give 1 or 0")
+    return text in _YES

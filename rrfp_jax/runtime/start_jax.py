@@ -1,0 +1,146 @@
+"""Start JAX on the devices of a process that is alone, or as one of several.
+
+``jax.distributed.initialize`` always starts the coordination service in process 0, whose death then aborts all others
+within a tenth of a second; it also waits for every process at the end, and takes SIGTERM for itself. No public name
+connects a client only, hence the use of ``jax._src`` here, which works with JAX 0.10.2 to 0.12.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+from jaxlib import _jax
+
+from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S, PINNED_THREADS
+from rrfp_jax.network.membership import Membership
+
+_CPU, _TPU = "cpu", "tpu"
+
+
+def start_jax(
+    membership: Membership,
+    hosts: Sequence[str],
+    *,
+    platform: str | None,
+    num_local: int,
+    listen_on: str,
+    timeout_s: float,
+    pinned: bool,
+) -> tuple[jax.Device, ...]:
+    """See :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax`; ``listen_on`` is this host's address."""
+    rank, num_ranks = membership.rank, membership.num_ranks
+    if pinned:
+        pin_threads(num_local)
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    if platform == _CPU:
+        use_virtual_devices(num_local)
+    elif platform != _TPU and (visible := visible_devices(rank, hosts, num_local, os.environ)) is not None:
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
+    use_gloo(listen_on)
+    connect_client(membership.coordinator, rank, num_ranks, timeout_s=timeout_s)
+    check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
+    return tuple(jax.local_devices()[:num_local])
+
+
+def use_virtual_devices(num_devices: int) -> None:
+    """Run on this many virtual CPU devices.
+
+    A program then runs within the thread that launches it: each stage has a compute thread of its own, and the hop to
+    another one would only add to every task.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def pin_threads(num_devices: int) -> None:
+    """Fix the size of XLA's thread pools, unless the environment does so already.
+
+    Sums then do not depend on the number of devices. It is read when the first device is made.
+    """
+    os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))
+
+
+def visible_devices(rank: int, hosts: Sequence[str], num_local: int, environ: Mapping[str, str]) -> str | None:
+    """The GPUs of a rank as ``0,1``, where several ranks share its host; None where it may see all.
+
+    The ranks of a host divide its GPUs in order of rank. Where ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES``
+    already names exactly ``num_local`` devices, a scheduler has done that before.
+    """
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    if len(neighbours) == 1:
+        return None
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ and len([part for part in environ[name].split(",") if part.strip()]) == num_local:
+            return None
+    first = neighbours.index(rank) * num_local
+    return ",".join(str(device) for device in range(first, first + num_local))
+
+
+def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: int, num_local: int) -> None:
+    """Check what JAX found, the same way on every rank.
+
+    Args:
+        index: what JAX calls this process.
+        processes: the process of every device of the run.
+
+    Raises:
+        ValueError: where a rank has fewer than ``num_local`` devices, or JAX numbers processes differently.
+    """
+    if index != rank:
+        raise ValueError(
+            f"this is rank {rank}, but JAX calls it process {index}: number the ranks as JAX does, or set detect "
+            "(RRFP_DETECT=1) so that JAX tells them"
+        )
+    found = Counter(processes)
+    short = {r: found[r] for r in range(num_ranks) if found[r] < num_local}
+    if short:
+        counts = ", ".join(f"rank {r} has {count}" for r, count in short.items())
+        raise ValueError(
+            f"the layout needs {num_local} devices on each of {num_ranks} ranks ({num_local * num_ranks} in all), but "
+            f"{counts}: start more processes, or lower the degrees of parallelism"
+        )
+
+
+def connect_client(coordinator: str, rank: int, num_ranks: int, *, timeout_s: float) -> None:
+    """Make this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
+
+    A connection that breaks later ends the process at once with SIGABRT, so the service must outlive the ranks.
+
+    Raises:
+        RuntimeError: where JAX has started its backends, or is connected.
+    """
+    state = distributed.global_state
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
+    if state.client is not None:
+        raise RuntimeError("JAX is already connected to a coordination service")
+    client = _jax.get_distributed_runtime_client(
+        coordinator,
+        rank,
+        init_timeout=max(1, round(timeout_s)),
+        use_compression=True,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+        shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
+    )
+    client.connect()
+    state.client, state.process_id, state.num_processes = client, rank, num_ranks
+    state.coordinator_address = coordinator
+
+
+def use_gloo(host: str) -> None:
+    """Let CPU devices of several processes compute together, over sockets that listen on the address ``host``.
+
+    JAX by itself would listen on whatever address the host's name has.
+    """
+
+    def make_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=host)
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

@@ -1,0 +1,56 @@
+"""Lines of several processes on two streams."""
+
+import io
+from typing import BinaryIO
+
+import pytest
+
+from rrfp_jax.launch.output import Output
+from rrfp_jax.launch.settings import LaunchSettings
+
+
+class Terminal(io.BytesIO):
+    """Says that somebody looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def copied(prefix: str, stdout: BinaryIO | None = None) -> tuple[bytes, bytes]:
+    """What two ranks' output becomes."""
+    out, err = stdout or io.BytesIO(), io.BytesIO()
+    output = Output(out, err, prefix=prefix)
+    for rank in range(2):
+        output.follow(f"rank {rank}", io.BytesIO(b"a\nb"), io.BytesIO(b"e\n"), is_main=rank == 0)
+        output.drain(5.0)
+    output.say("done")
+    return out.getvalue(), err.getvalue()  # type: ignore[attr-defined]
+
+
+def test_always():
+    out, err = copied("always")
+    assert out == b"[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n"
+    assert err == b"[rank 0] e\n[rank 1] e\n[launcher] done\n"
+
+
+def test_auto_is_always_on_a_terminal_and_else_leaves_standard_output_to_rank_0():
+    assert copied("auto", Terminal()) == copied("always")
+    out, err = copied("auto")
+    assert out == b"a\nb"  # to the byte
+    assert sorted(err.splitlines()) == sorted(
+        [b"[rank 0] e", b"[rank 1] a", b"[rank 1] b", b"[rank 1] e", b"[launcher] done"]
+    )
+
+
+def test_a_long_line_comes_out_whole():
+    out = io.BytesIO()
+    output = Output(out, io.BytesIO(), prefix="always")
+    line = b"x" * (5 << 20) + b"\n"
+    output.follow("rank 0", io.BytesIO(line), io.BytesIO(), is_main=True)
+    output.drain(5.0)
+    assert out.getvalue() == b"[rank 0] " + line
+
+
+def test_an_unknown_choice():
+    with pytest.raises(ValueError, match="prefix is 'sometimes': give auto, always, never"):
+        LaunchSettings(command=("m",), num_processes=1, prefix="sometimes")
