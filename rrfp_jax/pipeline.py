@@ -223,13 +223,11 @@ class Pipeline:
         """
         self._checked(state)
         running = self._prepared(batch)
-        pairs = running.copies.pairs(absent)
         leaves = leaves_read(self.chunks, batch, copied_for=self._model.base_chunks)
         check_same_shapes(leaves, running.batch)
-        running.order.graph.skipping_also(pairs)  # raises on pairs that cannot be absent
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
-        future = running.runtime.submit(self._step, leaves, pairs)
+        future = running.runtime.submit(self._step, leaves, running.copies.pairs(absent))
         metrics = StepMetrics(future, has_norm=self.updates.needs_norm)
         self._enqueued.append(metrics)
         self._step += 1

@@ -38,12 +38,18 @@ def _writer(kind: Any) -> Callable[[Any], Any]:
     if issubclass(kind, Enum):
         return lambda value: value.value
     if issubclass(kind, Real) and kind is not bool:  # NumPy's numbers too
-        return int if issubclass(kind, Integral) else float
+        return _plain_integer if issubclass(kind, Integral) else float
     if kind is Task:
         return str
     if kind in (NoneType, str, bool):
         return lambda value: value
     raise TypeError(f"{kind.__name__} is no record and no part of one")
+
+
+def _plain_integer(value: Any) -> int | str:
+    """Beyond 64 bits, where not every reader of plain data follows, as hexadecimal text."""
+    number = int(value)
+    return number if -(1 << 63) <= number < 1 << 64 else hex(number)
 
 
 def _collection_writer(kind: Any) -> Callable[[Any], Any]:
@@ -95,6 +101,8 @@ def _scalar(kind: type) -> _Reader:
     accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
 
     def read(data: Any, where: str) -> Any:
+        if kind is int and isinstance(data, str) and data.startswith(("0x", "-0x")):
+            return _checked(int, where, data, 16)
         if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
             raise _refuse(data, kind.__name__, where)
         return float(data) if isinstance(data, int) and kind is float else data

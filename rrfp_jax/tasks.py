@@ -21,9 +21,9 @@ Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to 
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 NO_MICROBATCH = -1
@@ -61,7 +61,6 @@ class Task(NamedTuple):
         return f"{self.chunk}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
 
     @classmethod
-    @lru_cache(maxsize=4096)  # a run's records name the same tasks in every step
     def parse(cls, text: str) -> "Task":
         """Read the text form, for example ``2F5`` or ``3U``; raises ValueError on anything else."""
         match = _TASK_TEXT.fullmatch(text.strip())
@@ -121,6 +120,29 @@ def looped(num_stages: int, chunks_per_stage: int) -> Placement:
     return Placement(tuple(range(num_stages)) * chunks_per_stage)
 
 
+Absences = tuple[tuple[int, int], ...]
+"""(chunk, microbatch) pairs that do not exist, as (chunk, mask) by ascending chunk; bit ``m`` of a mask, which is never
+0, stands for microbatch ``m``."""
+
+
+def absences(pairs: Iterable[tuple[int, int]]) -> Absences:
+    """Some (chunk, microbatch) pairs in their compact form; raises ValueError for a negative number."""
+    masks: dict[int, int] = {}
+    for chunk, microbatch in pairs:
+        if chunk < 0 or microbatch < 0:
+            raise ValueError(f"absent pair (chunk {chunk}, microbatch {microbatch}) names no pair: count from 0")
+        masks[chunk] = masks.get(chunk, 0) | 1 << microbatch
+    return tuple(sorted(masks.items()))
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
 class Edge(NamedTuple):
     """The output of chunk ``source`` is an input of chunk ``target``; a gradient may flow back."""
 
@@ -133,17 +155,20 @@ class Edge(NamedTuple):
 class PipelineGraph:
     """Which chunks feed which, for how many microbatches, and how the backward is cut.
 
-    A chain by default (:func:`chain`). ``absent`` holds (chunk, microbatch) pairs that do not exist, for example a
-    microbatch without images that skips the image encoder. ``split`` holds the chunks whose backward runs as I and W.
-    ``shared`` holds groups of chunks that hold copies of the same parameters (tied embeddings).
+    A chain by default (:func:`chain`). ``absent`` holds the (chunk, microbatch) pairs that do not exist, for example
+    those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``owned`` has, for
+    each chunk, the microbatches that it runs as (first, one past the last): those of its replica; empty: all of them
+    everywhere. ``split`` holds the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold
+    copies of the same parameters (tied embeddings).
     """
 
     num_chunks: int
     num_microbatches: int
     edges: tuple[Edge, ...]
-    absent: frozenset[tuple[int, int]] = field(default=frozenset())
+    absent: Absences = ()
     split: frozenset[int] = field(default=frozenset())
     shared: tuple[tuple[int, ...], ...] = ()
+    owned: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1 or self.num_microbatches < 1:
@@ -151,7 +176,14 @@ class PipelineGraph:
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
             )
         self._check_edges()
-        self._check_pairs()
+        if self.owned and len(self.owned) != self.num_chunks:
+            raise ValueError(f"owned has {len(self.owned)} ranges for {self.num_chunks} chunks: give each its own")
+        for first, stop in self.owned:
+            if not 0 <= first < stop <= self.num_microbatches:
+                raise ValueError(f"microbatches {first} to {stop - 1} are none of this graph's")
+        self._check_pairs(self.absent)
+        if len(set(self.owned)) > 1:
+            self._check_feeding(range(self.num_chunks))
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
@@ -168,37 +200,54 @@ class PipelineGraph:
             if not 0 <= chunk < self.num_chunks:
                 raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
 
-    def _check_pairs(self) -> None:
-        for chunk, microbatch in self.absent:
-            if not (0 <= chunk < self.num_chunks and 0 <= microbatch < self.num_microbatches):
-                raise ValueError(f"absent pair (chunk {chunk}, microbatch {microbatch}) names no pair of this graph")
-            for successor in self.successors(chunk):
-                if self.exists(successor, microbatch) and not any(
-                    self.exists(p, microbatch) for p in self.predecessors(successor)
-                ):
-                    raise ValueError(
-                        f"microbatch {microbatch} skips chunk {chunk}, and chunk {successor} is left without any "
-                        "input: skip that one too, or keep one of its predecessors"
-                    )
-        for chunk in range(self.num_chunks):
-            successors = self.successors(chunk)
-            for microbatch in range(self.num_microbatches):
-                if (
-                    successors
-                    and self.exists(chunk, microbatch)
-                    and not any(self.exists(s, microbatch) for s in successors)
-                ):
-                    raise ValueError(
-                        f"nobody reads the output of chunk {chunk} for microbatch {microbatch}: skip it there too"
-                    )
+    def _check_pairs(self, absent: Absences) -> None:
+        """Check some of the absent pairs and what their chunks' neighbours are left with."""
+        touched: set[int] = set()
+        for chunk, mask in absent:
+            if not (0 <= chunk < self.num_chunks and mask > 0 and mask.bit_length() <= self.num_microbatches):
+                raise ValueError(
+                    f"absent pair (chunk {chunk}, microbatch {mask.bit_length() - 1}) names no pair of this graph"
+                )
+            touched.update((chunk, *self.successors(chunk), *self.predecessors(chunk)))
+        self._check_feeding(sorted(touched))
+
+    def _check_feeding(self, chunks: Iterable[int]) -> None:
+        """Every existing pair of these chunks has an input, if the chunk has predecessors, and a reader, likewise."""
+        for chunk in chunks:
+            present = self.present(chunk)
+            hungry = present & ~self._present_in_any(self.predecessors(chunk), or_else=present)
+            if hungry:
+                raise ValueError(
+                    f"microbatch {next(bits(hungry))} skips chunk {self.predecessors(chunk)[0]}, and chunk {chunk} is "
+                    "left without any input: skip that one too, or keep one of its predecessors"
+                )
+            unread = present & ~self._present_in_any(self.successors(chunk), or_else=present)
+            if unread:
+                raise ValueError(
+                    f"nobody reads the output of chunk {chunk} for microbatch {next(bits(unread))}: skip it there too"
+                )
+
+    def _present_in_any(self, chunks: tuple[int, ...], *, or_else: int) -> int:
+        if not chunks:
+            return or_else
+        present = 0
+        for chunk in chunks:
+            present |= self.present(chunk)
+        return present
 
     @cached_property
-    def _predecessors(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(e.source for e in self.edges if e.target == c)) for c in range(self.num_chunks))
+    def _masks(self) -> dict[int, int]:
+        return dict(self.absent)
 
     @cached_property
-    def _successors(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(e.target for e in self.edges if e.source == c)) for c in range(self.num_chunks))
+    def _neighbours(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """The predecessors of each chunk, and its successors."""
+        before: list[list[int]] = [[] for _ in range(self.num_chunks)]
+        after: list[list[int]] = [[] for _ in range(self.num_chunks)]
+        for source, target, _ in sorted(self.edges):
+            before[target].append(source)
+            after[source].append(target)
+        return tuple(map(tuple, before)), tuple(map(tuple, after))
 
     @cached_property
     def _gradient_edges(self) -> frozenset[tuple[int, int]]:
@@ -207,33 +256,57 @@ class PipelineGraph:
     @cached_property
     def _backward_chunks(self) -> tuple[bool, ...]:
         """A chunk has a backward if it is a sink (it computes a loss) or a successor's gradient reaches it."""
-        has = [not self._successors[c] for c in range(self.num_chunks)]
+        has = [not self.successors(c) for c in range(self.num_chunks)]
         for chunk in reversed(range(self.num_chunks)):
-            has[chunk] |= any((chunk, s) in self._gradient_edges and has[s] for s in self._successors[chunk])
+            has[chunk] |= any((chunk, s) in self._gradient_edges and has[s] for s in self.successors(chunk))
         return tuple(has)
+
+    @cached_property
+    def _sharing(self) -> dict[int, tuple[int, ...]]:
+        groups: dict[int, tuple[int, ...]] = {}
+        for group in self.shared:
+            together = tuple(sorted(set(group)))
+            for chunk in together:
+                known = groups.get(chunk)
+                groups[chunk] = together if known is None else tuple(sorted({*known, *together}))
+        return groups
 
     def predecessors(self, chunk: int) -> tuple[int, ...]:
         """Chunks whose output ``chunk`` reads, ascending."""
-        return self._predecessors[chunk]
+        return self._neighbours[0][chunk]
 
     def successors(self, chunk: int) -> tuple[int, ...]:
         """Chunks that read the output of ``chunk``, ascending."""
-        return self._successors[chunk]
+        return self._neighbours[1][chunk]
 
     def gradient_successors(self, chunk: int) -> tuple[int, ...]:
         """Successors that return a gradient to ``chunk``, ascending."""
         return tuple(
-            s for s in self._successors[chunk] if (chunk, s) in self._gradient_edges and self._backward_chunks[s]
+            s for s in self.successors(chunk) if (chunk, s) in self._gradient_edges and self._backward_chunks[s]
         )
 
     def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Predecessors to which ``chunk`` returns a gradient, ascending."""
         if not self._backward_chunks[chunk]:
             return ()
-        return tuple(p for p in self._predecessors[chunk] if (p, chunk) in self._gradient_edges)
+        return tuple(p for p in self.predecessors(chunk) if (p, chunk) in self._gradient_edges)
+
+    def range_of(self, chunk: int) -> range:
+        """The microbatches that belong to ``chunk``, absent ones included."""
+        return range(*self.owned[chunk]) if self.owned else range(self.num_microbatches)
 
     def exists(self, chunk: int, microbatch: int) -> bool:
-        return (chunk, microbatch) not in self.absent
+        return microbatch in self.range_of(chunk) and not self._masks.get(chunk, 0) >> microbatch & 1
+
+    def present(self, chunk: int) -> int:
+        """The microbatches that exist for ``chunk``, as the bits of a mask."""
+        owned = self.range_of(chunk)
+        return (1 << owned.stop) - (1 << owned.start) & ~self._masks.get(chunk, 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every chunk runs every microbatch."""
+        return not self.absent and all(owned == (0, self.num_microbatches) for owned in self.owned)
 
     def has_backward(self, chunk: int) -> bool:
         """False for a chunk that no gradient reaches, such as a frozen encoder: it has F tasks only."""
@@ -241,7 +314,8 @@ class PipelineGraph:
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
         """The microbatches that exist for ``chunk``, ascending."""
-        return tuple(m for m in range(self.num_microbatches) if self.exists(chunk, m))
+        absent = self._masks.get(chunk)
+        return tuple(m for m in self.range_of(chunk) if not absent >> m & 1) if absent else tuple(self.range_of(chunk))
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:
         """The kind of task that returns the input gradient of ``chunk``: I if its backward is split, else B."""
@@ -251,22 +325,19 @@ class PipelineGraph:
         """The kind of task that adds to the gradients of ``chunk``: W if its backward is split, else B."""
         return TaskKind.W if chunk in self.split else TaskKind.B
 
-    def tasks_of_pair(self, chunk: int, microbatch: int) -> tuple[Task, ...]:
-        """The tasks of one microbatch on one chunk, in the order in which they can run."""
-        if not self.exists(chunk, microbatch):
-            return ()
-        forward = Task(TaskKind.F, chunk, microbatch)
+    def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
+        """The kinds of tasks that each microbatch has on ``chunk``, in the order in which they can run."""
         if not self.has_backward(chunk):
-            return (forward,)
-        if chunk in self.split:
-            return (forward, Task(TaskKind.I, chunk, microbatch), Task(TaskKind.W, chunk, microbatch))
-        return (forward, Task(TaskKind.B, chunk, microbatch))
+            return (TaskKind.F,)
+        return (TaskKind.F, TaskKind.I, TaskKind.W) if chunk in self.split else (TaskKind.F, TaskKind.B)
 
     def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
         """All tasks with a microbatch (F, B, I, W), of some chunks or of all."""
         for chunk in range(self.num_chunks) if chunks is None else chunks:
-            for microbatch in range(self.num_microbatches):
-                yield from self.tasks_of_pair(chunk, microbatch)
+            kinds = self.kinds(chunk)
+            for microbatch in self.microbatches(chunk):
+                for kind in kinds:
+                    yield Task(kind, chunk, microbatch)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules)."""
@@ -281,27 +352,30 @@ class PipelineGraph:
                 Task(TaskKind.F, chunk, m),
                 *(Task(self.input_gradient_kind(s), s, m) for s in gradients),
             )
-        sharing = [chunk] if kind is TaskKind.U else self.sharing(chunk)
+        sharing = (chunk,) if kind is TaskKind.U else self.sharing(chunk)
         return tuple(
             Task(self.accumulating_kind(c), c, i) for c in sharing if self.has_backward(c) for i in self.microbatches(c)
         )
 
-    def sharing(self, chunk: int) -> list[int]:
+    def sharing(self, chunk: int) -> tuple[int, ...]:
         """``chunk`` and the chunks that share parameters with it, ascending."""
-        return sorted({chunk, *(c for group in self.shared if chunk in group for c in group)})
+        return self._sharing.get(chunk, (chunk,))
 
-    def skipping(self, absent: Iterable[tuple[int, int]]) -> "PipelineGraph":
-        """The same graph with these pairs absent; the graphs of recent patterns are kept."""
-        return _skipping(self, frozenset(absent))
+    def skipping(self, absent: Absences) -> "PipelineGraph":
+        """The same graph without these pairs too; raises ValueError where that leaves a chunk without input or reader.
 
-    def skipping_also(self, absent: frozenset[tuple[int, int]]) -> "PipelineGraph":
-        """The same graph with these pairs absent beside those that are absent already."""
-        return self.skipping(self.absent | absent) if absent else self
-
-
-@lru_cache(maxsize=256)
-def _skipping(graph: PipelineGraph, absent: frozenset[tuple[int, int]]) -> PipelineGraph:
-    return replace(graph, absent=absent)
+        What does not depend on the absent pairs is neither checked nor worked out again, so that a step may have a
+        graph of its own.
+        """
+        if not absent:
+            return self
+        masks = dict(self._masks)
+        for chunk, mask in absent:
+            masks[chunk] = masks.get(chunk, 0) | mask
+        twin = object.__new__(PipelineGraph)
+        twin.__dict__.update(self.__dict__, absent=tuple(sorted(masks.items())), _masks=masks)
+        twin._check_pairs(absent)
+        return twin
 
 
 def chain(
@@ -351,7 +425,7 @@ def opposite_chains(
         2 * num_chunks,
         num_microbatches,
         (*one_way, *(Edge(source + num_chunks, target + num_chunks) for source, target, _ in one_way)),
-        absent=frozenset(
+        absent=absences(
             (c if m not in down else c + num_chunks, m) for c in range(num_chunks) for m in range(num_microbatches)
         ),
         split=frozenset(range(2 * num_chunks)) if split else frozenset(),

@@ -22,6 +22,7 @@ from rrfp_jax.timeline import IdleReason, Span, Timeline
         (dict[IdleReason, float], {IdleReason.FILL: 0.5, IdleReason.INPUT: 0.25}),
         (tuple[str | None, ...], ("a", None)),
         (frozenset[int], frozenset({2, 1})),
+        (tuple[int, ...], (1 << 63, 1 << 200, -(1 << 70))),
     ],
 )
 def test_what_is_written_is_read_again(kind: Any, value: Any) -> None:
@@ -42,6 +43,7 @@ def test_numbers_of_numpy_are_written_as_numbers() -> None:
     [
         (int, True, "expected"),
         (int, 1.5, "int"),
+        (int, "0xg", "invalid literal"),
         (float, "1", "float"),
         (Task, "F0", "not a task"),
         (Task, 3, "a task"),

@@ -35,7 +35,8 @@ from rrfp_jax.arbitration.ordering import (
     check_words,
     hint_names,
 )
-from rrfp_jax.arbitration.plan import Agreement, StagePlan, StepRules, reporting_stages, stage_plan
+from rrfp_jax.arbitration.plan import Agreement, StagePlan, StepRules, stage_plan
+from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window, check_windows
 
@@ -69,6 +70,7 @@ __all__ = [
     "Send",
     "StageArbiter",
     "StagePlan",
+    "StepPlan",
     "StepRules",
     "StepStarted",
     "TaskChosen",
@@ -85,7 +87,6 @@ __all__ = [
     "hint_names",
     "launches",
     "ready",
-    "reporting_stages",
     "schedule_hint",
     "stage_plan",
     "strict",

@@ -4,9 +4,26 @@
 under its consumption); the asyncio runtime, the simulator and the checker all drive this same class. It knows nothing
 of JAX, clocks, threads or sockets, and shares nothing mutable with its driver.
 
-A step begins with :class:`StepStarted` and ends with the instruction :class:`FinishStep`. Messages and the start of a
-later step may come early; they are kept until the present step has ended. Messages may come more than once; the second
-delivery changes nothing.
+States
+------
+Between steps the arbiter is *idle* and remembers the last step's number and what has come early. :class:`StepStarted`
+of the following step (of any, at first) makes it *active*: every task and gate of the step's plan then has a number,
+how many inputs it lacks, which counts down to 0 (ready), or says that it runs or has finished. Each task goes from
+ready to running once, by :class:`RunTask`, and to finished once, by :class:`TaskFinished`; a gate finishes by itself as
+soon as it lacks nothing. When everything has finished, :class:`FinishStep` is the last instruction, and the arbiter is
+idle again.
+
+What may come early, late or twice
+----------------------------------
+A message of a later step is kept and taken in right at that step's start. One of an earlier step, or one that has come
+before, changes nothing. A start comes only between steps, one step after the other: the driver keeps a batch that is
+there sooner. The end of a task that does not run, and a message that nothing of its step waits for, are illegal.
+
+Why one event at a time is enough
+---------------------------------
+``handle`` never calls itself: what an event makes ready is counted down, dispatched and, at the end of the step,
+reported within the same call, and nothing begins after :class:`FinishStep`. Counts only fall, so the order in which
+messages arrive never shows in the state, and any driver may deliver them in any order.
 """
 
 from collections.abc import Hashable
@@ -27,33 +44,13 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.hints import Choice
-from rrfp_jax.arbitration.plan import StagePlan, StepRules, stage_plan
+from rrfp_jax.arbitration.plan import FINISHED, StepRules, stage_plan
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
-from rrfp_jax.arbitration.story import FINISHED, RUNNING, IllegalTransition, Waiting
+from rrfp_jax.arbitration.step_plan import StepPlan
+from rrfp_jax.arbitration.story import RUNNING, IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task
 from rrfp_jax.timeline import IdleReason
-
-_MAX_CACHED_PLANS = 64
-
-
-class _RankedPlan:
-    """A plan with its consumption's order: what is fixed during a step."""
-
-    __slots__ = ("at", "forwards_of", "microbatch_at", "plan", "position")
-
-    def __init__(self, plan: StagePlan, consumption: Consumption) -> None:
-        self.plan = plan
-        self.at = consumption.order(plan)
-        position = [0] * len(self.at)
-        for place, node in enumerate(self.at):
-            position[node] = place
-        self.position = tuple(position)
-        self.microbatch_at = tuple(plan.tasks[node].microbatch for node in self.at)
-        self.forwards_of: dict[int, list[int]] = {}
-        for place, node in enumerate(self.at):
-            if not plan.lanes[node]:
-                self.forwards_of.setdefault(plan.tasks[node].microbatch, []).append(place)
 
 
 class StageArbiter:
@@ -84,9 +81,10 @@ class StageArbiter:
         self.dispatch_ahead = dispatch_ahead
         self.step: int | None = None
         self.is_active = False
-        self._plans: dict[frozenset[tuple[int, int]], _RankedPlan] = {}
-        self._early: dict[int, tuple[Event, ...]] = {}
-        self._begin(frozenset())
+        self._full = StepPlan(stage_plan(graph, placement, stage, rules), consumption)
+        self._prepared = self._full
+        self._early: dict[int, tuple[InputArrived, ...]] = {}
+        self._begin(self._full)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
@@ -94,7 +92,7 @@ class StageArbiter:
         if self._take(event, out):
             self._dispatch(out)
             if not self._left:
-                self._end_step(event.time_s, out)
+                self._end_step(out)
         return out
 
     def copy(self) -> "StageArbiter":
@@ -109,17 +107,38 @@ class StageArbiter:
         twin._early = self._early.copy()
         return twin
 
+    def plan_without(self, absent: Absences) -> StepPlan:
+        """The plan of a step without these pairs, beyond those of the graph; from any thread, at any time."""
+        return self._full.without(absent, self.graph, self.rules, self.consumption)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Take what :meth:`plan_without` made for the next step, so that its start has nothing to make.
+
+        It changes no answer: a step that starts with other pairs, or unprepared, has its plan made then.
+        """
+        self._prepared = plan
+
+    def fresh(self, after: int | None) -> "StageArbiter":
+        """An arbiter made alike that has ended step ``after``, or has not begun, and knows nothing of later steps."""
+        twin = self.copy()
+        twin.step, twin.is_active = after, False
+        twin._early, twin._prepared = {}, self._full
+        twin._begin(self._full)
+        return twin
+
     def key(self) -> Hashable:
         """The state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
+        early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
+        if not self.is_active:
+            return (self.step, early)
         return (
             self.step,
-            self.is_active,
-            self._absent,
+            early,
+            self._ranked.absent,
             tuple(self._waiting),
             frozenset(self._arrived),
             self._hint_state,
             tuple(self._running),
-            frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events),
         )
 
     def idle_reason(self) -> IdleReason | None:
@@ -152,28 +171,18 @@ class StageArbiter:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, absent: frozenset[tuple[int, int]]) -> None:
-        self._absent = absent
-        self._ranked = self._ranked_plan(absent)
-        plan = self._ranked.plan
+    def _begin(self, ranked: StepPlan) -> None:
+        self._ranked = ranked
+        plan = ranked.plan
         self._waiting = list(plan.needs)
         self._arrived: set[Message] = set()
         self._ready = ReadySet()
-        self._window = Window(self.limit, plan.tasks_per_microbatch)
+        self._window = Window(self.limit, plan.tasks_per_microbatch, plan.first_microbatch)
         self._running: list[int] = []
         self._hint_state = self.consumption.initial
-        self._left = plan.num_nodes
+        self._left = plan.num_nodes - len(plan.absent)
         self._tasks_left = sum(plan.tasks_per_microbatch)
         self._num_started = 0
-
-    def _ranked_plan(self, absent: frozenset[tuple[int, int]]) -> _RankedPlan:
-        if absent not in self._plans:
-            graph = self.graph.skipping_also(absent)
-            while len(self._plans) >= _MAX_CACHED_PLANS:
-                del self._plans[next(iter(self._plans))]
-            plan = stage_plan(graph, self.placement, self.stage, self.rules)
-            self._plans[absent] = _RankedPlan(plan, self.consumption)
-        return self._plans[absent]
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
         """Take an event in; tells whether the stage may have something to do."""
@@ -202,11 +211,12 @@ class StageArbiter:
             if isinstance(event, StepStarted):
                 raise IllegalTransition(f"stage {self.stage}: step {event.step} was started again after its end")
             return False
-        if not isinstance(event, StepStarted) or self.is_active:
-            self._keep(event)
+        if isinstance(event, InputArrived):
+            self._early[event.step] = (*self._early.get(event.step, ()), event)
             return False
-        if self.step is not None and event.step != self.step + 1:
-            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started after step {self.step}")
+        if self.is_active or (self.step is not None and event.step != self.step + 1):
+            when = "within" if self.is_active else "after"
+            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started {when} step {self.step}")
         self._start_step(event, out)
         return True
 
@@ -214,31 +224,22 @@ class StageArbiter:
         step, _, member, note = event
         raise IllegalTransition(f"stage {self.stage}, step {step}: member {member} said {note}, which is not expected")
 
-    def _keep(self, event: InputArrived | StepStarted) -> None:
-        kept = self._early.get(event.step, ())
-        if isinstance(event, StepStarted) and any(isinstance(early, StepStarted) for early in kept):
-            raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
-        self._early[event.step] = (*kept, event)
-
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
         self.step, self.is_active = event.step, True
-        self._begin(event.absent)
+        is_prepared = self._prepared.absent == event.absent
+        self._begin(self._prepared if is_prepared else self.plan_without(event.absent))
+        self._prepared = self._full
         plan = self._ranked.plan
         for node, needs in enumerate(plan.needs):
             if not needs:
                 self._make_ready(node, out)
         for early in self._early.pop(event.step, ()):
-            if isinstance(early, InputArrived):
-                self._arrive(early.message, out)
+            self._arrive(early.message, out)
 
-    def _end_step(self, time_s: float, out: list[Instruction]) -> None:
+    def _end_step(self, out: list[Instruction]) -> None:
         assert self.step is not None
         self.is_active = False
         out.append(FinishStep(self.step))
-        for early in self._early.get(self.step + 1, ()):
-            if isinstance(early, StepStarted):
-                out += self.handle(early._replace(time_s=time_s))
-                return
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class StageArbiter:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
         self._arrived.add(message)
-        self._count_down(plan.arrivals[message], out)
+        self._count_down((plan.arrivals[message],), out)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
         node = self._ranked.plan.index.get(task)
@@ -320,12 +321,13 @@ class StageArbiter:
         if not self.is_active:
             assert not self._running
             return
-        for node in range(plan.num_nodes):
+        for node in set(range(plan.num_nodes)) - plan.absent:
             missing = sum(
                 p not in self._arrived if isinstance(p, Message) else waiting[p] != FINISHED
                 for p in plan.prerequisites(node)
             )
             assert waiting[node] == missing or (waiting[node] < 0 and not missing), plan.name(node)
+        assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
         ready = {self._ranked.position[n] for n in range(len(plan.tasks)) if not waiting[n]}
         assert ready == {p for lane in self._ready.lanes for p in lane}
         assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
@@ -339,7 +341,7 @@ class StageArbiter:
     def _validate_window(self) -> None:
         plan, waiting = self._ranked.plan, self._waiting
         started, unfinished = set(), set()
-        for node, task in enumerate(plan.tasks):
+        for node, task in plan.present():
             if task.microbatch >= 0:
                 if waiting[node] < 0:
                     started.add(task.microbatch)
@@ -347,12 +349,8 @@ class StageArbiter:
                     unfinished.add(task.microbatch)
         held = started & unfinished
         assert self._window.held == held
-        assert self._tasks_left == sum(n >= 0 and waiting[i] != FINISHED for i, n in _microbatches(plan))
+        assert self._tasks_left == sum(t.microbatch >= 0 and waiting[n] != FINISHED for n, t in plan.present())
         if self.limit is not None:
             assert len(held) <= self.limit
             oldest = min(unfinished, default=None)
             assert oldest is None or oldest in held or len(held) < self.limit
-
-
-def _microbatches(plan: StagePlan) -> list[tuple[int, int]]:
-    return [(node, task.microbatch) for node, task in enumerate(plan.tasks)]

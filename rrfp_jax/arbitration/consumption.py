@@ -24,11 +24,11 @@ class Consumption:
     """What ranks the tasks; for ``strict`` it holds the table's row."""
 
     def order(self, plan: StagePlan) -> tuple[int, ...]:
-        """The plan's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for ``strict``.
+        """The step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for ``strict``.
 
         Positions in this order are what ``choose`` sees.
         """
-        return tuple(sorted(range(len(plan.tasks)), key=lambda node: self.rank(plan.tasks[node])))
+        return tuple(node for _, node in sorted((self.rank(task), node) for node, task in plan.present()))
 
 
 def ready(hint: Hint) -> Consumption:

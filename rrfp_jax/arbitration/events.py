@@ -8,7 +8,7 @@ they can be logged, compared and replayed. Notes are what the members of one sta
 from enum import StrEnum
 from typing import NamedTuple
 
-from rrfp_jax.tasks import NO_MICROBATCH, Task
+from rrfp_jax.tasks import NO_MICROBATCH, Absences, Task
 
 
 class MessageKind(StrEnum):
@@ -21,9 +21,9 @@ class MessageKind(StrEnum):
     SHARED = "shared"
     """The accumulated gradients of the parameters that chunk ``source`` shares with chunk ``target``."""
     REPORT = "report"
-    """What stage ``source`` contributes to the step's agreement, for the coordinator, stage ``target``."""
+    """What stage ``source`` and those below it contribute to the step's agreement, for the one above, ``target``."""
     VERDICT = "verdict"
-    """What the stages agreed on, from the coordinator, stage ``source``, for stage ``target``."""
+    """What the stages agreed on, from stage ``source`` for stage ``target``, which is below it."""
 
 
 class Message(NamedTuple):
@@ -41,11 +41,11 @@ class Message(NamedTuple):
 
 
 class StepStarted(NamedTuple):
-    """A step's batch is here. ``absent`` names (chunk, microbatch) pairs that it lacks, beyond those of the graph."""
+    """A step's batch is here. ``absent`` holds the pairs that it lacks beyond those of the graph."""
 
     step: int
     time_s: float
-    absent: frozenset[tuple[int, int]] = frozenset()
+    absent: Absences = ()
 
 
 class InputArrived(NamedTuple):
@@ -65,9 +65,9 @@ class TaskFinished(NamedTuple):
 
 
 class MemberStarted(NamedTuple):
-    """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`, ascending."""
+    """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`."""
 
-    absent: tuple[tuple[int, int], ...]
+    absent: Absences
 
 
 class MemberReceived(NamedTuple):

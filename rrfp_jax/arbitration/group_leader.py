@@ -37,6 +37,7 @@ from rrfp_jax.arbitration.events import (
 )
 from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.story import IllegalTransition
+from rrfp_jax.tasks import bits
 
 
 class LeadingMember(GroupMember[Note, int]):
@@ -83,8 +84,8 @@ class LeadingMember(GroupMember[Note, int]):
         for other in self._kept[step]:
             if isinstance(other, MemberStarted) and other != note:
                 raise IllegalTransition(
-                    f"stage {self.stage}: step {step} started on member {member} without {list(note.absent)}, "
-                    f"elsewhere without {list(other.absent)}: the members must be given the same batch"
+                    f"stage {self.stage}: step {step} started on member {member} without {_pairs(note)}, "
+                    f"elsewhere without {_pairs(other)}: the members must be given the same batch"
                 )
 
     def _dispatch(self, out: list[Instruction]) -> None:
@@ -93,7 +94,7 @@ class LeadingMember(GroupMember[Note, int]):
 
     def _has_started_everywhere(self) -> bool:
         assert self.step is not None
-        start = MemberStarted(tuple(sorted(self._absent)))
+        start = MemberStarted(self._ranked.absent)
         return self._kept[self.step].get(start) == (1 << self.num_members) - 1
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
@@ -117,7 +118,8 @@ class FollowingMember(GroupMember[int, TaskChosen]):
     """Starts what the leader chose. Keeps the choices that it has not started, by number."""
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
-        if isinstance(event, StepStarted | InputArrived) and not self._is_over(event.step) and not self._knows(event):
+        is_new = isinstance(event, InputArrived) and not self._is_over(event.step) and not self._knows(event)
+        if isinstance(event, StepStarted) or (isinstance(event, InputArrived) and is_new):
             out.append(TellGroup(event.step, LEADER, _as_note(event)))
         return super()._take(event, out)
 
@@ -162,4 +164,8 @@ class FollowingMember(GroupMember[int, TaskChosen]):
 def _as_note(event: InputArrived | StepStarted) -> MemberReceived | MemberStarted:
     if isinstance(event, InputArrived):
         return MemberReceived(event.message)
-    return MemberStarted(tuple(sorted(event.absent)))
+    return MemberStarted(event.absent)
+
+
+def _pairs(start: MemberStarted) -> list[tuple[int, int]]:
+    return [(chunk, m) for chunk, mask in start.absent for m in bits(mask)]

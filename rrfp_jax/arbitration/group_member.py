@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption
-from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction, StepStarted
+from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.tasks import PipelineGraph, Placement
 from rrfp_jax.timeline import IdleReason
@@ -59,6 +59,12 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
         twin._kept = {step: kept.copy() for step, kept in self._kept.items()}
         return twin
 
+    def fresh(self, after: int | None) -> "GroupMember[Key, Value]":
+        twin = super().fresh(after)
+        assert isinstance(twin, GroupMember)
+        twin._kept = {}
+        return twin
+
     def key(self) -> Hashable:
         kept = frozenset((step, key, value) for step, kept in self._kept.items() for key, value in kept.items())
         return (super().key(), kept)
@@ -78,10 +84,10 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
         """Take in a note of the present step or a later one; tells whether the stage may have something to do."""
         raise NotImplementedError
 
-    def _end_step(self, time_s: float, out: list[Instruction]) -> None:
+    def _end_step(self, out: list[Instruction]) -> None:
         assert self.step is not None
         self._kept.pop(self.step, None)
-        super()._end_step(time_s, out)
+        super()._end_step(out)
 
     def _is_current(self, step: int) -> bool:
         return step == self.step and self.is_active
@@ -89,8 +95,8 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
     def _is_over(self, step: int) -> bool:
         return self.step is not None and (step < self.step or (step == self.step and not self.is_active))
 
-    def _knows(self, event: InputArrived | StepStarted) -> bool:
+    def _knows(self, event: InputArrived) -> bool:
         """Whether this event of the present step or a later one has been taken in before."""
-        if isinstance(event, InputArrived) and self._is_current(event.step):
+        if self._is_current(event.step):
             return event.message in self._arrived
-        return any(type(early) is type(event) and early[2] == event[2] for early in self._early.get(event.step, ()))
+        return any(early.message == event.message for early in self._early.get(event.step, ()))

@@ -20,7 +20,7 @@ from rrfp_jax.arbitration.events import (
     StepStarted,
     TaskFinished,
 )
-from rrfp_jax.arbitration.plan import StagePlan, stage_plan
+from rrfp_jax.arbitration.plan import StagePlan
 from rrfp_jax.tasks import Task
 
 Log = Iterable[tuple[Event, Sequence[Instruction]]]
@@ -84,9 +84,7 @@ class _Member:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, StepStarted):
-            graph = self.arbiter.graph.skipping_also(event.absent)
-            arbiter = self.arbiter
-            self.plans[event.step] = stage_plan(graph, arbiter.placement, arbiter.stage, arbiter.rules)
+            self.plans[event.step] = self.arbiter.plan_without(event.absent).plan
             self.begin_s[event.step] = max(event.time_s, self.begin_s.get(event.step, -inf))
         elif isinstance(event, InputArrived):
             self.arrival_s.setdefault((event.step, event.message), event.time_s)

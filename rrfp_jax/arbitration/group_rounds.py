@@ -28,6 +28,7 @@ ready there as well, although F4 could. A leader finds F4.
 
 from rrfp_jax.arbitration.events import GroupHeard, Instruction, TaskProposed, TellGroup
 from rrfp_jax.arbitration.group_member import GroupMember
+from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.tasks import Task
 
 Candidate = tuple[Task, int] | None
@@ -37,13 +38,13 @@ Candidate = tuple[Task, int] | None
 class ProposingMember(GroupMember[tuple[int, int], TaskProposed]):
     """Starts what all members propose. Keeps the proposals of rounds that are not over, by round and member."""
 
-    def _begin(self, absent: frozenset[tuple[int, int]]) -> None:
-        super()._begin(absent)
+    def _begin(self, ranked: StepPlan) -> None:
+        super()._begin(ranked)
         self._round = 0
         self._refused: Candidate = None
 
     def key(self) -> tuple[object, ...]:
-        return (super().key(), self._round, self._refused)
+        return (super().key(), self._round, self._refused) if self.is_active else (super().key(),)
 
     def _hear(self, event: GroupHeard) -> bool:
         note, is_current = event.note, self._is_current(event.step)

@@ -5,13 +5,15 @@ by itself and may send messages; it is never dispatched. The gates of a step are
 
 * *gradients complete* of a chunk that shares parameters with a chunk elsewhere: all its B (or W) are done; sends its
   share of the gradients;
-* *report*: the stage has done what the step's agreement needs from it; sends its report to the coordinator;
-* *verdict*: on the coordinator, all reports are in; sends the verdict. On every other stage, the verdict has arrived.
+* *report*: the stage has done what the step's agreement needs from it, and the reports of the stages below it in the
+  tree of stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
+* *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
+  the stages below.
 
-Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down.
+Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
+which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.arbitration.step_plan`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -19,10 +21,13 @@ from itertools import pairwise
 
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tree import CONTROL_DEGREE, children, parent
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}
 """Ready tasks queue in four lanes: forwards, input gradients, weight gradients, and the tasks of the step's end."""
 NUM_LANES = 4
+FINISHED = -2
+"""In place of what a node waits for, once it has finished, or where it is absent."""
 
 
 class Agreement(StrEnum):
@@ -31,7 +36,7 @@ class Agreement(StrEnum):
     NONE = "none"
     """Nothing: a stage ends its step on its own."""
     LOSS = "loss"
-    """The total weight of the loss: only stages that compute a loss report."""
+    """The total weight of the loss: a stage reports once its losses are computed, without any as the step begins."""
     ALL = "all"
     """Also the gradient norm and whether everything is finite: every stage reports after its last R."""
 
@@ -49,6 +54,8 @@ class StepRules:
     lockstep: bool = False
     """End the step in one fixed order on each stage, all R and then all U by chunk, as collectives between replicas
     of a stage need it."""
+    tree_degree: int = CONTROL_DEGREE
+    """How many stages report to the same one at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +71,24 @@ class StagePlan:
     """The nodes of this stage that wait for each node."""
     sends: tuple[tuple[tuple[Message, int], ...], ...]
     """What each node sends when it finishes, and to which stages."""
-    arrivals: dict[Message, tuple[int, ...]]
-    """The nodes that wait for each message."""
+    arrivals: dict[Message, int]
+    """The node that waits for each message."""
     index: dict[Task, int]
     lanes: tuple[int, ...]
     """The ready lane of each task."""
+    first_microbatch: int
     tasks_per_microbatch: tuple[int, ...]
-    """How many F, B, I and W tasks this stage has for each microbatch."""
+    """How many F, B, I and W tasks this stage has for each microbatch, from ``first_microbatch`` on."""
+    absent: frozenset[int] = frozenset()
+    """The nodes that this step lacks: nothing waits for them, and they wait for nothing."""
 
     @property
     def num_nodes(self) -> int:
         return len(self.needs)
+
+    def present(self) -> list[tuple[int, Task]]:
+        """The tasks of the step with their nodes."""
+        return [(node, task) for node, task in enumerate(self.tasks) if node not in self.absent]
 
     def name(self, node: int) -> str:
         """A node's name in messages to people."""
@@ -86,14 +100,13 @@ class StagePlan:
 
     @cached_property
     def _prerequisites(self) -> tuple[tuple[int | Message, ...], ...]:
-        """``dependents`` and ``arrivals`` the other way round; only tests and reports to people need it."""
+        """``dependents`` and ``arrivals`` the other way round, for reports to people and to take absent tasks out."""
         before: list[list[int | Message]] = [[] for _ in self.needs]
         for other, nodes in enumerate(self.dependents):
             for node in nodes:
                 before[node].append(other)
-        for message, nodes in self.arrivals.items():
-            for node in nodes:
-                before[node].append(message)
+        for message, node in self.arrivals.items():
+            before[node].append(message)
         return tuple(map(tuple, before))
 
 
@@ -111,6 +124,7 @@ class _PlanBuilder:
         self.graph, self.placement, self.stage, self.rules = graph, placement, stage, rules
         self.chunks = placement.chunks_of_stage[stage]
         self.tasks = list(graph.tasks(self.chunks))
+        self.num_microbatch_tasks = len(self.tasks)
         self.trained = [c for c in self.chunks if graph.has_backward(c)] if rules.updates else []
         for kind in (TaskKind.R, TaskKind.U):
             self.tasks += [Task(kind, c) for c in self.trained]
@@ -119,21 +133,23 @@ class _PlanBuilder:
         self.needs = [0] * len(self.tasks)
         self.dependents: list[list[int]] = [[] for _ in self.tasks]
         self.sends: list[list[tuple[Message, int]]] = [[] for _ in self.tasks]
-        self.arrivals: dict[Message, list[int]] = {}
+        self.arrivals: dict[Message, int] = {}
+        self.nodes: dict[tuple[TaskKind, int], dict[int, int]] = {}
 
     def build(self) -> StagePlan:
-        for task in self.tasks:
-            if task.microbatch >= 0:
-                self._wire_task(task)
+        for chunk in self.chunks:
+            self._wire_forwards(chunk)
+            if self.graph.has_backward(chunk):
+                self._wire_backwards(chunk)
         if self.rules.ordered:
             self._wire_order()
         for position, chunk in enumerate(self.trained):
             self._wire_reduction(chunk, self.trained[:position])
         self._wire_agreement()
-        per_microbatch = [0] * self.graph.num_microbatches
-        for task in self.tasks:
-            if task.microbatch >= 0:
-                per_microbatch[task.microbatch] += 1
+        first = min(self.graph.range_of(c).start for c in self.chunks)
+        per_microbatch = [0] * (max(self.graph.range_of(c).stop for c in self.chunks) - first)
+        for task in self.tasks[: self.num_microbatch_tasks]:
+            per_microbatch[task.microbatch - first] += 1
         return StagePlan(
             stage=self.stage,
             tasks=tuple(self.tasks),
@@ -141,9 +157,10 @@ class _PlanBuilder:
             needs=tuple(self.needs),
             dependents=tuple(map(tuple, self.dependents)),
             sends=tuple(map(tuple, self.sends)),
-            arrivals={message: tuple(nodes) for message, nodes in self.arrivals.items()},
+            arrivals=self.arrivals,
             index=self.index,
             lanes=tuple(LANE[task.kind] for task in self.tasks),
+            first_microbatch=first,
             tasks_per_microbatch=tuple(per_microbatch),
         )
 
@@ -154,72 +171,84 @@ class _PlanBuilder:
         self.sends.append([])
         return len(self.needs) - 1
 
-    def _after(self, node: int, prerequisite: int) -> None:
-        self.dependents[prerequisite].append(node)
-        self.needs[node] += 1
+    def _after(self, node: int, *prerequisites: int) -> None:
+        for prerequisite in prerequisites:
+            self.dependents[prerequisite].append(node)
+        self.needs[node] += len(prerequisites)
 
     def _after_message(self, node: int, message: Message) -> None:
-        self.arrivals.setdefault(message, []).append(node)
+        self.arrivals[message] = node
         self.needs[node] += 1
 
-    def _wire_task(self, task: Task) -> None:
-        node = self.index[task]
-        for dependency in self.graph.dependencies(task):
-            if dependency in self.index:
-                self._after(node, self.index[dependency])
-            else:
-                self._after_message(node, _data_message(dependency, task))
-        for receiver in self._receivers(task):
-            stage = self.placement.stage_of_chunk[receiver.chunk]
-            if stage != self.stage:
-                self.sends[node].append((_data_message(task, receiver), stage))
+    def _nodes(self, kind: TaskKind, chunk: int) -> dict[int, int]:
+        """A chunk's tasks of one kind, by microbatch."""
+        if (kind, chunk) not in self.nodes:
+            self.nodes[kind, chunk] = {m: self.index[Task(kind, chunk, m)] for m in self.graph.microbatches(chunk)}
+        return self.nodes[kind, chunk]
 
-    def _receivers(self, task: Task) -> Iterator[Task]:
-        """The tasks of other chunks that wait for ``task``."""
-        kind, chunk, m = task
-        if kind is TaskKind.F:
-            yield from (Task(TaskKind.F, s, m) for s in self.graph.successors(chunk) if self.graph.exists(s, m))
-        elif kind is not TaskKind.W:
-            for p in self.graph.gradient_predecessors(chunk):
-                if self.graph.exists(p, m):
-                    yield Task(self.graph.input_gradient_kind(p), p, m)
+    def _wire_forwards(self, chunk: int) -> None:
+        nodes = self._nodes(TaskKind.F, chunk)
+        for p in self.graph.predecessors(chunk):
+            self._receive(nodes, TaskKind.F, p, MessageKind.ACTIVATION, chunk)
+        for s in self.graph.successors(chunk):
+            self._send(nodes, MessageKind.ACTIVATION, chunk, s)
+
+    def _wire_backwards(self, chunk: int) -> None:
+        graph = self.graph
+        nodes = self._nodes(graph.input_gradient_kind(chunk), chunk)
+        for m, forward in self._nodes(TaskKind.F, chunk).items():
+            self._after(nodes[m], forward)
+        for s in graph.gradient_successors(chunk):
+            self._receive(nodes, graph.input_gradient_kind(s), s, MessageKind.GRADIENT, chunk)
+        for p in graph.gradient_predecessors(chunk):
+            self._send(nodes, MessageKind.GRADIENT, chunk, p)
+        if chunk in graph.split:
+            for m, weight in self._nodes(TaskKind.W, chunk).items():
+                self._after(weight, nodes[m])
+
+    def _receive(self, nodes: dict[int, int], kind: TaskKind, source: int, carried: MessageKind, chunk: int) -> None:
+        """The tasks of ``chunk`` wait for those of this kind of chunk ``source``, by themselves or by message."""
+        if self.placement.stage_of_chunk[source] == self.stage:
+            for m, node in self._nodes(kind, source).items():
+                if m in nodes:
+                    self._after(nodes[m], node)
+            return
+        for m in self.graph.microbatches(source):
+            if m in nodes:
+                self._after_message(nodes[m], Message(carried, source, chunk, m))
+
+    def _send(self, nodes: dict[int, int], carried: MessageKind, chunk: int, target: int) -> None:
+        stage = self.placement.stage_of_chunk[target]
+        if stage != self.stage:
+            for m in self.graph.microbatches(target):
+                if m in nodes:
+                    self.sends[nodes[m]].append((Message(carried, chunk, target, m), stage))
 
     def _wire_order(self) -> None:
         for chunk in self.chunks:
-            if not self.graph.has_backward(chunk):
-                continue
-            kind = self.graph.accumulating_kind(chunk)
-            nodes = [self.index[Task(kind, chunk, m)] for m in self.graph.microbatches(chunk)]
-            for earlier, later in pairwise(nodes):
-                self._after(later, earlier)
+            if self.graph.has_backward(chunk):
+                for earlier, later in pairwise(self._accumulations(chunk)):
+                    self._after(later, earlier)
 
     def _wire_reduction(self, chunk: int, earlier: list[int]) -> None:
         """R of a chunk: after the chunk's and its sharers' gradients, and after R of the stage's smaller chunks."""
         reduction = self.index[Task(TaskKind.R, chunk)]
         if earlier:
             self._after(reduction, self.index[Task(TaskKind.R, earlier[-1])])
-        for sharer in self.graph.sharing(chunk):
-            if not self.graph.has_backward(sharer):
-                continue
-            if self.placement.stage_of_chunk[sharer] == self.stage:
-                for node in self._accumulations(sharer):
-                    self._after(reduction, node)
-            else:
-                self._after_message(reduction, Message(MessageKind.SHARED, sharer, chunk))
-        remote = [
-            (Message(MessageKind.SHARED, chunk, sharer), self.placement.stage_of_chunk[sharer])
-            for sharer in self.graph.sharing(chunk)
-            if self.graph.has_backward(sharer) and self.placement.stage_of_chunk[sharer] != self.stage
-        ]
+        stage_of, shared = self.placement.stage_of_chunk, MessageKind.SHARED
+        sharers = [c for c in self.graph.sharing(chunk) if self.graph.has_backward(c)]
+        remote = [c for c in sharers if stage_of[c] != self.stage]
+        for sharer in set(sharers).difference(remote):
+            self._after(reduction, *self._accumulations(sharer))
         if remote:
+            self.arrivals.update((Message(shared, sharer, chunk), reduction) for sharer in remote)
+            self.needs[reduction] += len(remote)
             gate = self._gate(f"gradients of chunk {chunk} complete")
-            for node in self._accumulations(chunk):
-                self._after(gate, node)
-            self.sends[gate] += remote
+            self._after(gate, *self._accumulations(chunk))
+            self.sends[gate] += [(Message(shared, chunk, sharer), stage_of[sharer]) for sharer in remote]
 
     def _accumulations(self, chunk: int) -> list[int]:
-        kind = self.graph.accumulating_kind(chunk)
-        return [self.index[Task(kind, chunk, m)] for m in self.graph.microbatches(chunk)]
+        return list(self._nodes(self.graph.accumulating_kind(chunk), chunk).values())
 
     def _wire_agreement(self) -> None:
         """U after R and, where the stages agree on something, after the verdict."""
@@ -229,52 +258,29 @@ class _PlanBuilder:
         if self.rules.lockstep:
             for earlier, later in pairwise(updates):
                 self._after(later, earlier)
-        if self.rules.agreement is Agreement.NONE:
-            return
-        reporters = reporting_stages(self.graph, self.placement, self.rules)
-        coordinator = reporters[0]
-        verdict = self._gate("verdict")
-        for update in updates:
-            self._after(update, verdict)
-        if self.stage in reporters:
-            report = self._gate("report")
-            for node in self._reported():
-                self._after(report, node)
-            if self.stage == coordinator:
-                self._after(verdict, report)
-            else:
-                self.sends[report].append((Message(MessageKind.REPORT, self.stage, coordinator), coordinator))
-        if self.stage != coordinator:
-            self._after_message(verdict, Message(MessageKind.VERDICT, coordinator, self.stage))
-            return
-        for other in reporters[1:]:
-            self._after_message(verdict, Message(MessageKind.REPORT, other, coordinator))
-        self.sends[verdict] += [
-            (Message(MessageKind.VERDICT, coordinator, other), other)
-            for other in range(self.placement.num_stages)
-            if other != coordinator
-        ]
+        if self.rules.agreement is not Agreement.NONE:
+            verdict = self._wire_tree()
+            for update in updates:
+                self._after(update, verdict)
+
+    def _wire_tree(self) -> int:
+        """Reports up the tree of stages, the verdict down; returns the gate of the verdict."""
+        stage, degree = self.stage, self.rules.tree_degree
+        above, below = parent(stage, degree), children(stage, self.placement.num_stages, degree)
+        verdict, report = self._gate("verdict"), self._gate("report")
+        self._after(report, *self._reported())
+        for child in below:
+            self._after_message(report, Message(MessageKind.REPORT, child, stage))
+        if above is None:
+            self._after(verdict, report)
+        else:
+            self.sends[report].append((Message(MessageKind.REPORT, stage, above), above))
+            self._after_message(verdict, Message(MessageKind.VERDICT, above, stage))
+        self.sends[verdict] += [(Message(MessageKind.VERDICT, stage, child), child) for child in below]
+        return verdict
 
     def _reported(self) -> list[int]:
         if self.rules.agreement is Agreement.ALL:
-            return [node for node, task in enumerate(self.tasks) if task.kind is not TaskKind.U]
-        return [
-            node
-            for node, task in enumerate(self.tasks)
-            if task.kind is TaskKind.F and not self.graph.successors(task.chunk)
-        ]
-
-
-def reporting_stages(graph: PipelineGraph, placement: Placement, rules: StepRules) -> tuple[int, ...]:
-    """The stages that report to the step's agreement, ascending; the first of them coordinates."""
-    if rules.agreement is Agreement.NONE:
-        return ()
-    if rules.agreement is Agreement.ALL:
-        return tuple(range(placement.num_stages))
-    sinks = (c for c in range(graph.num_chunks) if not graph.successors(c))
-    return tuple(sorted({placement.stage_of_chunk[c] for c in sinks}))
-
-
-def _data_message(producer: Task, consumer: Task) -> Message:
-    kind = MessageKind.ACTIVATION if producer.kind is TaskKind.F else MessageKind.GRADIENT
-    return Message(kind, producer.chunk, consumer.chunk, producer.microbatch)
+            return list(range(len(self.tasks) - len(self.trained)))  # all but U
+        sinks = (c for c in self.chunks if not self.graph.successors(c))
+        return [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]

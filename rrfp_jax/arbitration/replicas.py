@@ -1,7 +1,7 @@
 """Data parallelism as one larger pipeline: the whole pipeline several times, side by side.
 
-Replica ``r`` of a pipeline of C chunks on S stages is the chunks ``r * C ..`` on the stages ``r * S ..``. It runs a
-block of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
+Replica ``r`` of a pipeline of C chunks on S stages is the chunks ``r * C ..`` on the stages ``r * S ..``. It owns a
+range of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
 parameters with their counterparts. So every replica of a stage is a stage of its own, with an arbiter, a window and an
 order of its own; a chunk's R waits until its gradients are complete in all replicas, by messages as any other task
 does; and simulation and checking need to know nothing of it.
@@ -9,10 +9,9 @@ does; and simulation and checking need to know nothing of it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, Task, absences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,9 @@ class Replication:
         """The replica that runs a microbatch."""
         return microbatch // self.num_microbatches
 
-    def pairs(self, pairs: Iterable[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    def pairs(self, pairs: Iterable[tuple[int, int]]) -> Absences:
         """(chunk of one replica, microbatch of the step) as pairs of the larger pipeline."""
-        return frozenset((self.chunk(c, self.owner(m)), m) for c, m in pairs)
+        return absences((self.chunk(c, self.owner(m)), m) for c, m in pairs)
 
     def task(self, task: Task, replica: int) -> Task:
         """A replica's task in the larger pipeline."""
@@ -84,11 +83,6 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
         return graph
     copies, replicas = replication(graph, num_replicas), range(num_replicas)
     share = graph.num_microbatches
-    foreign = (
-        (copies.chunk(c, r), m)
-        for r, c, m in product(replicas, range(graph.num_chunks), range(share * num_replicas))
-        if copies.owner(m) != r
-    )
     tied = {chunk for group in graph.shared for chunk in group}
     groups = [*graph.shared, *((c,) for c in range(graph.num_chunks) if c not in tied)]
     return PipelineGraph(
@@ -99,9 +93,10 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
             for r in replicas
             for source, target, carries in graph.edges
         ),
-        absent=frozenset([*foreign, *((copies.chunk(c, r), r * share + m) for r in replicas for c, m in graph.absent)]),
+        absent=tuple((copies.chunk(c, r), mask << r * share) for r in replicas for c, mask in graph.absent),
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
+        owned=tuple((r * share, (r + 1) * share) for r in replicas for _ in range(graph.num_chunks)),
     )
 
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp_jax.arbitration.events import Message
-from rrfp_jax.arbitration.plan import StagePlan
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan
 from rrfp_jax.tasks import Task
 
 RUNNING = -1
-FINISHED = -2
 
 
 class Waiting(NamedTuple):
@@ -49,7 +48,7 @@ def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Me
 def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microbatch: int) -> str:
     """The story of one microbatch on this stage, one line per task; -1 tells of the tasks of the step's end."""
     lines = []
-    for node, task in enumerate(plan.tasks):
+    for node, task in plan.present():
         if task.microbatch != microbatch:
             continue
         if waiting[node] == FINISHED:

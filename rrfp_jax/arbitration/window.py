@@ -32,20 +32,24 @@ from collections.abc import Sequence
 
 
 class Window:
-    """One stage's held microbatches under the rule above; ``limit`` None switches the restraint off."""
+    """One stage's held microbatches under the rule above; ``limit`` None switches the restraint off.
 
-    __slots__ = ("held", "left", "limit", "oldest")
+    ``tasks_per_microbatch`` counts the stage's tasks of each of its microbatches, whose numbers begin at ``first``.
+    """
 
-    def __init__(self, limit: int | None, tasks_per_microbatch: tuple[int, ...]) -> None:
-        self.limit = limit
+    __slots__ = ("first", "held", "left", "limit", "oldest")
+
+    def __init__(self, limit: int | None, tasks_per_microbatch: tuple[int, ...], first: int = 0) -> None:
+        self.limit, self.first = limit, first
         self.left = list(tasks_per_microbatch)
         self.held: set[int] = set()
-        self.oldest = 0
+        self.oldest = first
         self._advance()
 
     def copy(self) -> "Window":
         twin = object.__new__(type(self))
-        twin.limit, twin.left, twin.held, twin.oldest = self.limit, self.left.copy(), self.held.copy(), self.oldest
+        twin.limit, twin.first, twin.oldest = self.limit, self.first, self.oldest
+        twin.left, twin.held = self.left.copy(), self.held.copy()
         return twin
 
     def free(self) -> int | None:
@@ -64,17 +68,18 @@ class Window:
 
     def finish(self, microbatch: int) -> None:
         """One of the stage's tasks with this microbatch has finished."""
-        self.left[microbatch] -= 1
-        if not self.left[microbatch]:
+        place = microbatch - self.first
+        self.left[place] -= 1
+        if not self.left[place]:
             self.held.discard(microbatch)
             if microbatch == self.oldest:
                 self._advance()
 
     def _advance(self) -> None:
-        left, oldest = self.left, self.oldest
-        while oldest < len(left) and not left[oldest]:
-            oldest += 1
-        self.oldest = oldest
+        left, place = self.left, self.oldest - self.first
+        while place < len(left) and not left[place]:
+            place += 1
+        self.oldest = self.first + place
 
 
 def check_windows(window: int | Sequence[int], num_stages: int) -> tuple[int, ...]:

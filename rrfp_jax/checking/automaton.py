@@ -123,6 +123,9 @@ class PlaceAutomaton:
         return [TaskFinished(step, 0.0, task) for task in tasks]
 
     def _is_due(self, state: int, bit: int) -> bool:
+        """Whether a packet may reach the place now: the start of a step waits for the end of the one before."""
+        if bit & self._packets.starts and self._accounts[state].is_active:
+            return False
         return not self._packets.earlier[bit.bit_length() - 1] & ~self.delivered[state]
 
     def _deliver_after(self, packets: int, state: int, bit: int) -> tuple[int, bool]:

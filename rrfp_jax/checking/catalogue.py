@@ -17,7 +17,7 @@ from typing import TypeVar
 from rrfp_jax.arbitration import HINTS, Agreement, Hint, StepRules, ready, schedule_hint, stage_plan
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, chain
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def small_graphs(num_chunks: int, num_microbatches: int, *, split: bool = False)
             num_chunks,
             num_microbatches,
             tuple(Edge(*edge, edge not in frozen) for edge in edges),
-            absent=frozenset(absent),
+            absent=absences(absent),
             split=splits,
         )
 

@@ -146,28 +146,26 @@ class _StepDemands:
                     reported[self.stage_of(task)].add(task)
             elif not self.graph.successors(task.chunk) and task.kind is TaskKind.F:
                 reported[self.stage_of(task)].add(task)
-        stages = range(self.placement.num_stages)
-        reporters = [s for s in stages if self._reports(s)]
-        first = reporters[0]
-        reports = set()
-        for stage in reporters[1:]:
-            report = Message(MessageKind.REPORT, stage, first)
-            reports.add(report)
-            self._promise(report, stage, first, reported[stage], set())
-        for stage in stages:
-            if stage != first:
-                self._promise(Message(MessageKind.VERDICT, first, stage), first, stage, reported[first], reports)
+        num_stages, degree = self.placement.num_stages, self.rules.tree_degree
+        above = {stage: (stage - 1) // degree for stage in range(1, num_stages)}
+        reports: dict[int, set[Message]] = defaultdict(set)
+        for stage, target in above.items():
+            reports[target].add(Message(MessageKind.REPORT, stage, target))
+        for stage, target in above.items():
+            report = Message(MessageKind.REPORT, stage, target)
+            self._promise(report, stage, target, reported[stage], reports[stage])
+            verdict = Message(MessageKind.VERDICT, target, stage)
+            if target:
+                self._promise(verdict, target, stage, set(), {Message(MessageKind.VERDICT, above[target], target)})
+            else:
+                self._promise(verdict, 0, stage, reported[0], reports[0])
         for update in (task for task in self.last if task.kind is TaskKind.U):
             stage = self.stage_of(update)
-            if stage == first:
-                self.local[update] |= reported[first]
-                self.remote[update] |= reports
+            if stage:
+                self.remote[update].add(Message(MessageKind.VERDICT, above[stage], stage))
             else:
-                self.remote[update].add(Message(MessageKind.VERDICT, first, stage))
-
-    def _reports(self, stage: int) -> bool:
-        chunks = self.placement.chunks_of_stage[stage]
-        return self.rules.agreement is Agreement.ALL or any(not self.graph.successors(c) for c in chunks)
+                self.local[update] |= reported[0]
+                self.remote[update] |= reports[0]
 
     def contract(self, place: int, start: int) -> Contract:
         stage = self.setting.places[place].stage

@@ -3,10 +3,11 @@
 An arbiter's *place* is a stage, or one of the processes that a stage spans. A *packet* is a message to a place, the
 start of a step there, or a note from another member of its group. Two things can happen to a place: a packet that is in
 flight to it is delivered, or a task that it runs ends. Any of them may happen next; only the starts of steps reach a
-place in their order. The arbiter answers with instructions; what it sends is in flight from then on. A global state is
-thus a state per place: what is in flight follows, as what the places have sent and not yet received. Every event makes
-progress and there are finitely many (of notes too, as :mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs
-end, and a breadth-first search over global states covers all runs.
+place in their order, each after the end of the step before. The arbiter answers with instructions; what it sends is in
+flight from then on. A global state is thus a state per place: what is in flight follows, as what the places have sent
+and not yet received. Every event makes progress and there are finitely many (of notes too, as
+:mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs end, and a breadth-first search over global states covers
+all runs.
 
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
 :mod:`rrfp_jax.checking.judge` watches holds throughout (each task once, dependencies, accumulation order, window,

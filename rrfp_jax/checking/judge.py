@@ -76,8 +76,8 @@ class StageJudge:
             account = self._finish(account, event)
         else:
             account = account._replace(delivered=account.delivered | self.packets.known(self.place, event))
-            if isinstance(event, StepStarted) and not account.is_active:
-                account = self._begin_next(account)
+            if isinstance(event, StepStarted):
+                account = account._replace(step=event.step, is_active=True, started=0, finished=0)
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)
@@ -107,13 +107,6 @@ class StageJudge:
     def is_done(self, account: Account) -> bool:
         """Whether every step has ended."""
         return account.step == len(self.contracts) - 1 and not account.is_active
-
-    def _begin_next(self, account: Account) -> Account:
-        """Start the next step if its start has been delivered."""
-        following = account.step + 1
-        if following < len(self.contracts) and account.delivered & self.contracts[following].start:
-            return account._replace(step=following, is_active=True, started=0, finished=0)
-        return account
 
     def _finish(self, account: Account, event: TaskFinished) -> Account:
         place = self.contracts[account.step].place[event.task]
@@ -188,7 +181,7 @@ class StageJudge:
             raise Violation(f"{self.name} ends step {account.step} without having sent {', '.join(unsent)}")
         if contract.inputs & ~account.delivered:
             raise Violation(f"{self.name} ends step {account.step} although inputs of it are missing")
-        return self._begin_next(account._replace(is_active=False))
+        return account._replace(is_active=False)
 
     def _active(self, account: Account, instruction: Instruction) -> Contract:
         if not account.is_active or instruction.step != account.step:

@@ -8,7 +8,7 @@ of the task, which waits for all of these.
 
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Event, GroupHeard
+from rrfp_jax.arbitration import Event, GroupHeard, StepStarted
 from rrfp_jax.tasks import Task
 
 
@@ -39,6 +39,8 @@ class Packets:
         """For each packet the packets that reach the place before: the starts of steps come in order."""
         self.joins = 0
         """The packets that are no events."""
+        self.starts = 0
+        """The starts of steps."""
         self.inputs = 0
         """The messages and starts, which no place may leave undelivered."""
         self._bits: dict[tuple[int, Event | Joined], int] = {}
@@ -57,6 +59,8 @@ class Packets:
                 self.joins |= bit
             elif not isinstance(what, GroupHeard):
                 self.inputs |= bit
+            if isinstance(what, StepStarted):
+                self.starts |= bit
         return bit
 
     def known(self, place: int, what: Event) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
     Event,
+    FinishStep,
     GroupHeard,
     IllegalTransition,
     Instruction,
@@ -65,6 +66,8 @@ class _Walk:
         self.accounts = [Account() for _ in places]
         self.graphs = [setting.graph_of_step(step) for step in range(setting.num_steps)]
         self.queue: list[tuple[int, int, int, Stimulus]] = []
+        self.starts: list[list[Event]] = [[] for _ in places]
+        """The starts of steps that have come to each place while another one was under way."""
         self.num_scheduled = 0
         self.free_at_s = [0 for _ in places]
         self.joined: Counter[tuple[int, RunTask]] = Counter()
@@ -78,6 +81,9 @@ class _Walk:
             self._schedule_starts(place)
         while self.queue:
             self.now_s, _, _, stimulus = heappop(self.queue)
+            if isinstance(stimulus.event, StepStarted) and self.arbiters[stimulus.place].is_active:
+                self.starts[stimulus.place].append(stimulus.event)
+                continue
             event = stimulus.event._replace(time_s=float(self.now_s))
             self.trace.append(Stimulus(stimulus.place, event))
             try:
@@ -112,6 +118,9 @@ class _Walk:
             promise = self.wires.contracts[place][instruction.step].sends[instruction.message, instruction.stage]
             for target, arrival in self.wires.packets.stimuli(promise.sent):
                 self._deliver(target, arrival)
+        elif isinstance(instruction, FinishStep):
+            if self.starts[place]:
+                self._schedule(self.now_s, place, self.starts[place].pop(0))
         elif isinstance(instruction, TellGroup):
             stage, member = self.setting.places[place]
             heard = GroupHeard(instruction.step, 0.0, member, instruction.note)

@@ -20,7 +20,7 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task
 
 Policy = Hint | tuple[Task, ...]
 """How a stage picks its tasks: a hint, consumed by readiness, or a row of tasks, consumed strictly."""
@@ -45,7 +45,7 @@ class Setting:
     policies: tuple[Policy, ...]
     """Per stage."""
     rules: StepRules = field(default_factory=StepRules)
-    absences: tuple[frozenset[tuple[int, int]], ...] = (frozenset(),)
+    absences: tuple[Absences, ...] = ((),)
     """For each step that is run, the (chunk, microbatch) pairs that it lacks beyond the graph's."""
     dispatch_ahead: int = 0
     arbiter: type[StageArbiter] = StageArbiter
@@ -102,7 +102,7 @@ class Setting:
         return f"stage {stage}" if self.group_size(stage) == 1 else f"member {member} of stage {stage}"
 
     def graph_of_step(self, step: int) -> PipelineGraph:
-        return self.graph.skipping_also(self.absences[step])
+        return self.graph.skipping(self.absences[step])
 
     def make_arbiter(self, place: int) -> StageArbiter:
         """A fresh arbiter of one place."""

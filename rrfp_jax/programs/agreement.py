@@ -60,6 +60,15 @@ class Verdict:
         return asdict(self)
 
 
+def merged(reports: Iterable[StageReport]) -> StageReport:
+    """Several stages' reports as one: what each says, and no sum yet, whose bits would depend on who added first."""
+    reports = tuple(reports)
+    return StageReport(
+        squared_norms=tuple(entry for report in reports for entry in report.squared_norms),
+        losses=tuple(entry for report in reports for entry in report.losses),
+    )
+
+
 def agree(
     reports: Iterable[StageReport],
     *,

@@ -4,6 +4,7 @@ Everything here runs on the event loop. Tasks run on the actor's compute thread;
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     Send,
     StageArbiter,
+    StepPlan,
     StepStarted,
     TaskFinished,
 )
@@ -25,6 +27,7 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
+from rrfp_jax.tasks import PipelineGraph
 from rrfp_jax.timeline import Timeline
 
 StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
@@ -53,12 +56,26 @@ class StageActor:
         self.last_event_s = time.perf_counter()
         self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
+        self._coming: deque[tuple[int, StepPlan]] = deque()
+        """Steps whose batches are here and that have not started."""
 
-    def start_step(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
-        self.executor.begin(step, batch, absent)
-        if not self.arbiter.is_active:
-            self._recorder.begin(step, time.perf_counter())
-        self._handle(StepStarted(step, time.perf_counter(), absent))
+    def start_step(self, step: int, batch: Batch, graph: PipelineGraph, plan: StepPlan) -> None:
+        """The batch of a step is here; it starts once the present step has ended.
+
+        ``graph`` and ``plan`` are the step's own, prepared when it was submitted.
+        """
+        self.executor.begin(step, batch, graph)
+        self._coming.append((step, plan))
+        self._start_coming()
+
+    def _start_coming(self) -> None:
+        """Start the next step if its batch is here and no other is under way."""
+        if self._coming and not self.arbiter.is_active:
+            step, plan = self._coming.popleft()
+            time_s = time.perf_counter()
+            self._recorder.begin(step, time_s)
+            self.arbiter.prepare(plan)
+            self._handle(StepStarted(step, time_s, plan.absent))
 
     def receive(self, step: int, message: Message, payload: Any) -> None:
         self.executor.accept(step, message, payload)
@@ -76,7 +93,7 @@ class StageActor:
         try:
             instructions = self.arbiter.handle(event)
         finally:  # the event that breaks the core is the one that a replay wants most
-            self.log.entries.append((event, instructions))
+            self.log.append(event, instructions)
         self.last_event_s = event.time_s
         is_told_to_run, outgoing = False, []
         for instruction in instructions:
@@ -94,10 +111,9 @@ class StageActor:
         for item in outgoing:  # later than the hand-over of the next task, for it takes longer
             self._transport.send(*item)
         self._recorder.observe(event.time_s, None if is_told_to_run else self.arbiter.idle_reason())
+        if instructions and isinstance(instructions[-1], FinishStep):
+            self._start_coming()
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)
-        if self.arbiter.is_active:
-            self._recorder.begin(step + 1, time_s)
-        self.log.roll(self.arbiter)
         self._ended(self.stage, step, self.executor.finish(step), self._recorder.take())

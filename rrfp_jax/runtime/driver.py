@@ -29,6 +29,7 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Transport
+from rrfp_jax.tasks import Absences
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import wait_for
 
@@ -124,7 +125,7 @@ class PipelineRuntime:
         self._closing = threading.Lock()
         self._is_closed = False
         self._progress_s = time.perf_counter()
-        self._num_stages = arbiters[0].placement.num_stages
+        self._num_stages, self._graph = arbiters[0].placement.num_stages, arbiters[0].graph
         for arbiter, executor in zip(arbiters, executors, strict=True):
             self._add_stage(arbiter, executor, log_steps)
         self._start()
@@ -168,18 +169,22 @@ class PipelineRuntime:
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def submit(
-        self, step: int, batch: Batch, absent: frozenset[tuple[int, int]] = frozenset()
-    ) -> "Future[StepOutcome]":
+    def submit(self, step: int, batch: Batch, absent: Absences = ()) -> "Future[StepOutcome]":
         """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps.
 
-        Raises PipelineClosed after ``close``.
+        The plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed after
+        ``close``, and ValueError for pairs that cannot be absent.
         """
+        graph = self._graph.skipping(absent)
+        starts = [
+            partial(actor.start_step, step, batch, graph, actor.arbiter.plan_without(absent))
+            for actor in self._actors.values()
+        ]
         future: Future[StepOutcome] = Future()
         with self._closing:
             if self._is_closed:
                 raise PipelineClosed() from self._ending.error
-            self._loop.call_soon_threadsafe(self._begin, step, batch, absent, future)
+            self._loop.call_soon_threadsafe(self._begin, step, starts, future)
         return future
 
     def close(self) -> bool:
@@ -240,16 +245,14 @@ class PipelineRuntime:
         self._end_pending(PipelineClosed())
         left.set()
 
-    def _begin(
-        self, step: int, batch: Batch, absent: frozenset[tuple[int, int]], future: "Future[StepOutcome]"
-    ) -> None:
+    def _begin(self, step: int, starts: "list[partial[None]]", future: "Future[StepOutcome]") -> None:
         if self._ending.error is not None:
             future.set_exception(self._ending.error)
             return
         if not self.is_under_way():
             self._progress_s = time.perf_counter()
         self._pending[step] = _Pending(Timeline(self._num_stages), future)
-        self._pump(*(partial(actor.start_step, step, batch, absent) for actor in self._actors.values()))
+        self._pump(*starts)
 
     def is_under_way(self) -> bool:
         """Whether a step that was submitted has not ended everywhere; on the event loop."""

@@ -1,45 +1,62 @@
 """The log of what an arbiter was told and what it answered, bounded, and its replay.
 
-The log is kept in segments of one step. A segment opens with a copy of the arbiter as it stood, so a replay needs
-nothing from before it; only the newest segments are kept.
+The log is kept in segments of one step. A segment opens where the stage is idle: all that the arbiter knows then is
+which step it has ended and what came early for later ones, and these events open the segment. So a replay needs nothing
+from before it; only the newest segments are kept.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rrfp_jax.arbitration import Event, Instruction, StageArbiter
+from rrfp_jax.arbitration import Event, FinishStep, Instruction, StageArbiter
 
 Entry = tuple[Event, list[Instruction]]
 
 
 @dataclass
 class Segment:
-    """Events from one step's end to the next, with the arbiter's state before the first of them."""
+    """Events from one step's end to the next."""
 
     arbiter: StageArbiter
-    opened_s: float | None = None
-    """The time of the event before the first; None where there was none."""
+    """Made like the stage's own, and never driven."""
+    ended: int | None = None
+    """The step that the stage had ended before; None: it had not begun."""
+    early: list[Event] = field(default_factory=list)
+    """What had come before for later steps, in order."""
     entries: list[Entry] = field(default_factory=list)
 
     def replay(self) -> list[Entry]:
         """Feed the events through the core again; equal to ``entries`` whenever the log is complete."""
-        arbiter = self.arbiter.copy()
+        arbiter = opening(self.arbiter, self.ended, self.early)
         return [(event, arbiter.handle(event)) for event, _ in self.entries]
+
+
+def opening(arbiter: StageArbiter, ended: int | None, early: Iterable[Event]) -> StageArbiter:
+    """An arbiter made like this one, where it has ended a step and these events for later ones have come."""
+    fresh = arbiter.fresh(ended)
+    for event in early:
+        fresh.handle(event)  # its answers, notes to a group, were given when it came
+    return fresh
 
 
 class EventLog:
     """The newest ``max_segments`` segments of one stage."""
 
     def __init__(self, arbiter: StageArbiter, max_segments: int) -> None:
+        self._made = arbiter.fresh(None)
         self.segments: deque[Segment] = deque(maxlen=max_segments)
-        self._open(Segment(arbiter.copy()))
+        self._open(Segment(self._made, arbiter.step))
 
-    def roll(self, arbiter: StageArbiter) -> None:
-        """Open the next segment; ``arbiter`` is in the state after the last event appended."""
-        last, _ = self.entries[-1]
-        self._open(Segment(arbiter.copy(), last.time_s))
+    def append(self, event: Event, instructions: list[Instruction]) -> None:
+        """Log an event and its answer; the end of a step opens the next segment."""
+        self.entries.append((event, instructions))
+        if instructions and isinstance(instructions[-1], FinishStep):
+            ended = instructions[-1].step
+            events = [*self.segments[-1].early, *(event for event, _ in self.entries)]
+            self._open(Segment(self._made, ended, [event for event in events if event.step > ended]))
 
     def _open(self, segment: Segment) -> None:
         self.segments.append(segment)
         self.entries = segment.entries
-        """Of the newest segment: what happens is appended here."""
+        """Of the newest segment."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.tasks import Task
+from rrfp_jax.tasks import PipelineGraph, Task
 
 Batch = Mapping[str, Any]
 """A step's batch: leaves of shape [num_microbatches, ...]."""
@@ -27,8 +27,8 @@ class StageOutcome(NamedTuple):
 class StageExecutor(Protocol):
     """The work of one stage."""
 
-    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
-        """The batch of a step is here; the step itself may start later."""
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+        """The batch of a step is here; the step itself may start later. ``graph`` is the step's own."""
 
     def run(self, step: int, task: Task) -> None:
         """Run one task to its end; called on the compute thread, one task at a time."""

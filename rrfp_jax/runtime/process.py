@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.arbitration import Message, MessageKind, StageArbiter, stage_plan
+from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.arbitration.replicas import replicated_placement
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
@@ -308,7 +308,7 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
     """What the units exchange between chunks, one for each way, so that all is worked out before the first step."""
     ways: dict[tuple[MessageKind, int, int], Message] = {}
     for arbiter in arbiters:
-        plan = stage_plan(arbiter.graph, arbiter.placement, arbiter.stage, arbiter.rules)
+        plan = arbiter.plan_without(()).plan
         sent = (message for sends in plan.sends for message, _ in sends)
         for message in (*sent, *plan.arrivals):
             ways.setdefault(message[:3], message)

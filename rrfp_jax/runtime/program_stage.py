@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.arbitration import Message, MessageKind, StepRules, reporting_stages
+from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication
-from rrfp_jax.programs.agreement import StageReport, Verdict, agree
+from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Batch, StageOutcome
@@ -23,6 +23,7 @@ from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tree import children, parent
 
 
 @dataclass
@@ -83,7 +84,8 @@ class ProgramStage:
         self._placement = placement
         self._mailbox = Mailbox(placement, stage, ship)
         self._steps: dict[int, _Step] = {}
-        self._reporters = reporting_stages(graph, placement, step_rules)
+        self._above = parent(stage, step_rules.tree_degree)
+        self._below = children(stage, placement.num_stages, step_rules.tree_degree)
         self._run: dict[TaskKind, Callable[[int, int, int], None]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
@@ -97,8 +99,8 @@ class ProgramStage:
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
-        self._steps[step] = _Step(self._graph.skipping_also(absent), batch)
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+        self._steps[step] = _Step(graph, batch)
         self._mailbox.begin(step)
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
@@ -109,7 +111,7 @@ class ProgramStage:
         if kind is MessageKind.SHARED:
             return self._tie(message)
         if kind is MessageKind.REPORT:
-            return self._report(self._steps[step]).as_plain()
+            return self._report(step).as_plain()
         if kind is MessageKind.VERDICT:
             return self._verdict(step).as_plain()
         return self._mailbox.payload(step, message)
@@ -128,26 +130,30 @@ class ProgramStage:
         layers = self._programs[message.source].shared_layers(self.states[message.source].accumulators)
         return self._ship(layers, self._placement.stage_of_chunk[message.target], message)
 
-    def _report(self, state: _Step) -> StageReport:
+    def _report(self, step: int) -> StageReport:
+        """What this stage and those below it contribute, as one report."""
+        state = self._steps[step]
         # copies in one go: the compute thread may be appending
-        return StageReport(squared_norms=tuple(sorted(state.squared_norms)), losses=tuple(state.losses))
+        own = StageReport(squared_norms=tuple(sorted(state.squared_norms)), losses=tuple(state.losses))
+        messages = (Message(MessageKind.REPORT, child, self._stage) for child in self._below)
+        return merged([own, *(StageReport.from_plain(self._mailbox.read(step, message)) for message in messages)])
 
     def _verdict(self, step: int) -> Verdict:
-        """The agreement of a step: worked out by the coordinator, received by all others."""
+        """The agreement of a step: worked out on stage 0, received from above by all others."""
         state = self._steps[step]
         if state.verdict is None:
-            coordinator = self._reporters[0]
-            if self._stage == coordinator:
-                messages = (Message(MessageKind.REPORT, other, coordinator) for other in self._reporters[1:])
-                others = (StageReport.from_plain(self._mailbox.read(step, message)) for message in messages)
-                reports = [self._report(state), *others]
+            if self._above is None:
                 rules = self._update_rules
                 stop, save = self._wishes.decide(self._stage, step)
                 state.verdict = agree(
-                    reports, clip_norm=rules.clip_norm, skip_nonfinite=rules.skip_nonfinite, stop=stop, save=save
+                    [self._report(step)],
+                    clip_norm=rules.clip_norm,
+                    skip_nonfinite=rules.skip_nonfinite,
+                    stop=stop,
+                    save=save,
                 )
             else:
-                message = Message(MessageKind.VERDICT, coordinator, self._stage)
+                message = Message(MessageKind.VERDICT, self._above, self._stage)
                 state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
 

@@ -78,7 +78,7 @@ def find_optimum(
     makespan = model.new_int_var(0, _horizon(problem), "makespan")
     for task, start in starts.items():
         model.add(makespan >= start + problem.durations[task])
-    if _is_uniform(durations_ms) and not graph.absent:
+    if _is_uniform(durations_ms) and graph.is_full:
         _order_microbatches(model, starts, graph)
     model.minimize(makespan)
     solver = cp_model.CpSolver()
@@ -163,7 +163,9 @@ def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows
     for chunks, window in zip(problem.placement.chunks_of_stage, windows, strict=True):
         held = []
         for microbatch in range(graph.num_microbatches):
-            tasks = [task for c in chunks for task in graph.tasks_of_pair(c, microbatch)]
+            tasks = [
+                Task(kind, c, microbatch) for c in chunks if graph.exists(c, microbatch) for kind in graph.kinds(c)
+            ]
             if tasks:
                 first, last, length = (model.new_int_var(0, horizon, "") for _ in range(3))
                 for task in tasks:

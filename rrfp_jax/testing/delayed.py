@@ -6,7 +6,7 @@ from typing import Any
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
-from rrfp_jax.tasks import Task
+from rrfp_jax.tasks import PipelineGraph, Task
 
 Delay = Callable[[int, Task], float]
 """Seconds by which a task of a step is held up before it runs."""
@@ -18,8 +18,8 @@ class DelayedStage:
     def __init__(self, inner: StageExecutor, delay: Delay) -> None:
         self._inner, self._delay = inner, delay
 
-    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:
-        self._inner.begin(step, batch, absent)
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+        self._inner.begin(step, batch, graph)
 
     def run(self, step: int, task: Task) -> None:
         time.sleep(self._delay(step, task))

@@ -54,6 +54,7 @@ class EmulatedStage:
         num_devices: int = 1,
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
+        self._absent = graph.absent
         self._durations_ms = of_tasks(durations_ms)
         self._num_rows = len(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
@@ -65,8 +66,8 @@ class EmulatedStage:
         self._program = _compile(self._wake.sleep if durations_ms.any() else None, device, activation)
         _warm_up(self._program, self._source)
 
-    def begin(self, step: int, batch: Batch, absent: frozenset[tuple[int, int]]) -> None:  # noqa: ARG002
-        if absent:
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:  # noqa: ARG002
+        if graph.absent != self._absent:
             raise ValueError("emulated stages take their absent pairs from the graph, not from the step")
         self._mailbox.begin(step)
 

@@ -23,7 +23,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, chain, linear
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear
 from rrfp_jax.timeline import IdleReason
 
 LOSS = StepRules(agreement=Agreement.LOSS)
@@ -47,7 +47,7 @@ class Stage:
         ]
 
     def start(self, step=0, absent=()):
-        return self.handle(StepStarted(step, 0.0, frozenset(absent)))
+        return self.handle(StepStarted(step, 0.0, absences(absent)))
 
     def finish(self, text, step=0):
         return self.handle(TaskFinished(step, 0.0, Task.parse(text)))
@@ -103,7 +103,14 @@ def test_the_loss_is_agreed_on_while_backwards_still_run():
     stage.activation(0, 1, 1)
     assert stage.finish("1F0") == ["run 1B0"]
     assert stage.finish("1B0")[-1] == "run 1F1"
-    assert stage.finish("1F1") == ["send verdict from stage 1 to stage 0", "run 1B1"]
+    assert stage.finish("1F1") == ["send report from stage 1 to stage 0", "run 1B1"]
+    assert stage.control(MessageKind.VERDICT, 0, 1) == []
+
+
+def test_without_a_loss_a_stage_reports_as_the_step_begins():
+    assert Stage(chain(2, 2), stage=1, rules=StepRules(agreement=Agreement.NONE)).start() == []
+    middle = Stage(chain(3, 1), linear(3), stage=1, rules=LOSS)
+    assert middle.start() == ["send report from stage 1 to stage 0"]
 
 
 def test_no_update_no_agreement_ends_after_the_last_backward():
@@ -267,13 +274,15 @@ def test_messages_may_come_before_their_step():
     assert stage.start() == ["run 1F0"]
 
 
-def test_the_next_step_starts_where_the_present_one_ends():
+def test_the_next_step_starts_after_the_present_one_has_ended():
     stage = Stage(chain(2, 1))
     stage.start()
-    assert stage.start(1) == []
+    with pytest.raises(IllegalTransition, match="step 1 was started within step 0"):
+        stage.start(1)
     stage.finish("0F0")
     stage.gradient(1, 0, 0)
-    assert stage.finish("0B0") == ["end", "run 0F0"]
+    assert stage.finish("0B0") == ["end"]
+    assert stage.start(1) == ["run 0F0"]
     assert stage.arbiter.step == 1
 
 
@@ -282,23 +291,22 @@ def test_messages_of_the_next_step_wait_for_it():
     stage.start()
     stage.activation(0, 1, 0, step=1)
     stage.activation(0, 1, 0)
-    stage.start(1)
     stage.finish("1F0")
-    assert stage.finish("1B0") == ["send gradient of microbatch 0 from chunk 1 to chunk 0", "end", "run 1F0"]
+    assert stage.finish("1B0") == ["send gradient of microbatch 0 from chunk 1 to chunk 0", "end"]
+    assert stage.start(1) == ["run 1F0"]
 
 
-def test_several_steps_may_be_queued():
+def test_a_step_without_work_here_ends_as_it_starts():
     stage = Stage(TWO_ENCODERS, linear(3), 1)
-    empty = {(1, 0), (1, 1)}
-    stage.start(0)
-    stage.start(1, absent=empty)
-    stage.start(2, absent=empty)
-    for m in (0, 1):
-        stage.finish(f"1F{m}")
-        stage.gradient(2, 1, m)
-    out = [*stage.finish("1B0"), *stage.finish("1B1")]
-    assert out == ["run 1B1", "end", "end", "end"]
-    assert stage.arbiter.step == 2
+    assert stage.start(0, absent={(1, 0), (1, 1)}) == ["end"]
+    assert stage.start(1, absent={(1, 0), (1, 1)}) == ["end"]
+    assert stage.start(2) == ["run 1F0"]
+
+
+def test_what_was_prepared_changes_no_answer():
+    stage = Stage(TWO_ENCODERS, linear(3), 1)
+    stage.arbiter.prepare(stage.arbiter.plan_without(absences({(1, 0)})))
+    assert stage.start(0, absent={(1, 1)}) == ["run 1F0"]
 
 
 def test_a_run_may_begin_at_any_step():
@@ -484,11 +492,3 @@ def test_rules_default_to_updates_and_full_agreement():
     arbiter = StageArbiter(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
     assert arbiter.rules == StepRules(ordered=False, updates=True, agreement=Agreement.ALL)
     assert replace(arbiter.rules, ordered=True).ordered
-
-
-def test_a_later_step_cannot_be_started_twice_either():
-    arbiter = StageArbiter(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
-    arbiter.handle(StepStarted(0, 0.0))
-    arbiter.handle(StepStarted(1, 0.0))
-    with pytest.raises(IllegalTransition, match="step 1 was started twice"):
-        arbiter.handle(StepStarted(1, 0.0))

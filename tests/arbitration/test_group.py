@@ -28,7 +28,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.tasks import Task, chain, linear
+from rrfp_jax.tasks import Task, absences, chain, linear
 from rrfp_jax.timeline import IdleReason
 
 ACTIVATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.GRADIENT
@@ -84,7 +84,7 @@ class Group:
         return {member: answers for member, answers in told.items() if answers}
 
     def start(self, member, step=0, absent=()):
-        return self.handle(member, StepStarted(step, 0.0, frozenset(absent)))
+        return self.handle(member, StepStarted(step, 0.0, absences(absent)))
 
     def start_all(self):
         for member in range(len(self.members)):
@@ -181,11 +181,9 @@ def test_followers_tell_at_once_and_nothing_twice():
     assert group.notes == [(0, GroupHeard(step, 0.0, 1, note)) for step, note in enumerate(received)]
 
 
-def test_an_early_start_is_told_once():
+def test_a_follower_may_start_the_next_step_before_its_leader_has():
     group = Group("leader", graph=chain(2, 1))
     group.start_all()
-    group.start(1, step=1)
-    assert [note for _, (_, _, _, note) in group.notes] == [MemberStarted(())]
     for member in (0, 1):
         group.activation(member, 0)
     group.deliver()
@@ -193,8 +191,14 @@ def test_an_early_start_is_told_once():
         for member in (0, 1):
             group.finish(member, task)
         group.deliver()
+    group.start(1, step=1)
+    assert [note for _, (_, _, _, note) in group.notes] == [MemberStarted(())]
+    group.deliver()
     assert [(arbiter.step, arbiter.is_active) for arbiter in group.members] == [(0, False), (1, True)]
-    assert not group.notes
+    for member in (0, 1):
+        group.activation(member, 0, step=1)
+    group.deliver()
+    assert group.start(0, step=1) == ["run 1F0"]
 
 
 def test_nothing_runs_before_the_step_has_started_on_all():

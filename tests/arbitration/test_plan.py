@@ -2,9 +2,10 @@
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Message, MessageKind, StepRules, reporting_stages, stage_plan
+from rrfp_jax.arbitration import Agreement, Message, MessageKind, StepRules, stage_plan
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, chain, linear, looped
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
+from rrfp_jax.tree import CONTROL_DEGREE
 
 FORK_JOIN = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2)))
 
@@ -59,7 +60,7 @@ def test_join_waits_for_all_that_exist():
     decoder = stage_plan(FORK_JOIN, linear(3), 2, PIPELINE_ONLY)
     assert waits(decoder, "2F0") == [f"activation of microbatch 0 from chunk {c} to chunk 2" for c in (0, 1)]
     assert [stage for _, stage in sends(decoder, "2B0")] == [0, 1]
-    skipping = FORK_JOIN.skipping({(1, 0)})
+    skipping = FORK_JOIN.skipping(absences({(1, 0)}))
     decoder = stage_plan(skipping, linear(3), 2, PIPELINE_ONLY)
     assert waits(decoder, "2F0") == ["activation of microbatch 0 from chunk 0 to chunk 2"]
     assert [stage for _, stage in sends(decoder, "2B0")] == [0]
@@ -75,12 +76,12 @@ def test_frozen_chunks_run_forwards_only():
 
 def test_ordered_accumulation_chains_the_accumulating_tasks():
     rules = StepRules(ordered=True, updates=False, agreement=Agreement.NONE)
-    fused = stage_plan(chain(1, 3).skipping({}), linear(1), 0, rules)
+    fused = stage_plan(chain(1, 3).skipping(()), linear(1), 0, rules)
     assert waits(fused, "0B2") == ["0B1", "0F2"]
     split = stage_plan(chain(1, 3, split=True), linear(1), 0, rules)
     assert waits(split, "0W1") == ["0I1", "0W0"]
     assert waits(split, "0I1") == ["0F1"]
-    skipping = stage_plan(FORK_JOIN.skipping({(0, 0)}), linear(3), 0, rules)
+    skipping = stage_plan(FORK_JOIN.skipping(absences({(0, 0)})), linear(3), 0, rules)
     assert waits(skipping, "0B1") == ["0F1", "gradient of microbatch 1 from chunk 2 to chunk 0"]
 
 
@@ -115,9 +116,16 @@ def test_a_frozen_copy_contributes_nothing():
 
 def test_all_agree_at_the_first_stage():
     rules = StepRules()
-    assert reporting_stages(chain(3, 1), linear(3), rules) == (0, 1, 2)
     first, other = (stage_plan(chain(3, 1), linear(3), stage, rules) for stage in (0, 1))
-    assert waits(first, "verdict") == ["report", "report from stage 1 to stage 0", "report from stage 2 to stage 0"]
+    assert waits(first, "report") == [
+        "0B0",
+        "0F0",
+        "0R",
+        "report from stage 1 to stage 0",
+        "report from stage 2 to stage 0",
+    ]
+    assert waits(first, "verdict") == ["report"]
+    assert sends(first, "report") == []
     assert sends(first, "verdict") == [(f"verdict from stage 0 to stage {s}", s) for s in (1, 2)]
     assert waits(other, "report") == ["1B0", "1F0", "1R"]
     assert sends(other, "report") == [("report from stage 1 to stage 0", 0)]
@@ -125,29 +133,43 @@ def test_all_agree_at_the_first_stage():
     assert waits(other, "verdict") == ["verdict from stage 0 to stage 1"]
 
 
-def test_only_stages_with_a_loss_report_it():
+def test_reports_and_verdicts_travel_along_a_tree():
+    plan = stage_plan(chain(9, 1), linear(9), 1, StepRules(tree_degree=2))
+    assert waits(plan, "report") == [
+        "1B0",
+        "1F0",
+        "1R",
+        "report from stage 3 to stage 1",
+        "report from stage 4 to stage 1",
+    ]
+    assert sends(plan, "report") == [("report from stage 1 to stage 0", 0)]
+    assert waits(plan, "verdict") == ["verdict from stage 0 to stage 1"]
+    assert sends(plan, "verdict") == [(f"verdict from stage 1 to stage {s}", s) for s in (3, 4)]
+
+
+def test_no_stage_hears_or_tells_more_than_the_tree_s_degree_however_many_there_are():
+    graph, placement = chain(1000, 1), linear(1000)
+    for stage in (0, 1, 249, 250, 999):
+        plan = stage_plan(graph, placement, stage, StepRules())
+        control = [m for m in plan.arrivals if m.kind in (MessageKind.REPORT, MessageKind.VERDICT)]
+        control += [m for sent in plan.sends for m, _ in sent if m.kind in (MessageKind.REPORT, MessageKind.VERDICT)]
+        assert len(control) <= 2 * (CONTROL_DEGREE + 1)
+
+
+def test_of_the_loss_stages_without_one_report_as_the_step_begins():
     rules = StepRules(agreement=Agreement.LOSS)
-    assert reporting_stages(chain(3, 2), linear(3), rules) == (2,)
     last = stage_plan(chain(3, 2), linear(3), 2, rules)
     assert waits(last, "report") == ["2F0", "2F1"]
-    assert waits(last, "verdict") == ["report"]
-    assert [stage for _, stage in sends(last, "verdict")] == [0, 1]
+    assert waits(last, "verdict") == ["verdict from stage 0 to stage 2"]
+    middle = stage_plan(chain(3, 2), linear(3), 1, rules)
+    assert waits(middle, "report") == []
+    assert waits(middle, "1U") == ["1R", "verdict"]
     first = stage_plan(chain(3, 2), linear(3), 0, rules)
-    assert "report" not in first.gate_names
-    assert waits(first, "0U") == ["0R", "verdict"]
-
-
-def test_two_losses_meet_at_the_first_of_their_stages():
-    graph = PipelineGraph(3, 1, (Edge(0, 1), Edge(0, 2)))
-    rules = StepRules(agreement=Agreement.LOSS)
-    assert reporting_stages(graph, linear(3), rules) == (1, 2)
-    assert waits(stage_plan(graph, linear(3), 1, rules), "verdict") == ["report", "report from stage 2 to stage 1"]
+    assert waits(first, "report") == ["report from stage 1 to stage 0", "report from stage 2 to stage 0"]
 
 
 def test_no_agreement_no_gates():
-    rules = StepRules(agreement=Agreement.NONE)
-    assert reporting_stages(chain(2, 1), linear(2), rules) == ()
-    assert stage_plan(chain(2, 1), linear(2), 0, rules).gate_names == ()
+    assert stage_plan(chain(2, 1), linear(2), 0, StepRules(agreement=Agreement.NONE)).gate_names == ()
 
 
 def test_graph_and_placement_must_agree():

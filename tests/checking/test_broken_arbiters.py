@@ -1,6 +1,7 @@
 """The checks themselves are checked: arbiters broken in one way each must be caught, with a trace that leads there."""
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -24,8 +25,8 @@ class WithoutSecondCondition(Window):
 
 
 class LooseArbiter(StageArbiter):
-    def _begin(self, absent):
-        super()._begin(absent)
+    def _begin(self, ranked):
+        super()._begin(ranked)
         self._window.__class__ = WithoutSecondCondition
 
     def validate(self):
@@ -37,8 +38,8 @@ class CountingArbiter(LooseArbiter):
 
     executed = 0
 
-    def _begin(self, absent):
-        super()._begin(absent)
+    def _begin(self, ranked):
+        super()._begin(ranked)
         self.executed = 0
 
     def _dispatch(self, out):
@@ -140,15 +141,19 @@ def test_the_shortest_known_deadlock_of_a_free_slot_is_told_and_replayed():
 class ForgetsDependency(StageArbiter):
     """The backward of microbatch 1 does not wait for its gradient."""
 
-    def _ranked_plan(self, absent):
-        ranked = super()._ranked_plan(absent)
+    def _begin(self, ranked):
         node = ranked.plan.index.get(Task.parse("0B1"))
         needs = list(ranked.plan.needs)
         if node is not None and needs[node] == 2:
             needs[node] = 1
-            arrivals = {m: tuple(n for n in nodes if n != node) for m, nodes in ranked.plan.arrivals.items()}
+            ranked = copy(ranked)
+            arrivals = {m: waits for m, waits in ranked.plan.arrivals.items() if waits != node}
             ranked.plan = replace(ranked.plan, needs=tuple(needs), arrivals=arrivals)
-        return ranked
+        super()._begin(ranked)
+
+    def _arrive(self, message, out):
+        if message in self._ranked.plan.arrivals:
+            super()._arrive(message, out)
 
 
 class RunsUnready(StageArbiter):
@@ -337,16 +342,16 @@ def test_broken_ends_of_steps_are_caught():
     class UpdatesAlone(Answers):
         """Does not wait for the other stages before it updates."""
 
-        def _ranked_plan(self, absent):
-            ranked = super()._ranked_plan(absent)
+        def _begin(self, ranked):
             plan = ranked.plan
             verdict = next(n for n in range(plan.num_nodes) if plan.name(n) == "verdict")
             if self.stage == 1 and plan.dependents[verdict]:
                 dependents, needs = list(plan.dependents), list(plan.needs)
                 (update,), dependents[verdict] = dependents[verdict], ()
                 needs[update] -= 1
+                ranked = copy(ranked)
                 ranked.plan = replace(plan, needs=tuple(needs), dependents=tuple(dependents))
-            return ranked
+            super()._begin(ranked)
 
     with pytest.raises(CheckError, match="stage 1 runs 1U before verdict from stage 0"):
         explore(simple_setting(UpdatesAlone, rules=StepRules()))

@@ -52,7 +52,7 @@ def test_tables_of_graphs(split):
 def test_two_strict_steps():
     graph = chain(2, 2)
     rows = sequential_rows(graph, linear(2))
-    absences = (frozenset(), frozenset())
+    absences = ((), ())
     explore(Setting(graph=graph, placement=linear(2), windows=(1, 1), policies=rows, absences=absences))
 
 

@@ -5,7 +5,7 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules, schedule_hint
 from rrfp_jax.checking import Explorer, Setting
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs
-from rrfp_jax.tasks import chain, linear, looped
+from rrfp_jax.tasks import absences, chain, linear, looped
 
 RULES = [
     PIPELINE_ONLY,
@@ -69,7 +69,7 @@ def test_same_visible_states_over_two_steps(rules):
             windows=(2, 2),
             policies=(hint, hint),
             rules=rules,
-            absences=(frozenset(), frozenset({(0, 0), (1, 0)})),
+            absences=((), absences({(0, 0), (1, 0)})),
             dispatch_ahead=1,
         )
     )

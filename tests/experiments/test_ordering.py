@@ -7,7 +7,7 @@ import pytest
 from experiments.ordering import Ordering, add_ordering_arguments, hint_names, parse_ordering, parse_window
 from rrfp_jax.arbitration import StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
-from rrfp_jax.tasks import Edge, PipelineGraph, linear, looped
+from rrfp_jax.tasks import Edge, PipelineGraph, absences, linear, looped
 
 SIZES = {"num_stages": 4, "num_microbatches": 8}
 
@@ -84,12 +84,12 @@ def test_a_table_from_a_file(tmp_path):
 
 
 def test_a_model_with_its_own_graph():
-    graph = PipelineGraph(2, 8, (Edge(0, 1),), absent=frozenset())
+    graph = PipelineGraph(2, 8, (Edge(0, 1),), absent=())
     resolved = resolve({"num_stages": 2, "placement": linear(2), "graph": graph}, hint="bfw")
     assert resolved.graph == PipelineGraph(2, 8, (Edge(0, 1),), split=frozenset({0, 1}))
     with pytest.raises(ValueError, match=r"(?s)puts chunks on stages as .* the model as"):
         resolve({"placement": looped(4, 2)}, schedule="1f1b")
-    skipping = PipelineGraph(4, 8, (Edge(0, 2), Edge(1, 2), Edge(2, 3)), absent=frozenset({(0, 3)}))
+    skipping = PipelineGraph(4, 8, (Edge(0, 2), Edge(1, 2), Edge(2, 3)), absent=absences({(0, 3)}))
     assert resolve({"placement": linear(4), "graph": skipping}, schedule="1f1b", consume="strict").graph == skipping
 
 

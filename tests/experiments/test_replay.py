@@ -67,7 +67,7 @@ class StuckStage:
     def __init__(self, stage: int, how: str) -> None:
         self.stage, self.how, self.free = stage, how, threading.Event()
 
-    def begin(self, step: int, batch: Any, absent: Any) -> None: ...
+    def begin(self, step: int, batch: Any, graph: Any) -> None: ...
 
     def run(self, step: int, task: Task) -> None:
         if (self.stage, step, str(task)) == (1, 1, "1F2"):

@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.handover import Stash
 from rrfp_jax.programs.state import ChunkState, initial_state
-from rrfp_jax.tasks import Edge, PipelineGraph, chain
+from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain
 from tests.programs.toys import (
     WIDTH,
     assert_close,
@@ -108,22 +108,20 @@ def test_one_chunk_is_the_whole_model() -> None:
 
 
 def test_two_encoders_of_which_microbatches_skip_one() -> None:
-    graph = PipelineGraph(
-        4, 4, (Edge(0, 1), Edge(1, 3), Edge(2, 3)), absent=frozenset({(2, 0), (2, 2), (0, 3), (1, 3)})
-    )
+    graph = PipelineGraph(4, 4, (Edge(0, 1), Edge(1, 3), Edge(2, 3)), absent=absences({(2, 0), (2, 2), (0, 3), (1, 3)}))
     chunks = [embedding(), mlp(0), embedding("image_embedding", "images"), head(num_inputs=2)]
     check(chunks, graph)
 
 
 def test_several_successors_of_which_microbatches_skip_one() -> None:
     edges = (Edge(0, 1), Edge(0, 2), Edge(0, 3), Edge(1, 3), Edge(2, 3))
-    graph = PipelineGraph(4, 3, edges, absent=frozenset({(1, 1), (2, 2)}))
+    graph = PipelineGraph(4, 3, edges, absent=absences({(1, 1), (2, 2)}))
     check([embedding(), mlp(0), attention(1), head(num_inputs=3)], graph, both=True)
 
 
 def test_the_only_successor_with_a_gradient_is_skipped() -> None:
     edges = (Edge(0, 1), Edge(0, 2, carries_gradient=False), Edge(1, 2))
-    graph = PipelineGraph(3, 2, edges, absent=frozenset({(1, 1)}))
+    graph = PipelineGraph(3, 2, edges, absent=absences({(1, 1)}))
     check([embedding(), mlp(0), head(num_inputs=2)], graph)
 
 

@@ -6,7 +6,6 @@ from math import inf
 from rrfp_jax.arbitration import (
     Agreement,
     Event,
-    FinishStep,
     GroupHeard,
     InputArrived,
     Instruction,
@@ -22,7 +21,7 @@ from rrfp_jax.arbitration import (
     ready,
 )
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.tasks import chain, linear
+from rrfp_jax.tasks import Absences, chain, linear
 
 Place = tuple[int, int]
 """A stage and a member of its group."""
@@ -66,7 +65,7 @@ class LoggedRun:
         self.pending: list[tuple[Place, Event]] = []
         self.now_s = 0.0
 
-    def start(self, num_steps: int, absences: tuple[frozenset[tuple[int, int]], ...] = (frozenset(),)) -> "LoggedRun":
+    def start(self, num_steps: int, absences: tuple[Absences, ...] = ((),)) -> "LoggedRun":
         """Post the starts of all steps; those of a stage stay in order."""
         for step in range(num_steps):
             self.pending += [(place, StepStarted(step, 0.0, absences[step % len(absences)])) for place in self.arbiters]
@@ -74,13 +73,22 @@ class LoggedRun:
 
     def run(self, num_events: float = inf) -> "LoggedRun":
         """Carry out everything, or so many events."""
-        while self.pending and self.now_s < num_events:
+        while self.can_go_on() and self.now_s < num_events:
             self.take(*self.draw_event())
         return self
 
+    def can_go_on(self) -> bool:
+        """Whether anything is under way but starts that wait for the end of a step."""
+        return any(not (isinstance(e, StepStarted) and self.arbiters[p].is_active) for p, e in self.pending)
+
     def draw_event(self) -> tuple[Place, Event]:
         """What happens next; the starts of a place come in their order, whichever of them is drawn."""
-        number = self.draw(len(self.pending))
+        possible = [
+            n
+            for n, (p, e) in enumerate(self.pending)
+            if not (isinstance(e, StepStarted) and self.arbiters[p].is_active)
+        ]
+        number = possible[self.draw(len(possible))]
         place, event = self.pending[number]
         if isinstance(event, StepStarted):
             number = next(n for n, (p, e) in enumerate(self.pending) if p == place and isinstance(e, StepStarted))
@@ -93,11 +101,9 @@ class LoggedRun:
         try:
             instructions = arbiter.handle(event)
         finally:
-            self.logs[place].entries.append((event, instructions))
+            self.logs[place].append(event, instructions)
         for instruction in instructions:
             self._carry_out(place, instruction)
-        if any(isinstance(instruction, FinishStep) for instruction in instructions):
-            self.logs[place].roll(arbiter)
 
     def _carry_out(self, place: Place, instruction: Instruction) -> None:
         stage, member = place

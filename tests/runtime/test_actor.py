@@ -14,7 +14,7 @@ class Journal:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def begin(self, step: int, batch: Any, absent: Any) -> None:
+    def begin(self, step: int, batch: Any, graph: Any) -> None:
         self.lines.append("begin")
 
     def run(self, step: int, task: Task) -> None:
@@ -52,7 +52,7 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
         chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2, rules=StepRules(updates=False)
     )
     actor = StageActor(arbiter, journal, journal, submit=journal.submit, ended=lambda *_: None, log_steps=1)
-    actor.start_step(0, {}, frozenset())
+    actor.start_step(0, {}, arbiter.graph, arbiter.plan_without(()))
     assert journal.taken() == ["begin", "run 0F0"]
     actor.completed(RunTask(0, Task.parse("0F0")), 0.0, 1.0)
     assert journal.taken() == ["payload activation 0", "run 0F1", "send 0 to stage 1"]

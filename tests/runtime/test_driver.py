@@ -23,7 +23,7 @@ class CountingStage:
         self.ran: list[str] = []
         self.fails = fails
 
-    def begin(self, step: int, batch: Any, absent: Any) -> None:
+    def begin(self, step: int, batch: Any, graph: Any) -> None:
         pass
 
     def run(self, step: int, task: Task) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, chain, linear
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, absences, chain, linear
 
 
 def table(*rows: str, graph: PipelineGraph | None = None, placement: Placement | None = None) -> ScheduleTable:
@@ -60,7 +60,7 @@ def test_a_stage_that_only_waits_for_a_cycle_is_not_part_of_it() -> None:
 
 
 def test_a_task_that_skips_a_chunk_does_not_exist() -> None:
-    graph = chain(1, 2).skipping([(0, 1)])
+    graph = chain(1, 2).skipping(absences([(0, 1)]))
     assert "microbatch 1 skips chunk 0" in refusal(table("0F0 0B0 0F1 0B1", graph=graph))
 
 

@@ -19,7 +19,7 @@ from rrfp_jax.simulation import (
 )
 from rrfp_jax.simulation.bounds import one_way_ms
 from rrfp_jax.simulation.jitter import SleepLevel
-from rrfp_jax.tasks import Edge, PipelineGraph, chain, linear, looped
+from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain, linear, looped
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
 TEN = (10.0, 10.0, 10.0)
@@ -43,7 +43,7 @@ def test_the_bound_counts_transfers_and_the_host():
 
 def test_the_bound_knows_frozen_encoders_and_skipped_ones():
     # Chunks 0 and 1 feed chunk 2; no gradient goes to 0, and microbatch 1 skips 1.
-    graph = PipelineGraph(3, 2, (Edge(0, 2, False), Edge(1, 2)), absent=frozenset({(1, 1)}))
+    graph = PipelineGraph(3, 2, (Edge(0, 2, False), Edge(1, 2)), absent=absences({(1, 1)}))
     bound = lower_bound(graph, linear(3), constant(TEN, graph)[0])
     assert bound.stage_ms == (20 + 10 + 20, 10 + 20 + 0, 10 + 60 + 0)
     assert bound.critical_path_ms == 10 + 10 + 20 + 20

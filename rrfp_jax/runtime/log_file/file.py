@@ -11,7 +11,7 @@ from rrfp_jax.observe.files import replacing
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.log_file.records import RunLog
 
-FORMAT, VERSION = "rrfp-jax event log", 1
+FORMAT, VERSION = "rrfp-jax event log", 2
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Event, Instruction, RunTask
-from rrfp_jax.arbitration.saved import SavedArbiter, SavedState, save_arbiter, save_state
+from rrfp_jax.arbitration.saved import SavedArbiter, save_arbiter
 from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
@@ -25,11 +25,12 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLog:
-    """Events from one step's end to the next, with the arbiter's state before the first of them."""
+    """Events from one step's end to the next."""
 
-    state: SavedState
-    opened_s: float | None
-    """The time of the event before the first; None where there was none."""
+    ended: int | None
+    """The step that the stage had ended before; None: it had not begun."""
+    early: tuple[Event, ...]
+    """What had come before for later steps, in order."""
     entries: tuple[Entry, ...]
 
 
@@ -123,7 +124,7 @@ def _stage(log: EventLog, started: tuple[RunTask, float] | None) -> StageLog:
 
 def _segment(segment: Segment) -> SegmentLog:
     return SegmentLog(
-        state=save_state(segment.arbiter),
-        opened_s=segment.opened_s,
+        ended=segment.ended,
+        early=tuple(segment.early),
         entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
     )

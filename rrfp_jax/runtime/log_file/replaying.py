@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp_jax.arbitration import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
-from rrfp_jax.arbitration.saved import in_state, rebuild, save_state
+from rrfp_jax.arbitration.saved import rebuild
 from rrfp_jax.arbitration.words import of_event, of_instruction
-from rrfp_jax.runtime.log_file.records import Entry, RunLog, SegmentLog, StageLog
+from rrfp_jax.runtime.event_log import opening
+from rrfp_jax.runtime.log_file.records import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.report import StageState, stage_state
 from rrfp_jax.timeline import Span, Timeline
@@ -89,22 +90,14 @@ class _Replay:
     def _begin(self, segment: SegmentLog, *, is_first: bool) -> None:
         if self.difference is not None:
             return
-        before = self.arbiter
-        self.arbiter = in_state(before, segment.state)
-        if not is_first and save_state(before) != save_state(self.arbiter):
+        try:
+            opened = opening(self.arbiter, segment.ended, segment.early)
+        except Exception as error:  # nothing that comes early is refused, so this log was changed
+            raise ValueError(f"the log of stage {self.log.arbiter.stage} contradicts itself: {error}") from error
+        if is_first or opened.key() == self.arbiter.key():
+            self.arbiter = opened
+        else:
             self._differ(None, (), ())
-            self.arbiter = before
-        elif is_first and self.arbiter.is_active:
-            self._begin_record(segment.opened_s, segment.entries)
-
-    def _begin_record(self, opened_s: float | None, entries: Sequence[Entry]) -> None:
-        """The log begins within a step: what runs there was dispatched by the event before."""
-        first_s = opened_s if opened_s is not None or not entries else entries[0][0].time_s
-        if first_s is not None and self.arbiter.step is not None:
-            self.last_event_s = first_s
-            self.dispatched_s = {RunTask(self.arbiter.step, task): first_s for task in self.arbiter.running()}
-            self.recorder.begin(self.arbiter.step, first_s)
-            self.recorder.observe(first_s, self.arbiter.idle_reason())
 
     def _feed(self, event: Event, recorded: tuple[Instruction, ...]) -> None:
         is_last = self.num_events + 1 == sum(len(segment.entries) for segment in self.log.segments)
@@ -149,8 +142,6 @@ class _Replay:
             elif isinstance(instruction, FinishStep):
                 recorder.end(time_s)
                 self.timeline.extend(recorder.take())
-                if self.arbiter.is_active:
-                    recorder.begin(instruction.step + 1, time_s)
         recorder.observe(time_s, self.arbiter.idle_reason())
         self.last_event_s = time_s
 
