@@ -63,6 +63,11 @@ class Chunk:
     def _param_specs(self) -> Any:
         return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
 
+    @cached_property
+    def known_outputs(self) -> dict[Any, Any]:
+        """For :func:`rrfp_jax.programs.shapes.derive_shapes`: the shapes of outputs by those of what was read."""
+        return {}
+
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:
     """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once in a chunk's life."""

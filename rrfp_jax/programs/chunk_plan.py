@@ -182,7 +182,7 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
 
 
 def counters_spec() -> jax.ShapeDtypeStruct:
-    """The shape of what :func:`rrfp_jax.programs.rng.counters` returns."""
+    """The shape of what :func:`rrfp_jax.programs.chunk.counters` returns."""
     value = counters(0, 0, 0)
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 

@@ -74,10 +74,23 @@ class ChunkSizes:
 
 
 class CompiledChunk:
-    """The compiled programs of one chunk on its devices; made by :func:`compile_chunk`.
+    """The compiled programs of chunk ``index`` on the devices of one unit.
 
     A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
     of a chunk without parameters, the preparation where nothing is derived from parameters.
+
+    Args:
+        shapes: of every chunk, see :func:`rrfp_jax.programs.shapes.derive_shapes`.
+        plan: of the chunk, see :func:`rrfp_jax.programs.chunk_plan.plan_chunk`; serves for any number of units.
+        optimizer: must treat every array by itself: see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which
+            needs the whole model.
+        sharding: the unit's boundary (see :mod:`rrfp_jax.programs.shardings`): a ``SingleDeviceSharding``, or
+            ``StageDevices.unit_sharding(replica)``.
+        seed: of the run's random keys, 0 to 2**32 - 1.
+        stage: what the replicas of the chunk's stage do together, if there are several: it takes the place of R and,
+            with a sharded optimizer state, of U.
+
+    Raises ValueError, naming the chunk, where it cannot be compiled.
     """
 
     def __init__(
@@ -85,32 +98,34 @@ class CompiledChunk:
         index: int,
         chunks: Sequence[Chunk],
         graph: PipelineGraph,
-        *,
-        shapes: ChunkShapes,
+        shapes: Sequence[ChunkShapes],
         plan: ChunkPlan,
-        updates: UnitUpdates,
+        *,
+        optimizer: optax.GradientTransformation,
         sharding: Sharding,
-        seed: int,
-        stage: StageUpdates | None,
+        seed: int = 0,
+        stage: StageUpdates | None = None,
     ) -> None:
-        self.index, self.chunk, self.shapes = index, chunks[index], shapes
+        check_seed(seed)
+        self.index, self.chunk, self.shapes = index, chunks[index], shapes[index]
         self.sharding = sharding
         """Of activations, their gradients, batch leaves and scalars."""
         self.shardings = unit_shardings(chunks, index, sharding)
         """Of parameters too."""
-        self.updates = updates
-        """R and U."""
         self.compiled: dict[str, Compiled] = {}
         """The compiled programs by name, for their cost and memory analysis."""
         self._stage, self._seed = stage, seed
-        self._params = spread(shapes.params, self.shardings.params)
+        self._params = spread(self.shapes.params, self.shardings.params)
         self._prepare: Compiled | None = None
         self._backward: Compiled | None = None
         self._input_gradient: Compiled | None = None
         self._weight_gradient: Compiled | None = None
-        self.plan = self._compile_gradients(plan)
-        """As it was given, laid out for what the forward and the input gradient make where it lies."""
-        self.compiled |= updates.compiled | (stage.compiled if stage is not None else {})
+        with naming(chunks, index):
+            self.plan = self._compile_gradients(plan)
+            """As it was given, laid out for what the forward and the input gradient make where it lies."""
+            self.updates = UnitUpdates(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage)
+            """R and U."""
+        self.compiled |= self.updates.compiled | (stage.compiled if stage is not None else {})
         self._is_sink = not graph.successors(index)
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
         self._loss_grads = full(self.plan.output_grads, sharding, 1) if self._is_sink else ()
@@ -294,45 +309,6 @@ class CompiledChunk:
         split = "split: call input_gradient and weight_gradient"
         return ValueError(
             f"the backward of chunk {self.index} is {split if self.plan.is_split else 'in one piece: call backward'}"
-        )
-
-
-def compile_chunk(
-    index: int,
-    chunks: Sequence[Chunk],
-    graph: PipelineGraph,
-    shapes: Sequence[ChunkShapes],
-    plan: ChunkPlan,
-    *,
-    optimizer: optax.GradientTransformation,
-    sharding: Sharding,
-    seed: int = 0,
-    stage: StageUpdates | None = None,
-) -> CompiledChunk:
-    """Compile all programs of chunk ``index``, planned by ``plan_chunk``, for the devices of one unit.
-
-    ``sharding`` is the unit's boundary (see :mod:`rrfp_jax.programs.shardings`): a ``SingleDeviceSharding``, or
-    ``StageDevices.unit_sharding(replica)``. ``shapes`` comes from :func:`rrfp_jax.programs.shapes.derive_shapes`;
-    ``seed`` (0 to 2**32 - 1) is that of the run's random keys. The chunks in ``graph.split`` get programs for input
-    gradient and weight gradient instead of one for the whole backward. The optimizer must treat every array by itself:
-    see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which needs the whole model.
-
-    ``stage`` is what the replicas of the chunk's stage do together, if there are several: it takes the place of R and,
-    with a sharded optimizer state, of U.
-    """
-    check_seed(seed)
-    with naming(chunks, index):
-        updates = UnitUpdates(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage)
-        return CompiledChunk(
-            index,
-            chunks,
-            graph,
-            shapes=shapes[index],
-            plan=plan,
-            updates=updates,
-            sharding=sharding,
-            seed=seed,
-            stage=stage,
         )
 
 

@@ -39,7 +39,7 @@ def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
 def derive_shapes(
     chunks: Sequence[Chunk], graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[ChunkShapes, ...]:
-    """Trace every chunk once and return its shapes; nothing is computed.
+    """Trace every chunk, once in its life for the same inputs, and return its shapes; nothing is computed.
 
     ``batch`` holds the leaves of one microbatch. Raises ValueError, naming the chunk, where chunks, graph and batch do
     not fit together.
@@ -121,13 +121,16 @@ def _outputs(
         key = microbatch_key(0, 0, 0) if chunk.uses_key else None
         return chunk.apply(params, arrange_inputs(inputs), leaves, key=key)
 
+    read = (*jax.tree.leaves((inputs, leaves)), jax.tree.structure((inputs, leaves)))
+    if read in chunk.known_outputs:
+        return chunk.known_outputs[read]
     try:
-        return spec_of(jax.eval_shape(apply, params, inputs, leaves))
+        return chunk.known_outputs.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
     except Exception as error:  # whatever a user's model raises, say where
-        read = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
+        named = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
         raise ValueError(
             f"{describe_chunk(chunks, index)} cannot be applied to inputs {describe(inputs)} and batch leaves "
-            f"{read or 'none'}: {error}"
+            f"{named or 'none'}: {error}"
         ) from error
 
 

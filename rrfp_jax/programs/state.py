@@ -62,10 +62,10 @@ def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def initial_state(
     chunks: tuple[Chunk, ...],
     index: int,
-    key: jax.Array,
     optimizer: optax.GradientTransformation,
-    sharding: Sharding,
     *,
+    key: jax.Array,
+    sharding: Sharding,
     trains: bool,
     shard_optimizer: bool = False,
 ) -> ChunkState:
@@ -78,7 +78,7 @@ def initial_state(
     # raw numbers, because a typed key cannot be put onto devices of other processes
     numbers = np.asarray(jax.random.key_data(key))
     params = _initializer(chunks, index, sharding, str(jax.random.key_impl(key)))(numbers)
-    state = state_specs(chunks, index, optimizer, sharding, trains=trains, shard_optimizer=shard_optimizer)
+    state = state_specs(chunks, index, optimizer, sharding=sharding, trains=trains, shard_optimizer=shard_optimizer)
     groups = layer_groups(chunks[index], state.params)
     state.params, at_sums = params, shardings_of(state.accumulators)
     state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state)
@@ -90,8 +90,8 @@ def state_specs(
     chunks: tuple[Chunk, ...],
     index: int,
     optimizer: optax.GradientTransformation,
-    sharding: Sharding,
     *,
+    sharding: Sharding,
     trains: bool,
     shard_optimizer: bool = False,
 ) -> ChunkState:

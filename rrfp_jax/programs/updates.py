@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs
 from rrfp_jax.programs.compiling import compile_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
-from rrfp_jax.programs.shardings import param_partition, place, shardings_of, shared_out, unit_shardings
+from rrfp_jax.programs.shardings import TENSOR, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.specs import accumulator_spec, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs, pick
@@ -31,14 +31,7 @@ from rrfp_jax.tasks import PipelineGraph
 
 
 class _Updates:
-    """What a chunk's R and U know on any devices.
-
-    Args:
-        mesh: of the devices; None for one device.
-        scalar: how a number lies on the devices.
-        num_shards: how many devices share a layer.
-        updates_on: the unit's boundary or the stage where U runs; None: it does not run here.
-    """
+    """What a chunk's R and U know on any devices: of a unit, given by its boundary, or of a stage."""
 
     def __init__(
         self,
@@ -46,16 +39,16 @@ class _Updates:
         chunks: Sequence[Chunk],
         graph: PipelineGraph,
         optimizer: optax.GradientTransformation,
+        devices: Sharding | StageDevices,
         *,
-        mesh: Mesh | None,
-        scalar: Sharding,
-        num_shards: int,
-        updates_on: Sharding | StageDevices | None,
+        updates_here: bool,
     ) -> None:
-        self.index = index
+        self.index, self.optimizer = index, optimizer
         self.compiled: dict[str, Compiled] = {}
         """The compiled programs by name."""
-        self._mesh, self._scalar = mesh, scalar
+        self._scalar = devices.sharding() if isinstance(devices, StageDevices) else devices
+        self._mesh = mesh_of(self._scalar)
+        num_shards = 1 if self._mesh is None else self._mesh.shape[TENSOR]
         self._params = spec_of(param_specs(chunks[index]))
         self._partition = param_partition(chunks, index, num_shards)
         self._tie = tie_of(chunks, index, graph.sharing(index))
@@ -68,11 +61,10 @@ class _Updates:
         )
         self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self._params))
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
-        does_update = self.trains and updates_on is not None
+        does_update = self.trains and updates_here
         self._groups = layer_groups(chunks[index], self._params) if does_update else ()
-        self.state_specs = optimizer_specs(chunks, index, optimizer, updates_on) if does_update else ()  # type: ignore[arg-type]
+        self.state_specs = optimizer_specs(chunks, index, optimizer, devices) if does_update else ()
         """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
-        self.optimizer = optimizer
         self._reduce: Compiled | None = None
         self._updates: list[Compiled] = []
 
@@ -127,17 +119,8 @@ class UnitUpdates(_Updates):
         sharding: Sharding,
         stage: "StageUpdates | None",
     ) -> None:
-        mesh = unit_shardings(chunks, index, sharding).mesh
-        super().__init__(
-            index,
-            chunks,
-            graph,
-            optimizer,
-            mesh=mesh,
-            scalar=sharding,
-            num_shards=1 if mesh is None else mesh.size,
-            updates_on=None if stage is not None and stage.shards_optimizer else sharding,
-        )
+        updates_here = stage is None or not stage.shards_optimizer
+        super().__init__(index, chunks, graph, optimizer, sharding, updates_here=updates_here)
         self._replicas_reduce = stage is not None
         if self.trains and stage is None:
             self._compile_reduce()
@@ -231,16 +214,7 @@ class StageUpdates(_Updates):
         ordered: bool = False,
         shard_optimizer: bool = False,
     ) -> None:
-        super().__init__(
-            index,
-            chunks,
-            graph,
-            optimizer,
-            mesh=devices.mesh,
-            scalar=devices.sharding(),
-            num_shards=devices.tensor,
-            updates_on=devices if shard_optimizer else None,
-        )
+        super().__init__(index, chunks, graph, optimizer, devices, updates_here=shard_optimizer)
         self.devices = devices
         self.shards_optimizer = bool(self._groups)
         """Whether ``update`` is to be called here, and the optimizer state lies on the whole stage."""

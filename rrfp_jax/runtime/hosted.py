@@ -5,9 +5,10 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), w
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
@@ -113,25 +114,26 @@ class HostedModel:
 
     def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
         """The state to start from; ``graph`` is that of one replica."""
-        state = HostedState({}, {})
-        for base in self.base_chunks:
-            for replica, number in self.numbers(base).items():
-                at, options = self._grid(base).unit_sharding(replica), self._options(base, graph)
-                state.chunks[number] = initial_state(self.chunks, base, key, self._optimizer, at, **options)
-            if self._shares_optimizer(base, graph):
-                params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
-                state.shared[base] = initial_shared_state(self.chunks, base, self._optimizer, self._grid(base), params)
-        return state
+        return self._state(graph, partial(initial_state, key=key), initial_shared_state)
 
     def state_specs(self, graph: PipelineGraph) -> HostedState:
         """What ``initial_state`` returns as specs with shardings; nothing is computed."""
+        return self._state(graph, state_specs, lambda *args: optimizer_specs(*args[:-1]))
+
+    def _state(
+        self, graph: PipelineGraph, of_unit: Callable[..., ChunkState], of_stage: Callable[..., Any]
+    ) -> HostedState:
         state = HostedState({}, {})
         for base in self.base_chunks:
+            devices, model = self._grid(base), (self.chunks, base, self._optimizer)
+            trains = graph.has_backward(base)
+            is_shared = self.updates.shard_optimizer and trains
             for replica, number in self.numbers(base).items():
-                at, options = self._grid(base).unit_sharding(replica), self._options(base, graph)
-                state.chunks[number] = state_specs(self.chunks, base, self._optimizer, at, **options)
-            if self._shares_optimizer(base, graph):
-                state.shared[base] = optimizer_specs(self.chunks, base, self._optimizer, self._grid(base))
+                boundary = devices.unit_sharding(replica)
+                state.chunks[number] = of_unit(*model, sharding=boundary, trains=trains, shard_optimizer=is_shared)
+            if is_shared and jax.tree.leaves(param_specs(self.chunks[base])):
+                params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
+                state.shared[base] = of_stage(*model, devices, params)
         return state
 
     def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
@@ -152,17 +154,6 @@ class HostedModel:
                 state.shared.setdefault(base, held.optimizer_state)
             state.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
         return state
-
-    def _options(self, base: int, graph: PipelineGraph) -> dict[str, bool]:
-        return {"trains": graph.has_backward(base), "shard_optimizer": self.updates.shard_optimizer}
-
-    def _shares_optimizer(self, base: int, graph: PipelineGraph) -> bool:
-        """Whether the replicas of a chunk share its optimizer state."""
-        return (
-            self.updates.shard_optimizer
-            and graph.has_backward(base)
-            and bool(jax.tree.leaves(param_specs(self.chunks[base])))
-        )
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +188,7 @@ class HostedModel:
             with count.counting():
                 replicas = self._compile_replicas(base, graph)
                 compiled = {
-                    number: compile_chunk(
+                    number: CompiledChunk(
                         base,
                         self.chunks,
                         graph,

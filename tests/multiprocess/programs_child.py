@@ -55,7 +55,7 @@ def initial_params() -> tuple[Any, Any]:
     """The initial parameters of a chunk whose layers both processes share, and those made on one device."""
     chunks = tuple(language_model(CONFIG).split(1))
     boundary = StageDevices([[devices[0] for devices in np.array(jax.devices()).reshape(2, 2)]]).unit_sharding(0)
-    state = initial_state(chunks, 0, jax.random.key(7), OPTIMIZER, boundary, trains=False)
+    state = initial_state(chunks, 0, OPTIMIZER, key=jax.random.key(7), sharding=boundary, trains=False)
     whole = jax.jit(lambda params: params, out_shardings=boundary)(state.params)
     return views(whole), jax.device_get(jax.jit(chunks[0].init)(jax.random.key(7)))
 

@@ -13,7 +13,7 @@ import optax
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.stage_devices import StageDevices
@@ -60,7 +60,7 @@ class GridTrainer:
         for c, grid in enumerate(grids):
             plan = plan_chunk(c, chunks, graph, shapes, remat=remat)
             for r in self.replicas:
-                self.programs[r, c] = compile_chunk(
+                self.programs[r, c] = CompiledChunk(
                     c,
                     chunks,
                     graph,
@@ -74,9 +74,9 @@ class GridTrainer:
             (r, c): initial_state(
                 tuple(chunks),
                 c,
-                jax.random.key(0),
                 optimizer,
-                each.sharding,
+                key=jax.random.key(0),
+                sharding=each.sharding,
                 trains=True,
                 shard_optimizer=shard_optimizer,
             )

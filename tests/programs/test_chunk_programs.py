@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.programs.toys import (
@@ -41,7 +41,7 @@ def middle() -> CompiledChunk:
     shapes = derive_shapes(chunks, graph, microbatch_spec(make_batch(2)))
     sharding = SingleDeviceSharding(jax.devices()[1])
     plan = plan_chunk(1, chunks, graph, shapes)
-    return compile_chunk(1, chunks, graph, shapes, plan, optimizer=optax.adamw(0.01), sharding=sharding)
+    return CompiledChunk(1, chunks, graph, shapes, plan, optimizer=optax.adamw(0.01), sharding=sharding)
 
 
 def test_everything_lies_on_the_device_of_the_sharding(middle: CompiledChunk) -> None:

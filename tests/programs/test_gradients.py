@@ -59,14 +59,17 @@ def check(chunks: list[Chunk], graph: PipelineGraph, *, tolerance: float = 1e-5,
 def initial_states(chunks: list[Chunk], graph: PipelineGraph) -> list[ChunkState]:
     sharding = [SingleDeviceSharding(jax.devices()[c]) for c in range(len(chunks))]
     key, optimizer = jax.random.key(0), optax.sgd(0.1)
-    return [initial_state(tuple(chunks), c, key, optimizer, sharding[c], trains=False) for c in range(len(chunks))]
+    return [
+        initial_state(tuple(chunks), c, optimizer, key=key, sharding=each, trains=False)
+        for c, each in enumerate(sharding)
+    ]
 
 
 def run(
     chunks: list[Chunk], graph: PipelineGraph, params: Any, batch: Any, reference: Any, *, tolerance: float
 ) -> Checked:
     (loss, weight), expected = reference
-    programs = compile_all(chunks, graph, batch)
+    programs = compile_all(chunks, graph, batch, updates=len(chunks) == 1)
     gradients = run_gradients(programs, graph, params, batch)
     reduced, report = run_reduce(programs, graph, gradients.accumulators)
     np.testing.assert_allclose(sum(entry[2] for entry in gradients.losses), loss, rtol=max(1e-5, tolerance * 1e-2))

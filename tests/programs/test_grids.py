@@ -1,7 +1,7 @@
 """Training over tensor and data axes, with and without a sharded optimizer state, equals the plain loop."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -78,7 +78,7 @@ def assert_replicas_equal(trainer: GridTrainer) -> None:
         (1, 2, {"split": True}),
         (2, 1, {"ordered": True}),
         pytest.param(2, 1, {"shard_optimizer": True}, marks=pytest.mark.slow),
-        (2, 2, {"split": True, "shard_optimizer": True, "ordered": True}),
+        pytest.param(2, 2, {"split": True, "shard_optimizer": True, "ordered": True}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"remat": "full"}, marks=pytest.mark.slow),
     ],
 )
@@ -99,11 +99,28 @@ def test_untied_layers_in_bfloat16() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.params(0))} == {np.dtype("float32")}
 
 
+class Sharded(NamedTuple):
+    trainer: GridTrainer
+    losses: list[float]
+    params: dict[str, Any]
+    """Of the first replica, after the last step."""
+
+
 @pytest.fixture(scope="module")
-def sharded() -> GridTrainer:
-    """Data 2 x tensor 2 with a sharded optimizer state, after a step."""
-    trainer, _ = train(2, 2, shard_optimizer=True, num_steps=1)
-    return trainer
+def trained_sharded() -> Sharded:
+    """Data 2 x tensor 2 with split backwards and a sharded optimizer state."""
+    trainer, losses = train(2, 2, split=True, shard_optimizer=True)
+    assert_replicas_equal(trainer)
+    return Sharded(trainer, losses, trainer.params(0))
+
+
+@pytest.fixture
+def sharded(trained_sharded: Sharded) -> GridTrainer:
+    return trained_sharded.trainer
+
+
+def test_training_with_a_sharded_optimizer_equals_the_plain_loop(reference: Any, trained_sharded: Sharded) -> None:
+    assert_same_training(trained_sharded.losses, trained_sharded.params, *reference)
 
 
 def test_every_device_holds_a_quarter_of_the_moments_and_half_of_the_parameters(sharded: GridTrainer) -> None:

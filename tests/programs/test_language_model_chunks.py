@@ -42,8 +42,8 @@ def chunks(dtype: str) -> list[Chunk]:
     return language_model(replace(CONFIG, compute_dtype=dtype)).split(layers_per_chunk=[1, 0])
 
 
-def run(params: list[Any], dtype: str, graph: PipelineGraph) -> Run:
-    programs = compile_all(chunks(dtype), graph, BATCH)
+def run(params: list[Any], dtype: str, graph: PipelineGraph, *, updates: bool = False) -> Run:
+    programs = compile_all(chunks(dtype), graph, BATCH, updates=updates)
     placed = [jax.device_put(held, p.sharding) for held, p in zip(params, programs, strict=True)]
     gradients = run_gradients(programs, graph, placed, BATCH)
     return Run(programs, merged(run_reduce(programs, graph, gradients.accumulators)[0]))
@@ -63,7 +63,7 @@ def exact(params: list[Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def half_split(params: list[Any]) -> Run:
-    return run(params, "bfloat16", SPLIT)
+    return run(params, "bfloat16", SPLIT, updates=True)
 
 
 @pytest.mark.parametrize("graph", [GRAPH, SPLIT], ids=["fused", "split"])

@@ -31,7 +31,7 @@ POLICIES: dict[str, Remat] = {"dots": "dots", "full": "full", "own": jax.checkpo
 
 def gradients(split: bool, remat: Remat) -> Any:
     graph = chain(3, 2, split=split)
-    programs = compile_all(CHUNKS, graph, BATCH, remat=remat)
+    programs = compile_all(CHUNKS, graph, BATCH, remat=remat, updates=False)
     params = [initial(programs, index).params for index in range(3)]
     return run_gradients(programs, graph, params, BATCH)
 

@@ -96,8 +96,8 @@ def test_replicas_share_the_first_free_dimension_that_divides() -> None:
 def test_specs_describe_the_state_and_bits_do_not_depend_on_the_devices(tensor: int) -> None:
     chunks, optimizer = (chunk(by(COLUMNS)),), optax.adamw(1e-2)
     sharding = StageDevices([jax.devices()[:tensor]]).unit_sharding(0)
-    state = initial_state(chunks, 0, jax.random.key(3), optimizer, sharding, trains=True)
-    specs = state_specs(chunks, 0, optimizer, sharding, trains=True)
+    state = initial_state(chunks, 0, optimizer, key=jax.random.key(3), sharding=sharding, trains=True)
+    specs = state_specs(chunks, 0, optimizer, sharding=sharding, trains=True)
     for name in ("params", "optimizer_state", "accumulators"):
         held, described = getattr(state, name), getattr(specs, name)
         assert jax.tree.structure(held) == jax.tree.structure(described)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk, compile_chunk
+from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
 from rrfp_jax.programs.state import ChunkState, initial_state
+from rrfp_jax.programs.updates import UnitUpdates
 from rrfp_jax.tasks import PipelineGraph
 
 VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
@@ -173,22 +175,26 @@ def compile_all(
     optimizer: optax.GradientTransformation | None = None,
     seed: int = 7,
     remat: Remat = "none",
+    updates: bool = True,
 ) -> list[CompiledChunk]:
+    """Every chunk on a device of its own; without ``updates`` U is left out, which takes a fifth of the time."""
+    compile_updates = UnitUpdates._compile_updates if updates else lambda self: None
     shapes = derive_shapes(chunks, graph, microbatch_spec(batch))
     devices = jax.devices()
-    return [
-        compile_chunk(
-            c,
-            chunks,
-            graph,
-            shapes,
-            plan_chunk(c, chunks, graph, shapes, remat=remat),
-            optimizer=optimizer or optax.sgd(0.1),
-            sharding=SingleDeviceSharding(devices[c % len(devices)]),
-            seed=seed,
-        )
-        for c in range(len(chunks))
-    ]
+    with mock.patch.object(UnitUpdates, "_compile_updates", compile_updates):
+        return [
+            CompiledChunk(
+                c,
+                chunks,
+                graph,
+                shapes,
+                plan_chunk(c, chunks, graph, shapes, remat=remat),
+                optimizer=optimizer or optax.sgd(0.1),
+                sharding=SingleDeviceSharding(devices[c % len(devices)]),
+                seed=seed,
+            )
+            for c in range(len(chunks))
+        ]
 
 
 def initial(programs: Sequence[CompiledChunk], index: int = 0) -> ChunkState:
@@ -196,7 +202,7 @@ def initial(programs: Sequence[CompiledChunk], index: int = 0) -> ChunkState:
     own = programs[index]
     chunks = tuple(each.chunk for each in programs)
     optimizer, trains = own.updates.optimizer, own.updates.trains
-    return initial_state(chunks, index, jax.random.key(0), optimizer, own.sharding, trains=trains)
+    return initial_state(chunks, index, optimizer, key=jax.random.key(0), sharding=own.sharding, trains=trains)
 
 
 class Gradients(NamedTuple):
