@@ -39,7 +39,7 @@ def ones(programs: CompiledChunk, dtype: Any = jnp.float32) -> jax.Array:
 def model() -> list[CompiledChunk]:
     """Embedding, an MLP in float32, one in bfloat16 and the head; the last in one piece."""
     graph = replace(chain(4, 2), split=frozenset({0, 1, 2}))
-    return compile_all([embedding(), mlp(0), mlp(1, jnp.bfloat16), head()], graph, BATCH, updates=False)
+    return compile_all([embedding(), mlp(0), mlp(1, jnp.bfloat16), head()], graph, BATCH)
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,7 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda task, inbox_bytes: None),
         ship=lambda value, receiver, message: value,
+        wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
     stage.begin(0, {}, frozenset())
     return stage
