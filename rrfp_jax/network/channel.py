@@ -9,7 +9,7 @@ after a moment otherwise, so that small messages share one.
 import logging
 import struct
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,14 @@ class Channel:
         self,
         link: Link,
         loop: AbstractEventLoop,
-        peers: Iterable[int],
         deliver: Deliver,
         high_water_bytes: int,
     ) -> None:
         self._link, self._loop, self._deliver = link, loop, deliver
         self._high_water = high_water_bytes
-        self._peers = {rank: _Peer(SendWindow(high_water_bytes)) for rank in peers}
+        self._peers: dict[int, _Peer] = {}
         self._receipts_due = False
-        self._is_closed = False
+        self._is_closed = self._is_welcoming = False
         self._descriptor = descriptor(link.inbound)
         self._garbage = QuietLog(_LOG)
         self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
@@ -73,15 +72,19 @@ class Channel:
         """Begin to receive."""
         if not self._is_closed:
             self._loop.add_reader(self._descriptor, self._read)
-            self._welcome()
             self._read()
 
     def _welcome(self) -> None:
         """Learn who has connected, until all have: only greetings come to the socket that sends."""
         if not self._is_closed:
             self._link.welcome()
-            if not self._link.is_complete:
-                self._loop.call_later(_WELCOME_S, self._welcome)
+            if not self._link.is_complete and not self._is_welcoming:
+                self._is_welcoming = True
+                self._loop.call_later(_WELCOME_S, self._welcome_again)
+
+    def _welcome_again(self) -> None:
+        self._is_welcoming = False
+        self._welcome()
 
     def close(self, linger_s: float) -> None:
         """Stop to receive; what is under way is sent for up to ``linger_s``."""
@@ -94,6 +97,14 @@ class Channel:
         """(sent and unconfirmed, waiting for room)."""
         windows = [peer.window for peer in self._peers.values()]
         return sum(w.unconfirmed_bytes for w in windows), sum(w.waiting_bytes for w in windows)
+
+    def add(self, rank: int, address: str) -> None:
+        """Exchange messages with a rank that listens there."""
+        if not self._is_closed and rank not in self._peers:
+            self._peers[rank] = _Peer(SendWindow(self._high_water))
+            self._link.connect(rank, address)
+            self._welcome()
+            self._loop.call_soon(self._read)  # ZeroMQ wakes only who has found nothing to read before
 
     def drop(self, rank: int, *, has_left: bool) -> None:
         """The rank is gone. What it sent before a farewell may still be on the way, and is delivered."""

@@ -82,7 +82,7 @@ class Liveness:
         self._judgement = Judgement(self._rank, [""] * (self._rank + 1), 0.0)
         self._next_beat_s = 0.0
         self._rank_at: dict[str, int] = {}
-        self._watched: frozenset[int] = frozenset()
+        self._watched: set[int] = set()
         self._listeners: set[int] = set()
         self._awaited: set[str] = set()
         self._unheard: set[int] = set()
@@ -99,12 +99,13 @@ class Liveness:
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def follow(self, loop: AbstractEventLoop, watched: Mapping[int, tuple[str, ...]], hosts: Sequence[str]) -> None:
-        """Begin to expect those who are watched: by rank, where its heartbeats come from, then where its messages do.
+    def begin(self, loop: AbstractEventLoop, hosts: Sequence[str]) -> None:
+        """Watch this rank's own event loop, and know where all ranks are."""
+        self._command(lambda: self._begin(loop, hosts))
 
-        ``hosts`` are all ranks'.
-        """
-        self._command(lambda: self._follow(loop, watched, hosts))
+    def follow(self, places: Mapping[int, tuple[str, ...]]) -> None:
+        """Expect more ranks: where the heartbeats of each come from, then where its messages do, if any."""
+        self._command(lambda: self._follow(places))
 
     def stop(self, timeout_s: float) -> None:
         """Say farewell and end the thread; the gate is closed with it."""
@@ -167,16 +168,22 @@ class Liveness:
         while self._commands:
             self._commands.popleft()()
 
-    def _follow(self, loop: AbstractEventLoop, watched: Mapping[int, tuple[str, ...]], hosts: Sequence[str]) -> None:
+    def _begin(self, loop: AbstractEventLoop, hosts: Sequence[str]) -> None:
         self._loop = loop
-        self._pulse = Pulse(watched, self._deadline_s, time.monotonic())
+        self._pulse = Pulse((), self._deadline_s, time.monotonic())
         self._judgement = Judgement(self._rank, hosts, min(_ANSWER_S, self._pulse.interval_s))
-        self._unheard, self._watched = set(watched), frozenset(watched)
-        for rank, places in watched.items():
+
+    def _follow(self, followed: Mapping[int, tuple[str, ...]]) -> None:
+        for rank, places in followed.items():
+            if rank not in self._judgement.present:
+                continue
+            self._awaited |= {place for place in places if place not in self._rank_at} - self._early
             self._rank_at |= dict.fromkeys(places, rank)
-            self._awaited.update(places)
-            self._link.connect(rank, places[0])
-        self._awaited -= self._early
+            if rank not in self._watched:
+                self._watched.add(rank)
+                self._unheard.add(rank)
+                self._pulse.expect(rank)
+                self._link.connect(rank, places[0])
         self._check_connected()
 
     def _check_connected(self) -> None:
@@ -209,7 +216,7 @@ class Liveness:
                 self._beat_soon()
         self._conclude()
 
-    def _hears(self) -> frozenset[int]:
+    def _hears(self) -> set[int]:
         return self._watched - self._closed.keys() - self._unheard
 
     def _judge(self, event: ConnectionEvent, *, is_data: bool) -> None:

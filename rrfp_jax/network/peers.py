@@ -101,6 +101,8 @@ class PeerNetwork:
         self.rank, self.num_ranks = rank, num_ranks
         self._settings = settings or NetworkSettings()
         self._connections: frozenset[int] = frozenset()
+        self._places: dict[int, tuple[str, ...]] = {}
+        self._gone: set[int] = set()
         self._channels: list[Channel] = []
         self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -198,24 +200,47 @@ class PeerNetwork:
             raise ValueError(
                 f"connections name {sorted(peers - all_others)}: ranks count from 0 to {self.num_ranks - 1}"
             )
-        known = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
-        only_watched = watched(self.rank, self.num_ranks) - peers
-        num_files = 2 * len(only_watched) + 2 * (1 + len(self._links)) * len(peers)
-        require_descriptors(num_files, f"connections to {len(peers)} of {self.num_ranks} ranks")
+        self._places = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
         self._on_lost, self._on_left, self._on_broken = lost, left, broken
-        self._connections, self._loop = peers, loop
+        self._loop = loop
         self._topics.start(loop)
         hosts = hosts or [self._host(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
-        places = {rank: known[rank] for rank in peers} | {rank: known[rank][:1] for rank in only_watched}
-        self._liveness.follow(loop, places, hosts)
-        for rank in sorted(peers):
-            for link, place in zip(self._links, known[rank][1:], strict=True):
-                link.connect(rank, place)
         self._channels = [
-            Channel(link, loop, peers, self._topics.deliver, self._settings.high_water_bytes) for link in self._links
+            Channel(link, loop, self._topics.deliver, self._settings.high_water_bytes) for link in self._links
         ]
+        self._liveness.begin(loop, hosts)
+        self._connect(peers, watched(self.rank, self.num_ranks))
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
+
+    def connect(self, ranks: Iterable[int]) -> None:
+        """Exchange messages with more ranks, each of which must name this one likewise; from any thread.
+
+        Messages may be sent at once, and travel when both ranks have connected.
+
+        Raises:
+            ValueError: where the system lets this process open too few files.
+        """
+        self._started()
+        self._connect(frozenset(ranks) - {self.rank})
+
+    def _connect(self, ranks: frozenset[int], only_watched: frozenset[int] = frozenset()) -> None:
+        new = ranks - self._connections
+        only_watched -= ranks
+        num_files = 2 * len(only_watched) + 2 * (1 + len(self._links)) * len(new)
+        require_descriptors(num_files, f"connections to {len(new)} of {self.num_ranks} ranks")
+        self._connections |= new
+        self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})
+        loop = self._started()
+        if _runs_here(loop):
+            self._add(new)
+        else:
+            loop.call_soon_threadsafe(self._add, new)
+
+    def _add(self, ranks: frozenset[int]) -> None:
+        for rank in sorted(ranks - self._gone):
+            for channel, place in zip(self._channels, self._places[rank][1:], strict=True):
+                channel.add(rank, place)
 
     @staticmethod
     def _host(address: PeerAddress) -> str:
@@ -337,6 +362,7 @@ class PeerNetwork:
         )
 
     def _lose(self, rank: int, reason: str) -> None:
+        self._gone.add(rank)
         if self._is_closed:
             return
         for channel in self._channels:
@@ -346,6 +372,7 @@ class PeerNetwork:
             self._on_lost(rank, reason)
 
     def _leave(self, rank: int) -> None:
+        self._gone.add(rank)
         if self._is_closed:
             return
         for channel in self._channels:

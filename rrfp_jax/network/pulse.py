@@ -34,6 +34,10 @@ class Pulse:
         self.awake_s += min(now_s - self._last_look_s, 2 * self.interval_s)
         self._last_look_s = now_s
 
+    def expect(self, rank: int) -> None:
+        """One more peer is to be heard."""
+        self._heard_s[rank] = self.awake_s
+
     def hear(self, rank: int, blocked_s: float) -> None:
         """A heartbeat came; ``blocked_s`` says for how long the peer's event loop has not run."""
         if rank in self._heard_s:

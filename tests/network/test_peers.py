@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
-from tests.network.mesh import PATIENCE_S, eventually, nodes, processes, running_loop
+from tests.network.mesh import PATIENCE_S, eventually, nodes, processes, running_loop, tree_connections
 
 both_ways = pytest.mark.parametrize("encrypt_arrays", [True, False], ids=["encrypted", "clear"])
 
@@ -280,3 +281,31 @@ def test_what_nobody_subscribes_to_is_bounded_in_bytes(caplog: pytest.LogCapture
         numbers: list[int] = []
         second.network.subscribe("nobody's", lambda rank, header, frames: numbers.append(header["number"]))
         assert eventually(lambda: numbers == list(range(10)))
+
+
+def test_messages_go_where_connections_were_named_and_later_where_both_sides_name_more() -> None:
+    with nodes(9, connections=tree_connections) as members:
+        assert members[8].network.connections == {1, 7}
+        with pytest.raises(ValueError, match="rank 8 of 9 cannot send to rank 0: it has connections to ranks 1, 7"):
+            members[8].network.send(0, "note", {})
+        members[8].network.connect([0])
+        members[8].network.send_threadsafe(0, "note", {"number": 1}, [bytes(1 << 17)])
+        time.sleep(0.2)
+        assert members[0].got == []  # it is kept until rank 0 has connected too
+
+        def connect_and_send() -> None:
+            members[0].network.connect([8])
+            members[0].network.send(8, "note", {"number": 2})
+
+        on_loop(members[0], connect_and_send)
+        assert eventually(lambda: note_numbers(members[0]) == [1] and note_numbers(members[8]) == [2])
+        members[8].network.close()
+        assert eventually(lambda: all(member.left == [8] for member in members[:8]))
+        assert all(member.lost == {} for member in members)
+
+
+def test_a_rank_that_nobody_exchanges_messages_with_is_missed_by_all() -> None:
+    with nodes(12, connections=lambda rank, num_ranks: []) as members:
+        assert [member.network.connections for member in members] == [set()] * 12
+        members[5].network.close()
+        assert eventually(lambda: all(member.left == [5] for rank, member in enumerate(members) if rank != 5))
