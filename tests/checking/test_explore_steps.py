@@ -140,3 +140,11 @@ def test_larger_steps(agreement, name):
         graph = sharing(small_graphs(num_stages * per_stage, num_microbatches)[name], SHARED["two pairs"])
         rules = StepRules(agreement=agreement)
         explore_hints(graph, looped(num_stages, per_stage), rules, hints=("bf", "fb"), absences=ABSENT["alike"])
+
+
+@pytest.mark.parametrize("agreement", [Agreement.LOSS, Agreement.ALL])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_reports_and_verdicts_along_trees_that_are_deeper_than_one(agreement, degree):
+    """Four stages below each other, and as a tree of two; every stage's report may be the last to come."""
+    rules = StepRules(agreement=agreement, tree_degree=degree)
+    explore_hints(chain(4, 1), linear(4), rules, hints=("bf",), windows=((1,),), absences=((), ()))
