@@ -1,9 +1,23 @@
-"""Explaining a stage's state to people: what each task waits for, and the error of an illegal transition."""
+"""Explaining a stage to people: events and instructions in words, what each task waits for, illegal transitions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rrfp_jax.arbitration.events import Message
+from rrfp_jax.arbitration.events import (
+    Event,
+    GroupHeard,
+    InputArrived,
+    Instruction,
+    MemberReceived,
+    Message,
+    Note,
+    RunTask,
+    Send,
+    StepStarted,
+    TaskChosen,
+    TaskProposed,
+    TellGroup,
+)
 from rrfp_jax.arbitration.plan import FINISHED, StagePlan
 from rrfp_jax.tasks import Task
 
@@ -62,3 +76,35 @@ def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microba
 
 def illegal(what: str, stage: int, step: int | None, task: Task | Message, story: str) -> IllegalTransition:
     return IllegalTransition(f"stage {stage}, step {step}: {what}; the story of {task} so far:\n{story}")
+
+
+def of_event(event: Event) -> str:
+    """What happened."""
+    if isinstance(event, StepStarted):
+        return f"step {event.step} started"
+    if isinstance(event, InputArrived):
+        return f"the {event.message} arrived"
+    if isinstance(event, GroupHeard):
+        return f"member {event.member} said: {_note(event.note)}"
+    return f"{event.task} finished"
+
+
+def of_instruction(instruction: Instruction) -> str:
+    """What was done."""
+    if isinstance(instruction, RunTask):
+        return f"{instruction.task} was dispatched"
+    if isinstance(instruction, Send):
+        return f"the {instruction.message} was sent"
+    if isinstance(instruction, TellGroup):
+        return f"member {instruction.member} was told: {_note(instruction.note)}"
+    return f"step {instruction.step} ended"
+
+
+def _note(note: Note) -> str:
+    if isinstance(note, TaskChosen):
+        return f"task {note.number} is {note.task}"
+    if isinstance(note, TaskProposed):
+        return f"round {note.round}, {note.task or 'nothing'}"
+    if isinstance(note, MemberReceived):
+        return f"the {note.message} is here"
+    return "the step has started here"

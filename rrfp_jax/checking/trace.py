@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from rrfp_jax.arbitration import IllegalTransition, Instruction, StageArbiter
-from rrfp_jax.arbitration.words import of_event, of_instruction
+from rrfp_jax.arbitration.story import of_event, of_instruction
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
 

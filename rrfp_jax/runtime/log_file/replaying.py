@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.arbitration import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
 from rrfp_jax.arbitration.saved import rebuild
-from rrfp_jax.arbitration.words import of_event, of_instruction
+from rrfp_jax.arbitration.story import of_event, of_instruction
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file.records import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder
