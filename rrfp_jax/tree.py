@@ -18,3 +18,9 @@ def children(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> range
     """The places right below, ascending."""
     first = degree * place + 1
     return range(min(first, num_places), min(first + degree, num_places))
+
+
+def neighbours(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> tuple[int, ...]:
+    """The place above, if any, and those right below."""
+    above = parent(place, degree)
+    return (*(() if above is None else (above,)), *children(place, num_places, degree))

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -130,8 +130,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         with suppress(RuntimeError):  # the loop is closed: nothing comes any more
             self.loop.loop.call_soon_threadsafe(self._hand_over)
 
-    def connect(self) -> None:
+    def connect(self, ranks: Iterable[int] | None = None) -> None:
         """Start the network on ``loop`` and wait until every connection stands.
+
+        Args:
+            ranks: those to exchange messages with, see :meth:`PeerNetwork.start`; more can be added later.
 
         Raises:
             StartFailed: where another rank cannot be reached, or ends meanwhile.
@@ -139,6 +142,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.network.start(
             self.loop.loop,
             self.addresses,
+            connections=ranks,
             hosts=self.hosts,
             lost=lambda rank, reason: self._on_lost(rank, reason),  # noqa: PLW0108 - may be handed over
             left=lambda rank: self._on_left(rank),  # noqa: PLW0108 - may be handed over

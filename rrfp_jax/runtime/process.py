@@ -23,6 +23,7 @@ from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Select
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.tree import neighbours
 
 EdgeOf = Callable[[Message], Edge | None]
 _FAREWELL_S = 1.0
@@ -94,7 +95,10 @@ class Process:
         if placement.num_stages == self.layout.num_stages:
             placement = replicated_placement(placement, self.layout.data)
         self._transport = self._make_transport(placement)
-        self.cluster.connect()
+        groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
+        # Transfer servers of all processes know each other; who exchanges what is known when the stages start.
+        few = groups.union(neighbours(self.rank, self.layout.num_ranks))
+        self.cluster.connect(None if self._selection == "transfer" else few)
         assert self.peers is not None
         with self._meeting():
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
@@ -161,7 +165,10 @@ class Process:
         is_alone = self._transport is None
         transport = self._make_transport(placement) if self._transport is None else self._transport
         self._latest = transport
-        transport.prepare(_messages(arbiters))
+        messages = _messages(arbiters)
+        transport.prepare(messages)
+        if self.cluster is not None:
+            self.cluster.network.connect(transport.partners(messages))
 
         def make_transport(deliver: Deliver) -> PipelineTransport:
             self._deliver = deliver

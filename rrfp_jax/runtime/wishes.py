@@ -17,7 +17,7 @@ from typing import Any
 from rrfp_jax.network.plain import field
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.tree import children, parent
+from rrfp_jax.tree import neighbours
 
 _STOP, _DECISION = "stop", "decision"
 
@@ -42,8 +42,7 @@ class Wishes:
         self.is_time_to_save: Callable[[], bool] = lambda: False
         """Whether enough time has passed since the last save; asked once per step, and must return at once."""
         if network is not None:
-            above = parent(network.rank)
-            self._neighbours = [*([] if above is None else [above]), *children(network.rank, network.num_ranks)]
+            self._neighbours = neighbours(network.rank, network.num_ranks)
             network.subscribe(_STOP, lambda *_: self._tell_all())
             network.subscribe(_DECISION, self._hear_decision)
 

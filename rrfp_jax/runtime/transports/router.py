@@ -109,6 +109,10 @@ class PipelineTransport:
         for message in messages:
             self._ways.of(message)
 
+    def partners(self, messages: Iterable[Message]) -> set[int]:
+        """The ranks with which this one exchanges such messages; each of them has it among its own likewise."""
+        return {rank for message in messages for rank in self._ways.partners(message)} - {self._rank}
+
     def connect(self, timeout_s: float) -> None:
         """Reach all peers; call once, when network and JAX have started, not on the loop. Raises ConnectionError."""
         if self._remote is not None:

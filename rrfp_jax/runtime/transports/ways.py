@@ -81,6 +81,11 @@ class Ways:
         stage_of = self._placement.stage_of_chunk
         return stage_of[message.source], stage_of[message.target]
 
+    def partners(self, message: Message) -> set[int]:
+        """The ranks at the other end of a message, whichever of them has to do with this one."""
+        ends = [self._layout.ranks_of(unit) for unit in self.units_of(message)]
+        return {rank for here, there in (ends, ends[::-1]) if self._rank in here for rank in there}
+
     def _make(self, message: Message) -> Way:
         source, target = self.units_of(message)
         sources, targets = self._layout.ranks_of(source), self._layout.ranks_of(target)
