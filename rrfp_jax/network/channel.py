@@ -15,8 +15,8 @@ from typing import Any
 
 from rrfp_jax.network.link import Link
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
+from rrfp_jax.network.send_queue import Outgoing, SendQueue
 from rrfp_jax.network.sockets import QuietLog, descriptor
-from rrfp_jax.network.window import Outgoing, SendWindow
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _LAST_WORDS_S = 3.0
 
 @dataclass
 class _Peer:
-    window: SendWindow
+    queue: SendQueue
     num_received: int = 0
     num_receipted: int = 0
     unreceipted_bytes: int = 0
@@ -95,13 +95,13 @@ class Channel:
 
     def held_bytes(self) -> tuple[int, int]:
         """(sent and unconfirmed, waiting for room)."""
-        windows = [peer.window for peer in self._peers.values()]
-        return sum(w.unconfirmed_bytes for w in windows), sum(w.waiting_bytes for w in windows)
+        queues = [peer.queue for peer in self._peers.values()]
+        return sum(q.unconfirmed_bytes for q in queues), sum(q.waiting_bytes for q in queues)
 
     def add(self, rank: int, address: str) -> None:
         """Exchange messages with a rank that listens there."""
         if not self._is_closed and rank not in self._peers:
-            self._peers[rank] = _Peer(SendWindow(self._high_water))
+            self._peers[rank] = _Peer(SendQueue(self._high_water))
             self._link.connect(rank, address)
             self._welcome()
             self._loop.call_soon(self._read)  # ZeroMQ wakes only who has found nothing to read before
@@ -112,7 +112,7 @@ class Channel:
         if peer is None:
             return
         if has_left:
-            peer.has_left, peer.window = True, SendWindow(self._high_water)
+            peer.has_left, peer.queue = True, SendQueue(self._high_water)
             self._loop.call_later(_LAST_WORDS_S, self._disconnect, rank)
         else:
             del self._peers[rank]
@@ -133,10 +133,10 @@ class Channel:
         num_bytes = len(header)
         for frame in frames:
             num_bytes += memoryview(frame).nbytes
-        window = peer.window
-        for message in window.offer(Outgoing(topic, header, frames, num_bytes, on_confirmed)):
+        queue = peer.queue
+        for message in queue.offer(Outgoing(topic, header, frames, num_bytes, on_confirmed)):
             self._put(rank, peer, message)
-        self.peak_bytes = max(self.peak_bytes, window.unconfirmed_bytes + window.waiting_bytes)
+        self.peak_bytes = max(self.peak_bytes, queue.unconfirmed_bytes + queue.waiting_bytes)
 
     def _put(self, rank: int, peer: _Peer, message: Outgoing) -> None:
         self.num_sent += 1
@@ -187,7 +187,7 @@ class Channel:
         self._garbage.warn(text, *values)
 
     def _confirmed(self, rank: int, peer: _Peer, count: int) -> None:
-        confirmed, released = peer.window.confirm(count)
+        confirmed, released = peer.queue.confirm(count)
         for message in released:
             self._put(rank, peer, message)
         for message in confirmed:

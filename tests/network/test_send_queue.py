@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.network import MalformedMessage
-from rrfp_jax.network.window import Outgoing, SendWindow
+from rrfp_jax.network.send_queue import Outgoing, SendQueue
 
 
 def outgoing(number: int, num_bytes: int) -> Outgoing:
@@ -16,7 +16,7 @@ def outgoing(number: int, num_bytes: int) -> Outgoing:
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 120), st.integers(0, 2**32))
 def test_all_messages_go_out_in_order_and_within_the_mark(sizes: list[int], mark: int, seed: int) -> None:
-    window, sent, confirmed, chance = SendWindow(mark), [], [], random.Random(seed)
+    window, sent, confirmed, chance = SendQueue(mark), [], [], random.Random(seed)
     waiting = [outgoing(i, size) for i, size in enumerate(sizes)]
     while waiting or len(confirmed) < len(sizes):
         if waiting and chance.random() < 0.5:
@@ -34,7 +34,7 @@ def test_all_messages_go_out_in_order_and_within_the_mark(sizes: list[int], mark
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_receipt_that_cannot_be_is_refused(count: int) -> None:
-    window = SendWindow(100)
+    window = SendQueue(100)
     for number in range(2):
         window.offer(outgoing(number, 1))
     window.confirm(1)

@@ -21,7 +21,7 @@ class Outgoing(NamedTuple):
     on_confirmed: Callable[[], None] | None
 
 
-class SendWindow:
+class SendQueue:
     """The messages to one peer. Methods return what is to be put on the wire, in order."""
 
     def __init__(self, high_water_bytes: int) -> None:
