@@ -7,7 +7,7 @@ in parts, one for each group of processes that share layers, and each part is an
 from rrfp_jax.checkpoint.checkpoints import Checkpoints, Saved
 from rrfp_jax.checkpoint.coordinator import Alone, Coordinator, NotDone
 from rrfp_jax.checkpoint.layers import ChunkLayers
-from rrfp_jax.checkpoint.parts import Owner, layer_owners
+from rrfp_jax.checkpoint.ownership import Owner, layer_owners
 from rrfp_jax.checkpoint.reader import Found
 from rrfp_jax.checkpoint.record import Unusable, last_committed
 

@@ -6,15 +6,16 @@ A name is a tuple of texts, the layer first, then the way to the array inside it
 What is written is copied to host memory before: the next update may then take over an array's buffers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Name = tuple[str, ...]
+_T = TypeVar("_T")
 
 
 def name_of(path: Iterable[Any]) -> Name:
@@ -97,6 +98,25 @@ def copy_to_host(arrays: Mapping[Name, jax.Array], writes: Mapping[Name, bool]) 
         )
         for name, array in plain.items()
     }
+
+
+def batches(sized: Iterable[tuple[_T, int]], limit_bytes: int) -> Iterator[list[_T]]:
+    """Things with their bytes, in their order, as many at a time as fit the limit; one that is larger goes alone."""
+    batch: list[_T] = []
+    held_bytes = 0
+    for thing, num_bytes in sized:
+        if batch and held_bytes + num_bytes > limit_bytes:
+            yield batch
+            batch, held_bytes = [], 0
+        batch.append(thing)
+        held_bytes += num_bytes
+    yield batch
+
+
+def zeros(spec: Any) -> jax.Array:
+    """Made piece by piece, so that no process waits for others that share the array."""
+    piece = np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
+    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: piece)
 
 
 def _plain(array: jax.Array) -> jax.Array:

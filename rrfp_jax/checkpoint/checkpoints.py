@@ -17,7 +17,8 @@ from rrfp_jax.checkpoint.arrays import HostArray, Name, copy_to_host
 from rrfp_jax.checkpoint.coordinator import Alone, Calls, Coordinator, NotDone, Together, sentence
 from rrfp_jax.checkpoint.files import canonical_json, remove_tree
 from rrfp_jax.checkpoint.layers import OPTIMIZER, ChunkLayers
-from rrfp_jax.checkpoint.parts import Owner, PartWriter, parts_of_step
+from rrfp_jax.checkpoint.ownership import Owner, parts_of_step
+from rrfp_jax.checkpoint.part_writer import PartWriter
 from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
 from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, step_directory, steps_in
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
@@ -183,7 +184,7 @@ class Checkpoints:
                 "processes share"
             )
         self._before_commit()
-        commit = Commit(step=attempt.step, data=data, parts=parts, layout=self._layout, host=attempt.host)
+        commit = Commit(step=attempt.step, data=data, parts=dict(parts), layout=self._layout, host=dict(attempt.host))
         try:
             commit.write(directory)
         except OSError:

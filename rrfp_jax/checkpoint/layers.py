@@ -9,15 +9,14 @@ layer; counts are found in all of them, are equal in all, and are kept with each
 placeholders instead of parameters, and masks and labels that go by a layer's name or an array's shape fail on these.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves
+from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves, zeros
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.specs import Specs
 from rrfp_jax.programs.specs import describe as describe_spec
@@ -72,25 +71,22 @@ class ChunkLayers:
             jax.tree.unflatten(jax.tree.structure(part), [_common(names, leaves) for names in plan])
             for plan, part in zip(self._parts, target.optimizer_state, strict=True)
         )
-        return ChunkState(params, optimizer_state, jax.tree.map(_zeros, target.accumulators))
+        return ChunkState(params, optimizer_state, jax.tree.map(zeros, target.accumulators))
 
 
 _PartPlan = tuple[tuple[Name, ...], ...]
 """For every array of a part's optimizer state the names under which it is kept: one per layer that it belongs to."""
 
 
-@dataclass(frozen=True)
-class _Layer:
-    name: str
-    state: dict[tuple[Any, ...], Any]
-    """The optimizer's state for this layer alone, by path."""
+_State = dict[tuple[Any, ...], Any]
+"""An optimizer's state, by path."""
 
 
 def _part_plan(optimizer: optax.GradientTransformation, params: Mapping[str, Specs]) -> _PartPlan:
-    layers = [_Layer(name, _state_by_path(optimizer, {name: layer})) for name, layer in params.items()]
+    layers = {name: _state_by_path(optimizer, {name: layer}) for name, layer in params.items()}
     whole = _state_by_path(optimizer, dict(params))
     plan = tuple(_names(path, leaf, layers) for path, leaf in whole.items())
-    missing = {path for layer in layers for path in layer.state} - whole.keys()
+    missing = {path for alone in layers.values() for path in alone} - whole.keys()
     if missing:
         raise ValueError(
             f"the optimizer's state for one layer has {jax.tree_util.keystr(min(missing, key=str))}, its state for "
@@ -102,22 +98,21 @@ def _part_plan(optimizer: optax.GradientTransformation, params: Mapping[str, Spe
 _REMEDY = "a checkpoint keeps optimizer state by layer, so it must look alike for one layer and for several"
 
 
-def _state_by_path(optimizer: optax.GradientTransformation, params: dict[str, Specs]) -> dict[tuple[Any, ...], Any]:
+def _state_by_path(optimizer: optax.GradientTransformation, params: dict[str, Specs]) -> _State:
     return dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)))
 
 
-def _names(path: tuple[Any, ...], leaf: Any, layers: Sequence[_Layer]) -> tuple[Name, ...]:
-    own = [layer for layer in layers if path in layer.state]
-    for layer in own:
-        alone = layer.state[path]
+def _names(path: tuple[Any, ...], leaf: Any, layers: Mapping[str, _State]) -> tuple[Name, ...]:
+    own = {layer: state[path] for layer, state in layers.items() if path in state}
+    for layer, alone in own.items():
         if (alone.shape, alone.dtype) != (leaf.shape, leaf.dtype):
             raise ValueError(
-                f"the optimizer's state {jax.tree_util.keystr(path)} is {describe_spec(alone)} for {layer.name} and "
+                f"the optimizer's state {jax.tree_util.keystr(path)} is {describe_spec(alone)} for {layer} and "
                 f"{describe_spec(leaf)} for {len(layers)} layers: {_REMEDY}"
             )
     if not own:
         raise ValueError(f"the optimizer's state {jax.tree_util.keystr(path)} belongs to no single layer: {_REMEDY}")
-    return tuple((layer.name, OPTIMIZER, *name_of(path)) for layer in own)
+    return tuple((layer, OPTIMIZER, *name_of(path)) for layer in own)
 
 
 def _common(names: tuple[Name, ...], leaves: Mapping[Name, Any]) -> Any:
@@ -135,9 +130,3 @@ def _equal(first: Any, second: Any) -> bool:
         first, second = jax.random.key_data(first), jax.random.key_data(second)
     shares = zip(first.addressable_shards, second.addressable_shards, strict=True)
     return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in shares)
-
-
-def _zeros(spec: Any) -> jax.Array:
-    """Made piece by piece, so that no process waits for others that share the array."""
-    piece = np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
-    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: piece)

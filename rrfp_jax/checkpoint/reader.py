@@ -1,7 +1,7 @@
 """Finding what can be restored, and reading it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import type_handlers
 
-from rrfp_jax.checkpoint.arrays import Name, describe, is_key, nested
+from rrfp_jax.checkpoint.arrays import Name, batches, describe, is_key, nested, zeros
 from rrfp_jax.checkpoint.record import Commit, PartRecord, Unusable, check_file, step_directory
 
 
@@ -73,29 +73,20 @@ def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array
         if spec.size:
             by_layer.setdefault(name[0], {})[name] = _data_spec(spec)
         else:
-            arrays[name] = _empty(spec)
+            arrays[name] = zeros(spec)
     for layer, wanted in by_layer.items():
         part = part_of_layer.get(layer)
         if part is None:
             raise Unusable(f"{found.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
         _check_specs(found, found.parts[part], wanted)
-        for batch in _batches(wanted):
-            arrays |= _read_arrays(part, batch)
+        for names in batches(((name, _own_bytes(spec)) for name, spec in wanted.items()), _BATCH_BYTES):
+            arrays |= _read_arrays(part, {name: wanted[name] for name in names})
     return {name: _typed(arrays[name], spec) for name, spec in specs.items()}
 
 
-def _batches(specs: Mapping[Name, Any]) -> Iterator[dict[Name, Any]]:
-    batch: dict[Name, Any] = {}
-    held_bytes = 0
-    for name, spec in specs.items():
-        shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
-        num_bytes = shard_bytes * len(spec.sharding.addressable_devices)
-        if batch and held_bytes + num_bytes > _BATCH_BYTES:
-            yield batch
-            batch, held_bytes = {}, 0
-        batch[name] = spec
-        held_bytes += num_bytes
-    yield batch
+def _own_bytes(spec: Any) -> int:
+    shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
+    return shard_bytes * len(spec.sharding.addressable_devices)
 
 
 _BATCH_BYTES = 16 << 20
@@ -103,8 +94,9 @@ _REMEDY = "resume with the model and the optimizer that it was saved with"
 
 
 def _check_specs(found: Found, part: PartRecord, wanted: Mapping[Name, Any]) -> None:
+    known = {name: (dtype, shape) for name, dtype, shape in part.arrays}
     for name, spec in wanted.items():
-        saved = part.arrays.get(name)
+        saved = known.get(name)
         if saved is None:
             raise Unusable(f"{found.path} has no array {describe(name)}: {_REMEDY}")
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))
@@ -130,12 +122,6 @@ def _typed(array: jax.Array, spec: Any) -> jax.Array:
     if not is_key(spec):
         return array
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
-
-
-def _empty(spec: Any) -> jax.Array:
-    return jax.make_array_from_callback(
-        spec.shape, spec.sharding, lambda _: np.zeros(spec.sharding.shard_shape(spec.shape), spec.dtype)
-    )
 
 
 def _read_arrays(path: Path, specs: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, jax.Array]:

@@ -16,8 +16,6 @@ process of an earlier run that has not died yet, writes to another ``data-...`` 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,34 +27,42 @@ from rrfp_jax.checkpoint.files import FileSum, canonical_json, sum_file, write_w
 FORMAT, VERSION = "rrfp-jax checkpoint", 1
 COMMIT = "commit.json"
 _STEP = re.compile(r"step_(\d{8,})")
-_DATA = re.compile(r"data-[0-9a-f]+")
-_COMMIT_NAME = re.compile(re.escape(COMMIT))
-_TEMPORARY = re.compile(re.escape(COMMIT) + r"\.[0-9a-f]+\.tmp")
+_DATA = "data-[0-9a-f]+"
+_ENTRY = re.compile(rf"{_DATA}|{re.escape(COMMIT)}(\.[0-9a-f]+\.tmp)?")
 
 
 class Unusable(ValueError):
     """A checkpoint that cannot be restored, at all or in this run; the message says in one sentence why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartRecord:
+def _inside(path: str) -> str:
+    """A path below a directory, which it does not leave."""
+    if "\0" in path or {"", ".", ".."} & set(path.split("/")):
+        raise ValueError("leads elsewhere")
+    return path
+
+
+def _name(name: str) -> str:
+    if "/" in name:
+        raise ValueError("is no name")
+    return _inside(name)
+
+
+# A checksum shows that a record is as it was written, not who wrote it: so its form is looked at too.
+
+
+class PartRecord(BaseModel, frozen=True, strict=True):
     """What a part consists of."""
 
     layers: tuple[str, ...]
-    arrays: Mapping[Name, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of every array that has elements."""
-    files: Mapping[str, FileSum]
+    arrays: tuple[tuple[Name, str, tuple[int, ...]], ...]
+    """Name, dtype and shape of every array that has elements."""
+    files: dict[Annotated[str, AfterValidator(_inside)], FileSum]
     """By path relative to the part's directory."""
 
     def write(self, path: Path) -> str:
         """Write the record, and return its checksum."""
-        data = canonical_json(
-            {
-                "layers": list(self.layers),
-                "arrays": [[list(name), dtype, list(shape)] for name, (dtype, shape) in self.arrays.items()],
-                "files": self.files,
-            }
-        )
+        data = canonical_json(self.model_dump())
         write_whole(path, data)
         return hashlib.sha256(data).hexdigest()
 
@@ -70,41 +76,27 @@ class PartRecord:
         if hashlib.sha256(data).hexdigest() != checksum:
             raise Unusable(f"{path.name} is damaged")
         try:
-            form = _PartForm.model_validate_json(data)
+            return cls.model_validate_json(data)
         except ValueError:
             raise Unusable(f"{path.name} is malformed") from None
-        return cls(
-            layers=form.layers,
-            arrays={name: (dtype, shape) for name, dtype, shape in form.arrays},
-            files={name: FileSum(*of) for name, of in form.files.items()},
-        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(BaseModel, frozen=True, strict=True):
     """What ``commit.json`` says."""
 
     step: int
-    data: str
+    data: Annotated[str, Field(pattern=f"^{_DATA}$")]
     """Name of the directory with the parts."""
-    parts: Mapping[str, str]
+    parts: dict[Annotated[str, AfterValidator(_name)], str]
     """Checksum of every part's record."""
-    layout: Mapping[str, Any]
+    layout: dict[str, Any]
     """How the run that saved was laid out; for people."""
-    host: Mapping[str, Any]
+    host: dict[str, Any]
     """What the run keeps beside arrays."""
 
     def write(self, directory: Path) -> None:
         """Commit the step."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "data": self.data,
-            "parts": dict(self.parts),
-            "layout": dict(self.layout),
-            "host": dict(self.host),
-        }
+        content = {"format": FORMAT, "version": VERSION, **dict(self)}
         data = {"content": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
         write_whole(directory / COMMIT, json.dumps(data, indent=1).encode())
 
@@ -130,42 +122,12 @@ class Commit:
         if content.get("version") != VERSION:
             raise Unusable(f"it has format version {content.get('version')}, this package reads {VERSION}")
         try:
-            form = _CommitForm.model_validate(content)
+            commit = cls.model_validate(content)
         except ValueError:
             raise Unusable(f"{COMMIT} is malformed") from None
-        if step_of(directory) != form.step:
-            raise Unusable(f"it is a copy of step {form.step} under another name")
-        return cls(**dict(form))
-
-
-def _inside(path: str) -> str:
-    """A path below a directory, which it does not leave."""
-    if "\0" in path or {"", ".", ".."} & set(path.split("/")):
-        raise ValueError("leads elsewhere")
-    return path
-
-
-def _name(name: str) -> str:
-    if "/" in name:
-        raise ValueError("is no name")
-    return _inside(name)
-
-
-# A checksum shows that a record is as it was written, not who wrote it: so its form is looked at too.
-
-
-class _PartForm(BaseModel, strict=True):
-    layers: tuple[str, ...]
-    arrays: tuple[tuple[tuple[str, ...], str, tuple[int, ...]], ...]
-    files: dict[Annotated[str, AfterValidator(_inside)], tuple[int, int]]
-
-
-class _CommitForm(BaseModel, strict=True):
-    step: int
-    data: Annotated[str, Field(pattern=f"^{_DATA.pattern}$")]
-    parts: dict[Annotated[str, AfterValidator(_name)], str]
-    layout: dict[str, Any]
-    host: dict[str, Any]
+        if step_of(directory) != commit.step:
+            raise Unusable(f"it is a copy of step {commit.step} under another name")
+        return commit
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -188,7 +150,7 @@ def is_ours(path: Path) -> bool:
         return False
     if step_of(path) is not None:
         return path.is_dir() and all(is_ours(entry) for entry in path.iterdir())
-    return any(form.fullmatch(path.name) for form in (_COMMIT_NAME, _DATA, _TEMPORARY))
+    return _ENTRY.fullmatch(path.name) is not None
 
 
 def last_committed(root: Path) -> int | None:

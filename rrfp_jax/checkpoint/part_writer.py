@@ -1,4 +1,4 @@
-"""Writing with Orbax: one checkpoint per part, by a group of processes, of arrays that were copied to host before.
+"""Writing a step with Orbax: one checkpoint per part, by a group of processes, of arrays copied to host before.
 
 Orbax's own handlers do not fit: that for ``jax.Array`` refuses arrays whose devices all belong to one process as soon
 as the run has several, that for NumPy arrays writes on process 0 only. A handler of one's own is Orbax's public way
@@ -22,7 +22,10 @@ from orbax.checkpoint import future, type_handlers
 # Where Orbax puts an array inside a checkpoint, for its merging of what several processes wrote, has no public name.
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from rrfp_jax.checkpoint.arrays import HostArray, Name, nested
+from rrfp_jax.checkpoint.arrays import HostArray, Name, batches, nested
+from rrfp_jax.checkpoint.files import sum_tree
+from rrfp_jax.checkpoint.ownership import Part
+from rrfp_jax.checkpoint.record import PartRecord
 
 _CHUNK_BYTES = 16 << 20
 """What is read at once, at least: small enough to read a share of a large array, large enough for a disk."""
@@ -52,16 +55,11 @@ class _HostArrayHandler(type_handlers.TypeHandler):
     async def _write_all(self, values: Sequence[HostArray], infos: Sequence[Any], args: Sequence[Any]) -> None:
         """In transactions, which save a third of the time where arrays are small, but hold what they write."""
         store = await _open_store(values[0], infos[0], args[0])
-        batch: list[tuple[HostArray, str]] = []
-        held_bytes = 0
-        for number, (value, info) in enumerate(zip(values, infos, strict=True), start=1):
-            batch.append((value, info.name))
-            held_bytes += value.nbytes
-            if held_bytes > _BATCH_BYTES or number == len(values):
-                transaction = ts.Transaction()
-                await asyncio.gather(*(self._write(value, store / f"{name}/", transaction) for value, name in batch))
-                await transaction.commit_async()
-                batch, held_bytes = [], 0
+        named = [(value, info.name) for value, info in zip(values, infos, strict=True)]
+        for batch in batches(((each, each[0].nbytes) for each in named), _BATCH_BYTES):
+            transaction = ts.Transaction()
+            await asyncio.gather(*(self._write(value, store / f"{name}/", transaction) for value, name in batch))
+            await transaction.commit_async()
 
     async def _write(self, value: HostArray, store: ts.KvStore, transaction: ts.Transaction) -> None:
         if not (self._primary or value.pieces):
@@ -113,48 +111,82 @@ def chunk_shape(shape: Sequence[int], item_bytes: int, limit_bytes: int) -> list
     return chunks
 
 
-class PartFiles:
-    """The files of one part, written by a group of processes side by side.
+class PartWriter:
+    """Writes the parts that this process takes part in, side by side with the other processes of each.
 
     Args:
-        processes: ``jax.process_index()`` of the group's members, the first of them first.
-        is_first: whether this process is the first member, which also writes what is known of the part as a whole.
+        rank: this process.
+        parts: all parts of a step, the same on all ranks.
+        processes: ``jax.process_index()`` of every rank.
 
-    Nobody waits for anybody here: the caller sees to it that all members have written before the first one merges.
+    Nobody waits for anybody here: the caller sees to it that all ranks have written before any of them finishes.
     """
 
-    def __init__(self, processes: Sequence[int], *, is_first: bool) -> None:
-        # Orbax's handler, without its Checkpointer: that brings members together by barriers with a deadline of their
-        # own, in which the others are left waiting when one of them fails.
-        self._handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=True,
-            use_compression=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=processes[0], active_processes=set(processes)
-            ),
-            type_handler_registry=type_handlers.create_type_handler_registry(
-                (HostArray, _HostArrayHandler(primary=is_first)),
-                (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
-            ),
-        )
+    def __init__(self, rank: int, parts: Sequence[Part], processes: Sequence[int]) -> None:
+        self._rank = rank
+        self._handlers = {
+            part: _handler([processes[other] for other in part.ranks], is_first=rank == part.ranks[0])
+            for part in parts
+            if rank in part.ranks
+        }
 
-    def write(self, path: Path, arrays: Mapping[Name, HostArray]) -> None:
-        """Write this process's pieces into the part's directory, which is made where it is missing.
+    def write(self, folder: Path, arrays: Mapping[Name, HostArray]) -> None:
+        """Write this process's share of every part into a folder of its own below ``folder``.
 
         Raises whatever Orbax, TensorStore or the file system raise.
         """
-        path.mkdir(parents=True, exist_ok=True)
-        with _raised_is_not_logged():
-            self._handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(arrays)))
+        for part, handler in self._handlers.items():
+            path = folder / part.name
+            path.mkdir(parents=True, exist_ok=True)
+            with _raised_is_not_logged():
+                handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(_of(part, arrays))))
 
-    def merge(self, path: Path) -> None:
-        """Put together what the members have written; on the first one."""
-        with _raised_is_not_logged():
-            self._handler.finalize(epath.Path(path))
+    def finish(self, folder: Path, arrays: Mapping[Name, HostArray]) -> dict[str, str]:
+        """Put together the parts whose first process this is, once all processes have written their shares.
+
+        Returns the checksums of the parts' records.
+        """
+        written = {}
+        for part, handler in self._handlers.items():
+            if self._rank == part.ranks[0]:
+                path = folder / part.name
+                with _raised_is_not_logged():
+                    handler.finalize(epath.Path(path))
+                shapes = tuple((name, array.dtype.name, array.shape) for name, array in _of(part, arrays).items())
+                record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
+                written[part.name] = record.write(folder / f"{part.name}.json")
+        return written
 
     def close(self) -> None:
         """Free the threads."""
-        self._handler.close()
+        for handler in self._handlers.values():
+            handler.close()
+
+
+def _of(part: Part, arrays: Mapping[Name, HostArray]) -> dict[Name, HostArray]:
+    own = set(part.layers)
+    return {name: array for name, array in arrays.items() if name[0] in own}
+
+
+def _handler(processes: Sequence[int], *, is_first: bool) -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler, without its Checkpointer: that brings processes together by barriers with a deadline of their
+    own, in which the others are left waiting when one of them fails.
+
+    Args:
+        processes: ``jax.process_index()`` of all that write the part, the first of them first.
+        is_first: whether this process is that one, which also writes what is known of the part as a whole.
+    """
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True,
+        use_compression=False,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=processes[0], active_processes=set(processes)
+        ),
+        type_handler_registry=type_handlers.create_type_handler_registry(
+            (HostArray, _HostArrayHandler(primary=is_first)),
+            (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
+        ),
+    )
 
 
 @contextmanager

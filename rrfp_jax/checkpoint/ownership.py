@@ -1,16 +1,11 @@
-"""Who writes which layers, and the writing: layers of the same processes are saved together, as one part of a step."""
+"""Who writes which layers: those of the same processes are saved together, as one part of a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote
 
 import jax
 
-from rrfp_jax.checkpoint.arrays import HostArray, Name
-from rrfp_jax.checkpoint.files import sum_tree
-from rrfp_jax.checkpoint.orbax_writing import PartFiles
-from rrfp_jax.checkpoint.record import PartRecord
 from rrfp_jax.planning.layout import Layout
 
 
@@ -76,56 +71,3 @@ def parts_of_step(owners: Mapping[str, Owner]) -> tuple[Part, ...]:
 def _file_name(layer: str) -> str:
     name = quote(layer, safe=" ")
     return name if name.strip(".") else name.replace(".", "%2E")  # "." and ".." are other folders
-
-
-class PartWriter:
-    """Writes the parts that this process takes part in.
-
-    Args:
-        rank: this process.
-        parts: all parts of a step, the same on all ranks.
-        processes: ``jax.process_index()`` of every rank.
-    """
-
-    def __init__(self, rank: int, parts: Sequence[Part], processes: Sequence[int]) -> None:
-        self._rank = rank
-        self._files = {
-            part: PartFiles([processes[r] for r in part.ranks], is_first=rank == part.ranks[0])
-            for part in parts
-            if rank in part.ranks
-        }
-
-    def write(self, folder: Path, arrays: Mapping[Name, HostArray]) -> None:
-        """Write this process's share of every part into a folder of its own below ``folder``.
-
-        Raises whatever Orbax, TensorStore or the file system raise.
-        """
-        for part, files in self._files.items():
-            files.write(folder / part.name, _of(part, arrays))
-
-    def finish(self, folder: Path, arrays: Mapping[Name, HostArray]) -> dict[str, str]:
-        """Put together the parts whose first process this is, once all processes have written their shares.
-
-        Returns the checksums of the parts' records.
-        """
-        written = {}
-        for part, files in self._files.items():
-            if self._rank == part.ranks[0]:
-                files.merge(folder / part.name)
-                record = PartRecord(
-                    layers=part.layers,
-                    arrays={name: (array.dtype.name, array.shape) for name, array in _of(part, arrays).items()},
-                    files=sum_tree(folder / part.name),
-                )
-                written[part.name] = record.write(folder / f"{part.name}.json")
-        return written
-
-    def close(self) -> None:
-        """Free the threads."""
-        for files in self._files.values():
-            files.close()
-
-
-def _of(part: Part, arrays: Mapping[Name, HostArray]) -> dict[Name, HostArray]:
-    own = set(part.layers)
-    return {name: array for name, array in arrays.items() if name[0] in own}
