@@ -76,7 +76,7 @@ def outcome_of(run: Path, num_steps: int) -> Outcome:
     specs = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
         for part in found.parts.values()
-        for name, (dtype, shape) in part.arrays.items()
+        for name, dtype, shape in part.arrays
     }
     return Outcome([row["loss"] for row in rows], jax.tree.map(np.asarray, read_layers(found, specs)))
 

@@ -6,7 +6,7 @@ Messages may arrive in any order; what is sent is owned until the receiver has c
 """
 
 from rrfp_jax.runtime.transports.edges import Edge
-from rrfp_jax.runtime.transports.interface import Deliver, Failed, Held, Transport, TransportFailed
+from rrfp_jax.runtime.transports.interface import Deliver, Failed, Transport, TransportFailed
 from rrfp_jax.runtime.transports.router import PipelineTransport, Selection, check_selection
 from rrfp_jax.runtime.transports.ways import EdgeOf
 
@@ -15,7 +15,6 @@ __all__ = [
     "Edge",
     "EdgeOf",
     "Failed",
-    "Held",
     "PipelineTransport",
     "Selection",
     "Transport",

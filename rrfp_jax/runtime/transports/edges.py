@@ -12,8 +12,15 @@ import jax
 import numpy as np
 
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.transports.boxes import Box, box_of, shape_of, slices_within
-from rrfp_jax.runtime.transports.routes import LeafPiece, Spread, route_message
+from rrfp_jax.runtime.transports.routes import (
+    Box,
+    LeafPiece,
+    Spread,
+    box_of,
+    route_message,
+    shape_of,
+    slices_within,
+)
 
 INLINE_BYTES, MAX_INLINE_BYTES = 1 << 10, 1 << 16
 """How large a piece may be that travels in a message's header, and all of a message's together."""
@@ -46,8 +53,6 @@ class Leaf:
     target_sharding: jax.sharding.Sharding
     source: Spread
     target: Spread
-    is_source_on_host: bool
-    """Whether the sending devices share the host's memory."""
     is_whole_on_host: bool
     """Whether programs at the target take it as one NumPy array: each of their devices shares the host's memory and
     holds all of it."""
@@ -96,7 +101,6 @@ class EdgePlan:
                 target_sharding=target,
                 source=_spread(source, spec.shape, layout, source_unit),
                 target=_spread(target, spec.shape, layout, target_unit),
-                is_source_on_host=is_on_host(source),
                 is_whole_on_host=target.is_fully_replicated and is_on_host(target),
             )
             for spec, source, target in zip(specs, sources, targets, strict=True)
@@ -105,17 +109,56 @@ class EdgePlan:
             [(leaf.source, leaf.target) for leaf in self.leaves], self.source_ranks, self.target_ranks
         )
         self.outgoing: Mapping[int, tuple[Slot, ...]] = {
-            receiver: _inlined([self._cut(piece) for piece in pieces])
+            receiver: _inlined([self._slot(each, each.piece.source, is_outgoing=True) for each in pieces])
             for (sender, receiver), pieces in routes.items()
             if sender == rank
         }
         """By receiving rank, what to cut out of this rank's shards."""
         self.incoming: Mapping[int, tuple[Slot, ...]] = {
-            sender: _inlined([self._paste(piece) for piece in pieces])
+            sender: _inlined([self._slot(each, each.piece.target, is_outgoing=False) for each in pieces])
             for (sender, receiver), pieces in routes.items()
             if receiver == rank
         }
         """By sending rank, what to paste into this rank's shards."""
+        self._checked: list[Any] = [None] * len(self.leaves)
+        """The sharding of each array that was last found to lie as planned."""
+
+    def flatten(self, payload: Any) -> list[Any]:
+        """The arrays of a payload (NumPy's hold all of it). Raises ValueError where they are not what the edge says.
+
+        Shardings are looked at when they change only.
+        """
+        if self.is_single and hasattr(payload, "dtype"):
+            leaves = [payload]
+        else:
+            structure: Any
+            leaves, structure = jax.tree.flatten(payload)
+            if structure != self.treedef:
+                raise ValueError(f"a payload has the structure {structure}, its edge {self.treedef}: send what it says")
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is np.ndarray or leaf.sharding is not self._checked[i]:
+                self._check(i, leaf)
+        return leaves
+
+    def _check(self, index: int, array: Any) -> None:
+        leaf = self.leaves[index]
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            raise ValueError(
+                f"array {index} of a payload is {array.dtype}{array.shape}, its edge says {leaf.dtype}{leaf.shape}: "
+                "give the edge the shapes and dtypes of the program's outputs"
+            )
+        if isinstance(array, np.ndarray):
+            return
+        own = [b for b, rank in zip(leaf.source.boxes, leaf.source.ranks, strict=True) if rank == self.rank]
+        indices = array.sharding.addressable_devices_indices_map(leaf.shape).values()
+        held = [box_of(index or (), leaf.shape) for index in indices]
+        # an array that each device holds wholly may lie on some of them only: one is enough to send it
+        if held != own and not (array.is_fully_replicated and set(held) == set(own)):
+            raise ValueError(
+                f"array {index} of a payload lies as {array.sharding}, its edge says {leaf.source_sharding}: "
+                "give the edge the sharding of the program's outputs"
+            )
+        self._checked[index] = array.sharding
 
     @cached_property
     def is_plain(self) -> bool:
@@ -146,7 +189,7 @@ class EdgePlan:
     @cached_property
     def is_source_on_host(self) -> bool:
         """Whether the devices at the source share the host's memory."""
-        return all(leaf.is_source_on_host for leaf in self.leaves)
+        return all(is_on_host(leaf.source_sharding) for leaf in self.leaves)
 
     @cached_property
     def outgoing_bytes(self) -> Mapping[int, int]:
@@ -163,15 +206,9 @@ class EdgePlan:
         """Whether the devices at the target share the host's memory."""
         return all(is_on_host(leaf.target_sharding) for leaf in self.leaves)
 
-    def _cut(self, piece: LeafPiece) -> Slot:
-        return self._slot(piece, piece.piece.source, self.leaves[piece.leaf].source)
-
-    def _paste(self, piece: LeafPiece) -> Slot:
-        return self._slot(piece, piece.piece.target, self.leaves[piece.leaf].target)
-
-    def _slot(self, piece: LeafPiece, shard: Box, spread: Spread) -> Slot:
+    def _slot(self, piece: LeafPiece, shard: Box, *, is_outgoing: bool) -> Slot:
         leaf, box = self.leaves[piece.leaf], piece.piece.box
-        shape = shape_of(box)
+        spread, shape = leaf.source if is_outgoing else leaf.target, shape_of(box)
         return Slot(
             leaf=piece.leaf,
             shape=shape,

@@ -1,7 +1,7 @@
 """What the runtime asks of a transport, and what its remote half has to do."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.runtime.transports.edges import EdgePlan
@@ -31,40 +31,29 @@ class Transport(Protocol):
         """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks."""
 
 
-class Held(NamedTuple):
-    """Bytes that a transport holds."""
-
-    sent: int
-    """Sent or offered, and not confirmed by the receiver."""
-    received: int
-    """Arrived, and not delivered: not all parts are here, or they are being assembled."""
-    peak: int
-    """The most of both together since the last ``reset_peak``."""
-
-
 class HeldBytes:
-    """Counts what a transport holds; used on the event loop only, read anywhere."""
+    """Counts the bytes that a transport holds; on the event loop only, but read anywhere."""
 
     def __init__(self) -> None:
-        self.sent = self.received = self.peak = 0
+        self.sent = 0
+        """Sent or offered, and not confirmed by the receiver."""
+        self.received = 0
+        """Arrived, and not delivered: not all parts are here, or they are being assembled."""
+        self.peak = 0
+        """The most of both together."""
 
     def add(self, *, sent: int = 0, received: int = 0) -> None:
         self.sent += sent
         self.received += received
         self.peak = max(self.peak, self.sent + self.received)
 
-    def snapshot(self) -> Held:
-        return Held(self.sent, self.received, self.peak)
-
-    def reset_peak(self) -> None:
-        self.peak = self.sent + self.received
-
 
 class Remote(Protocol):
-    """Carries the parts of messages to other processes."""
+    """Carries the parts of messages to other processes; to be derived from, since not all have to do everything."""
 
     def prepare(self, plan: EdgePlan) -> None:
         """Compile what the parts of this edge need; called before the first of them, on any thread."""
+        return
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
         """Get a part ready to be sent, from the arrays of a payload; called on the compute thread."""
@@ -74,5 +63,8 @@ class Remote(Protocol):
 
     def connect(self, timeout_s: float) -> None:
         """Reach all peers; called once, when network and JAX have started, not on the loop. Raises ConnectionError."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop what was started."""
+        return

@@ -1,11 +1,14 @@
-"""A part of a message: the pieces that one rank sends to another, cut out of its shards, as bytes, and back.
+"""A part of a message: the pieces that one rank sends to another, cut out of its shards, as bytes and back again.
+
+Or as arrays of one device each, where devices fetch them from each other.
 
 Small pieces travel in the message's header, all in one; each larger one is a frame of its own, which shares memory with
 the array it was cut from.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +16,8 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.network import MalformedMessage
-from rrfp_jax.runtime.transports.boxes import box_of
-from rrfp_jax.runtime.transports.edges import EdgePlan, Slot
+from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices
+from rrfp_jax.runtime.transports.routes import shape_of
 from rrfp_jax.tasks import NO_MICROBATCH
 
 _KINDS = tuple(MessageKind)
@@ -43,54 +46,6 @@ def unpack_key(data: bytes) -> Key:
         if kind < len(_KINDS) and microbatch >= NO_MICROBATCH:
             return Key(step, Message(_KINDS[kind], source, target, microbatch))
     raise MalformedMessage(f"{data[:KEY_BYTES]!r} is not the identity of a message")
-
-
-class Shards:
-    """Finds the pieces of an edge's outputs on this rank; checks once per sharding that they lie as planned."""
-
-    def __init__(self, plan: EdgePlan) -> None:
-        self._plan = plan
-        self._known: list[Any] = [None] * len(plan.leaves)
-
-    def flatten(self, payload: Any) -> list[Any]:
-        """The arrays of a payload (NumPy's hold all of it). Raises ValueError where they are not what the edge says."""
-        if self._plan.is_single and hasattr(payload, "dtype"):
-            leaves = [payload]
-        else:
-            structure: Any
-            leaves, structure = jax.tree.flatten(payload)
-            if structure != self._plan.treedef:
-                raise ValueError(
-                    f"a payload has the structure {structure}, its edge {self._plan.treedef}: send what it says"
-                )
-        for i, leaf in enumerate(leaves):
-            if type(leaf) is np.ndarray or leaf.sharding is not self._known[i]:
-                self._check(i, leaf)
-        return leaves
-
-    def _check(self, index: int, array: Any) -> None:
-        leaf = self._plan.leaves[index]
-        if array.shape != leaf.shape or array.dtype != leaf.dtype:
-            raise ValueError(
-                f"array {index} of a payload is {array.dtype}{array.shape}, its edge says {leaf.dtype}{leaf.shape}: "
-                "give the edge the shapes and dtypes of the program's outputs"
-            )
-        if isinstance(array, np.ndarray):
-            return
-        own = [b for b, rank in zip(leaf.source.boxes, leaf.source.ranks, strict=True) if rank == self._plan.rank]
-        held = [box_of(i or (), leaf.shape) for i in _own_indices(array.sharding, leaf.shape)]
-        # an array that each device holds wholly may lie on some of them only: one is enough to send it
-        if held != own and not (array.is_fully_replicated and set(held) == set(own)):
-            raise ValueError(
-                f"array {index} of a payload lies as {array.sharding}, its edge says {leaf.source_sharding}: "
-                "give the edge the sharding of the program's outputs"
-            )
-        self._known[index] = array.sharding
-
-
-def _own_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Any]:
-    """What this process's devices hold of an array."""
-    return sharding.addressable_devices_indices_map(shape).values()
 
 
 def shard_of(slot: Slot, leaf: jax.Array) -> jax.Array:
@@ -145,3 +100,32 @@ def unpack(slots: Sequence[Slot], small: bytes, frames: Sequence[memoryview]) ->
     if offset != len(small) or num_frames != len(frames):
         raise MalformedMessage(f"{len(small)} bytes and {len(frames)} frames are more than {len(slots)} pieces have")
     return pieces
+
+
+class Cut:
+    """Takes a piece out of this rank's shard of an array, as an array of one device."""
+
+    def __init__(self, plan: EdgePlan, slot: Slot) -> None:
+        leaf = plan.leaves[slot.leaf]
+        self.slot = slot
+        self._device = local_devices(leaf.source_sharding, leaf.shape)[slot.device]
+        self._program = None if slot.within is None else self._compile(slot.within, leaf.dtype)
+
+    def _compile(self, within: tuple[slice, ...], dtype: np.dtype) -> Callable[[Any], Any]:
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        shard = jax.ShapeDtypeStruct(shape_of(self.slot.shard), dtype, sharding=sharding)
+        starts, stops = [s.start for s in within], [s.stop for s in within]
+        return jax.jit(partial(jax.lax.slice, start_indices=starts, limit_indices=stops)).lower(shard).compile()
+
+    def __call__(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return jax.device_put(on_host(self.slot, leaf), self._device)
+        shard = shard_of(self.slot, leaf)
+        return shard if self._program is None else self._program(shard)
+
+
+def pull_spec(plan: EdgePlan, slot: Slot) -> jax.ShapeDtypeStruct:
+    """What to pull, and to which of this rank's devices."""
+    leaf = plan.leaves[slot.leaf]
+    device = local_devices(leaf.target_sharding, leaf.shape)[slot.device]
+    return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=jax.sharding.SingleDeviceSharding(device))

@@ -18,9 +18,9 @@ from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf
 from rrfp_jax.runtime.transports.inbox import Inbox
-from rrfp_jax.runtime.transports.interface import Deliver, Failed, Held, HeldBytes, Remote, TransportFailed
+from rrfp_jax.runtime.transports.interface import Deliver, Failed, HeldBytes, Remote, TransportFailed
 from rrfp_jax.runtime.transports.parts import Key, on_host, pack_key, unpack_key
-from rrfp_jax.runtime.transports.sockets import SocketsRemote
+from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
 from rrfp_jax.runtime.transports.workers import Workers
 from rrfp_jax.tasks import Placement
@@ -80,20 +80,21 @@ class PipelineTransport:
         self._rank, self._network = rank, network
         self._deliver, self._failed = deliver, failed
         self._ways = Ways(layout, placement, rank, edge, self._prepare)
-        self._held = HeldBytes()
+        self.held = HeldBytes()
+        """Bytes on their way, and their peak."""
         self._workers = Workers("rrfp-assemble", _NUM_WORKERS, self._worker_failed)
-        self._inbox = Inbox(deliver, self._workers, self._held)
+        self._inbox = Inbox(deliver, self._workers, self.held)
         self._remote: Remote | None = None
         if network is not None:
             network.subscribe_packed(_CONTROL, self._receive_control)
             self._remote = self._make_remote(network, selection, eager_bytes)
 
     def _make_remote(self, network: PeerNetwork, selection: Selection, eager_bytes: int) -> Remote:
-        common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self._held}
+        common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self.held}
         sockets = SocketsRemote(network, workers=self._workers, **common)
         if selection != "transfer":
             return sockets
-        from rrfp_jax.runtime.transports.transfer import TransferRemote  # not part of every build of JAX
+        from rrfp_jax.runtime.transports.transfer_remote import TransferRemote  # not part of every build of JAX
 
         return TransferRemote(network, sockets, eager_bytes=eager_bytes, failed=self._failed, **common)
 
@@ -124,15 +125,6 @@ class PipelineTransport:
             self._remote.close()
         self._workers.close(_CLOSE_TIMEOUT_S)
 
-    @property
-    def held(self) -> Held:
-        """Bytes on their way, and their peak."""
-        return self._held.snapshot()
-
-    def reset_peak(self) -> None:
-        """Measure the peak from now on."""
-        self._held.reset_peak()
-
     def _prepare(self, plan: EdgePlan) -> None:
         if self._remote is not None:
             self._remote.prepare(plan)
@@ -141,11 +133,10 @@ class PipelineTransport:
 
     def ship(self, payload: Any, stage: int, message: Message) -> Any:  # noqa: ARG002 - the message says it too
         """See :meth:`Transport.ship`. Raises ValueError where the arrays are not what the edge says."""
-        way = self._ways.of(message)
-        plan, shards = way.plan, way.shards
-        if plan is None or shards is None:
+        plan = self._ways.of(message).plan
+        if plan is None:
             return payload
-        leaves = shards.flatten(payload)
+        leaves = plan.flatten(payload)
         if plan.is_local or plan.stays:
             handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
             return plan.treedef.unflatten(handed)

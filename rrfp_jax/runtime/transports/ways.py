@@ -7,7 +7,6 @@ from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.network import MalformedMessage
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
-from rrfp_jax.runtime.transports.parts import Shards
 from rrfp_jax.runtime.transports.routes import sender_for
 from rrfp_jax.tasks import Placement
 
@@ -23,7 +22,6 @@ class Way(NamedTuple):
 
     plan: EdgePlan | None
     """None: they carry plain data."""
-    shards: Shards | None
     target_unit: int
     receivers: tuple[int, ...]
     """The ranks that get plain data from this one."""
@@ -92,7 +90,7 @@ class Ways:
         receivers = tuple(rank for rank in targets if sender_for(sources, targets, rank) == self._rank)
         edge = self._edge(message)
         if edge is None:
-            return Way(None, None, target, receivers, self._rank in targets)
+            return Way(None, target, receivers, self._rank in targets)
         plan = EdgePlan(edge, self._layout, source, target, self._rank)
         if source == target and not (plan.is_local or plan.stays):
             raise ValueError(
@@ -101,4 +99,4 @@ class Ways:
             )
         if not (plan.is_local or plan.stays):
             self._prepare(plan)
-        return Way(plan, Shards(plan), target, receivers, self._rank in targets)
+        return Way(plan, target, receivers, self._rank in targets)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rrfp_jax.network import PeerNetwork
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
-from rrfp_jax.runtime.transports.interface import HeldBytes
+from rrfp_jax.runtime.transports.interface import HeldBytes, Remote
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack, pack_key, start_copy, unpack, unpack_key
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
@@ -27,22 +27,13 @@ class Packed(NamedTuple):
     num_bytes: int
 
 
-class SocketsRemote:
+class SocketsRemote(Remote):
     """Sends parts as messages of a :class:`PeerNetwork`. To be made before the network starts."""
 
     def __init__(self, network: PeerNetwork, *, ways: Ways, inbox: Inbox, held: HeldBytes, workers: Workers) -> None:
         self._network, self._ways, self._inbox = network, ways, inbox
         self._held, self._workers = held, workers
         network.subscribe_packed(TOPIC, self._receive)
-
-    def prepare(self, plan: EdgePlan) -> None:  # noqa: ARG002 - nothing is compiled
-        return
-
-    def connect(self, timeout_s: float) -> None:  # noqa: ARG002 - the network is connected already
-        return
-
-    def close(self) -> None:
-        return
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 

@@ -24,13 +24,11 @@ from jax.experimental import transfer
 
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import field
-from rrfp_jax.runtime.transports.assembly import assemble
-from rrfp_jax.runtime.transports.cuts import Cut, pull_spec
 from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
-from rrfp_jax.runtime.transports.inbox import Inbox
-from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, TransportFailed
-from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
-from rrfp_jax.runtime.transports.sockets import SocketsRemote
+from rrfp_jax.runtime.transports.inbox import Inbox, assemble
+from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, Remote, TransportFailed
+from rrfp_jax.runtime.transports.parts import Cut, Key, pack_key, pull_spec, unpack_key
+from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
 from rrfp_jax.waiting import wait_for
@@ -67,7 +65,7 @@ class _Owed:
         return numbers
 
 
-class TransferRemote:
+class TransferRemote(Remote):
     """Offers arrays to other ranks and fetches theirs, over the network's interface. To be made before it starts.
 
     Args:
@@ -104,7 +102,6 @@ class TransferRemote:
         network.subscribe(_CONFIRMATION, self._receive_confirmation)
 
     def prepare(self, plan: EdgePlan) -> None:
-        self._sockets.prepare(plan)
         for receiver, slots in plan.outgoing.items():
             if num_bytes_of(slots) <= self._eager_bytes:
                 continue
