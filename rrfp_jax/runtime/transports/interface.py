@@ -51,7 +51,7 @@ class HeldBytes:
 class Remote(Protocol):
     """Carries the parts of messages to other processes; to be derived from, since not all have to do everything."""
 
-    def prepare(self, plan: EdgePlan) -> None:
+    def prepare(self, plan: EdgePlan) -> None:  # noqa: ARG002 - there may be nothing to compile
         """Compile what the parts of this edge need; called before the first of them, on any thread."""
         return
 
@@ -61,7 +61,7 @@ class Remote(Protocol):
     def send(self, receiver: int, key: Key, offered: Any) -> None:
         """Send what ``offer`` returned; called on the event loop."""
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self, timeout_s: float) -> None:  # noqa: ARG002 - the network may be enough
         """Reach all peers; called once, when network and JAX have started, not on the loop. Raises ConnectionError."""
         return
 
