@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.bench_control import bench_control
 from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_processes import bench_processes
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parts: dict[str, Callable[[Console], object]] = {
         "runtime": bench_runtime,
+        "control": bench_control,
         "simulation": bench_simulation,
         "fidelity": bench_fidelity,
         "deterministic": bench_deterministic,

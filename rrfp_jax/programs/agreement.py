@@ -9,7 +9,15 @@ up the same reports reaches the same bits, whatever order they came in.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import starmap
+from struct import Struct
 from typing import Any
+
+import numpy as np
+
+_NORM, _LOSS = Struct("<Id"), Struct("<IIdd")
+_NORMS = np.dtype([("chunk", "<u4"), ("value", "<f8")])
+_LOSSES = np.dtype([("microbatch", "<u4"), ("chunk", "<u4"), ("loss", "<f8"), ("weight", "<f8")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +29,27 @@ class StageReport:
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
 
-    def as_plain(self) -> dict[str, Any]:
-        """The report as plain data, for another process."""
-        return asdict(self)
+    def as_plain(self) -> dict[str, bytes]:
+        """The report as plain data, for another process: bytes that ranks put together without looking into them."""
+        return {
+            "squared_norms": b"".join(starmap(_NORM.pack, self.squared_norms)),
+            "losses": b"".join(starmap(_LOSS.pack, self.losses)),
+        }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "StageReport":
-        """What :meth:`as_plain` wrote, lists standing for tuples."""
+    def from_plain(cls, plain: Mapping[str, bytes]) -> "StageReport":
+        """What :meth:`as_plain` or :func:`merged` made."""
         return cls(
-            squared_norms=tuple(map(tuple, plain["squared_norms"])),
-            losses=tuple(map(tuple, plain["losses"])),
+            squared_norms=tuple(_NORM.iter_unpack(plain["squared_norms"])),
+            losses=tuple(_LOSS.iter_unpack(plain["losses"])),
         )
+
+
+def merged(reports: Iterable[Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Several stages' reports, each as plain data, as one: what each says, and no sum yet, whose bits would depend on
+    who added first. So it grows by one number per chunk: the norm of its gradients."""
+    reports = tuple(reports)
+    return {name: b"".join(report[name] for report in reports) for name in ("squared_norms", "losses")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,36 +78,29 @@ class Verdict:
         return asdict(self)
 
 
-def merged(reports: Iterable[StageReport]) -> StageReport:
-    """Several stages' reports as one: what each says, and no sum yet, whose bits would depend on who added first."""
-    reports = tuple(reports)
-    return StageReport(
-        squared_norms=tuple(entry for report in reports for entry in report.squared_norms),
-        losses=tuple(entry for report in reports for entry in report.losses),
-    )
-
-
 def agree(
-    reports: Iterable[StageReport],
+    reports: Iterable[StageReport | Mapping[str, bytes]],
     *,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
     stop: bool = False,
     save: bool = False,
 ) -> Verdict:
-    """Combine the reports of all stages, given in any order.
+    """Combine the reports of all stages, given in any order, some or all of them as plain data.
 
     ``clip_norm`` limits the norm of the mean gradient. With ``skip_nonfinite`` a step whose loss or gradients are not
     finite is left out; without it the update happens regardless. A total weight of zero counts as not finite.
     ``stop`` and ``save`` are passed on to all.
     """
     check_clip_norm(clip_norm)
-    reports = tuple(reports)
-    losses = sorted((m, c, loss, weight) for report in reports for m, c, loss, weight in report.losses)
-    norms = sorted(entry for report in reports for entry in report.squared_norms)
-    weight = _ordered_sum(entry[3] for entry in losses)
-    loss = _divide(_ordered_sum(entry[2] for entry in losses), weight)
-    squared_norm = _ordered_sum(value for _, value in norms)
+    plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
+    losses = np.frombuffer(plain["losses"], _LOSSES)
+    losses = losses[np.lexsort((losses["weight"], losses["loss"], losses["chunk"], losses["microbatch"]))]
+    norms = np.frombuffer(plain["squared_norms"], _NORMS)
+    norms = norms[np.lexsort((norms["value"], norms["chunk"]))]
+    weight = _ordered_sum(losses["weight"])
+    loss = _divide(_ordered_sum(losses["loss"]), weight)
+    squared_norm = _ordered_sum(norms["value"])
     grad_norm = _divide(math.sqrt(squared_norm) if squared_norm >= 0 else math.nan, weight)
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -111,11 +122,9 @@ def check_clip_norm(clip_norm: float | None) -> None:
         raise ValueError(f"clip_norm is {clip_norm}: give a positive number, or None to leave gradients as they are")
 
 
-def _ordered_sum(values: Iterable[float]) -> float:
-    total = 0.0
-    for value in values:  # not sum(): since Python 3.12 it compensates, and versions would disagree
-        total += value
-    return total
+def _ordered_sum(values: np.ndarray) -> float:
+    """Added one after another: ``np.sum`` adds in pairs, and ``sum`` compensates since Python 3.12."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
 def _divide(numerator: float, denominator: float) -> float:

@@ -45,8 +45,8 @@ class Peers:
         self.network, self.layout, self.rank = network, layout, network.rank
         self.clocks = Clocks(network, clock)
         self.outcomes = Outcomes(network)
-        self._gatherings = Gatherings(network)
-        self.gather = self._gatherings.gather
+        self.gatherings = Gatherings(network)
+        self.gather = self.gatherings.gather
         """See :meth:`Gatherings.gather`."""
         self._listener: Listener | None = None
         network.subscribe(_FAILURE, self._failure)
@@ -86,7 +86,7 @@ class Peers:
 
     def lose(self, what: str) -> None:
         """A rank is gone for good: every gathering that is not complete fails."""
-        self._gatherings.fail(what)
+        self.gatherings.fail(what)
         self.clocks.fail(what)
 
     def _note(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:

@@ -111,7 +111,7 @@ class ProgramStage:
         if kind is MessageKind.SHARED:
             return self._tie(message)
         if kind is MessageKind.REPORT:
-            return self._report(step).as_plain()
+            return self._report(step)
         if kind is MessageKind.VERDICT:
             return self._verdict(step).as_plain()
         return self._mailbox.payload(step, message)
@@ -130,13 +130,13 @@ class ProgramStage:
         layers = self._programs[message.source].shared_layers(self.states[message.source].accumulators)
         return self._ship(layers, self._placement.stage_of_chunk[message.target], message)
 
-    def _report(self, step: int) -> StageReport:
+    def _report(self, step: int) -> dict[str, bytes]:
         """What this stage and those below it contribute, as one report."""
         state = self._steps[step]
         # copies in one go: the compute thread may be appending
         own = StageReport(squared_norms=tuple(sorted(state.squared_norms)), losses=tuple(state.losses))
         messages = (Message(MessageKind.REPORT, child, self._stage) for child in self._below)
-        return merged([own, *(StageReport.from_plain(self._mailbox.read(step, message)) for message in messages)])
+        return merged([own.as_plain(), *(self._mailbox.read(step, message) for message in messages)])
 
     def _verdict(self, step: int) -> Verdict:
         """The agreement of a step: worked out on stage 0, received from above by all others."""

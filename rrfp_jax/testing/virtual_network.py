@@ -77,6 +77,10 @@ class VirtualRank:
         """Give the messages of a topic to ``handler``."""
         self._handlers[topic] = handler
 
+    def unsubscribe(self, topic: str) -> None:
+        """Nobody takes the messages of a topic any more."""
+        del self._handlers[topic]
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Make a call in its turn."""
         self._network.queue.append((self, call))

@@ -1,0 +1,241 @@
+"""What the control plane costs the busiest rank of a run, by the number of ranks.
+
+::
+
+    python -m experiments.bench --only control
+
+The control planes of N ranks, one stage each, in one process: the real arbiters, reports and verdicts, outcomes,
+gatherings and news of a failure, over a network that only counts. Data are handed over and count for nothing. A step's
+bytes are independent of N, but for one number per chunk on its way to rank 0 (the norm of its gradients, added up in
+one order so that the bits never differ) and one per unit (its peak memory).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.console import make_console
+from rrfp_jax.arbitration import (
+    HINTS,
+    Event,
+    FinishStep,
+    InputArrived,
+    Message,
+    MessageKind,
+    RunTask,
+    Send,
+    StageArbiter,
+    StepStarted,
+    TaskFinished,
+    ready,
+)
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.agreement import StageReport, agree, merged
+from rrfp_jax.runtime.failure_report import Failure, FailureReport
+from rrfp_jax.runtime.network.plain import pack, unpack
+from rrfp_jax.runtime.outcomes import Summary
+from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
+from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
+from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear
+from rrfp_jax.testing.virtual_network import VirtualNetwork, VirtualRank
+from rrfp_jax.timeline import Sums
+from rrfp_jax.tree import CONTROL_DEGREE
+
+NUM_RANKS = (16, 64, 256, 1024, 4096)
+NUM_STEPS = 3
+_CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The most that any rank did, per step or at once."""
+
+    num_sent: int
+    num_received: int
+    sent_bytes: int
+    received_bytes: int
+    handlers_s: float
+    """Processor time of the handlers of the rank that took most."""
+
+
+@dataclass(frozen=True)
+class ControlCost:
+    """What the busiest of ``num_ranks`` ranks did."""
+
+    num_ranks: int
+    step: Busiest
+    gathering: Busiest
+    failure: Busiest
+    num_connections: int
+
+
+class ControlPlane:
+    """One rank: its arbiter, and what it tells others; tasks take no time, and data are handed over."""
+
+    def __init__(self, network: VirtualRank, everybody: "list[ControlPlane]", graph: PipelineGraph) -> None:
+        self.rank, self._network, self._everybody = network.rank, network, everybody
+        self._num_ranks = network.num_ranks
+        placement: Placement = linear(self._num_ranks)
+        layout = Layout(num_stages=self._num_ranks, num_ranks=self._num_ranks)
+        self.arbiter = StageArbiter(graph, placement, self.rank, consumption=ready(HINTS["bf"]), window=1)
+        self.peers = Peers(network, layout)  # type: ignore[arg-type] - it has what is needed of a PeerNetwork
+        self.peers.attach(self)
+        self.report = FailureReport(
+            network,  # type: ignore[arg-type] - which has call_later
+            self.peers,
+            10.0,
+            lambda: [_state(self.rank)],
+            lambda error: None,
+        )
+        self._received: dict[Message, Mapping[str, Any]] = {}
+        self.ended: list[Summary] = []
+        network.subscribe(_CONTROL, self._control)
+
+    def start(self, step: int) -> None:
+        """Begin a step."""
+        self._received.clear()
+        self._network.call_soon(lambda: self._handle(StepStarted(step, 0.0)))
+
+    # -- what Peers tells its listener -------------------------------------------------------------------------------
+
+    def heard(self, *_: object) -> None:
+        raise AssertionError("no stage spans processes here")
+
+    def step_ended(self, step: int, summary: Summary) -> None:  # noqa: ARG002
+        self.ended.append(summary)
+
+    def failed(self, news: FailureNews) -> None:
+        self.report.heard(news)
+
+    # -- a stage -----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self.arbiter.handle(event):
+            match instruction:
+                case RunTask(step, task):
+                    done = TaskFinished(step, 0.0, task)
+                    self._network.call_soon(lambda done=done: self._handle(done))
+                case Send(step, message, stage):
+                    self._send(step, message, self._everybody[stage])
+                case FinishStep(step):
+                    sums = Sums(num_stages=self._num_ranks, start_s=0.0, end_s=1.0, cost_s=1.0, work_s=0.5)
+                    self.peers.outcomes.add(step, sums, {self.rank: 1 << 30})
+
+    def _send(self, step: int, message: Message, other: "ControlPlane") -> None:
+        if message.kind is MessageKind.REPORT:
+            payload: Mapping[str, Any] = merged([self._own_report(), *self._reports()])
+        elif message.kind is MessageKind.VERDICT:
+            payload = self._verdict()
+        else:
+            other._network.call_soon(lambda: other._handle(InputArrived(step, 0.0, message)))
+            return
+        self._network.send(other.rank, _CONTROL, {"key": pack_key(Key(step, message))}, [pack(payload, 1 << 28)])
+
+    def _control(self, _: int, header: dict[str, Any], frames: list[memoryview]) -> None:
+        step, message = unpack_key(header["key"])
+        self._received[message] = unpack(bytes(frames[0]), 1 << 28)
+        self._handle(InputArrived(step, 0.0, message))
+
+    def _own_report(self) -> Mapping[str, bytes]:
+        losses = ((0, self.rank, 2.5, 8.0),) if self.rank == self._num_ranks - 1 else ()
+        return StageReport(squared_norms=((self.rank, 1.0),), losses=losses).as_plain()
+
+    def _reports(self) -> list[Mapping[str, Any]]:
+        return [told for message, told in self._received.items() if message.kind is MessageKind.REPORT]
+
+    def _verdict(self) -> Mapping[str, Any]:
+        told = (told for message, told in self._received.items() if message.kind is MessageKind.VERDICT)
+        verdict = next(told, None)
+        if verdict is None:
+            verdict = agree([self._own_report(), *self._reports()]).as_plain()
+            self._received[Message(MessageKind.VERDICT, 0, 0)] = verdict
+        return verdict
+
+
+def control_cost(num_ranks: int) -> ControlCost:
+    """Run some steps, a gathering of everybody's sizes to all, and a failure of the last rank."""
+    network = VirtualNetwork(num_ranks)
+    everybody: list[ControlPlane] = []
+    graph = chain(num_ranks, 1)
+    everybody += [ControlPlane(rank, everybody, graph) for rank in network.ranks]
+
+    def busiest(act: Callable[[], object], times: int = 1) -> Busiest:
+        network.reset_counts()
+        for _ in range(times):
+            act()
+            network.run()
+        counts = [rank.counts for rank in network.ranks]
+        return Busiest(
+            num_sent=max(c.num_sent for c in counts) // times,
+            num_received=max(c.num_received for c in counts) // times,
+            sent_bytes=max(c.sent_bytes for c in counts) // times,
+            received_bytes=max(c.received_bytes for c in counts) // times,
+            handlers_s=max(c.handlers_s for c in counts) / times,
+        )
+
+    numbers = iter(range(NUM_STEPS + 1))
+
+    def one_step() -> None:
+        step = next(numbers)
+        for plane in everybody:
+            plane.start(step)
+
+    busiest(one_step)  # which warms up
+    step = busiest(one_step, NUM_STEPS)
+    assert len(everybody[0].ended) == NUM_STEPS + 1
+    assert len(everybody[0].ended[-1].peak_memory_bytes()) == num_ranks
+    neighbours = [set(rank.counts.neighbours) for rank in network.ranks]
+    sizes = [[0, 1 << 30, 1 << 30, 1 << 30]], [[0, 1 << 34]]
+    gathering = busiest(lambda: [plane.peers.gatherings.bring("sizes", sizes) for plane in everybody])
+    last = everybody[-1]
+    failing = Failure(
+        TaskFailed, "step 7: 1F2 on the last stage failed: RuntimeError: out of memory", [_state(last.rank)]
+    )
+    failure = busiest(lambda: last._network.call_soon(lambda: last.report.begin(failing)))
+    assert all(plane.report.error is not None for plane in everybody)
+    return ControlCost(num_ranks, step, gathering, failure, max(map(len, neighbours)))
+
+
+def bench_control(console: Console | None = None) -> list[ControlCost]:
+    """Print and return what the busiest rank does, for every number of ranks."""
+    console = console or make_console()
+    table = Table(title=f"control plane, busiest rank (tree of degree {CONTROL_DEGREE})", title_justify="left")
+    for heading in ("ranks", "of", "sent", "received", "bytes sent", "bytes received", "CPU ms", "connections"):
+        table.add_column(heading, justify="left" if heading == "of" else "right")
+    costs = []
+    for num_ranks in NUM_RANKS:
+        costs.append(cost := control_cost(num_ranks))
+        for what, busiest in (("a step", cost.step), ("a gathering", cost.gathering), ("a failure", cost.failure)):
+            table.add_row(
+                f"{num_ranks:,}",
+                what,
+                *(f"{n:,}" for n in (busiest.num_sent, busiest.num_received)),
+                *(f"{n:,}" for n in (busiest.sent_bytes, busiest.received_bytes)),
+                f"{busiest.handlers_s * 1e3:.2f}",
+                str(cost.num_connections) if what == "a step" else "",
+            )
+    console.print(table)
+    return costs
+
+
+def _state(stage: int) -> StageState:
+    return StageState(
+        stage=stage,
+        step=7,
+        running=None,
+        failed=False,
+        since_s=1.0,
+        idle_reason="input",
+        held=(0,),
+        waits=(f"{stage}F0 waits for the activation of microbatch 0 (stage {stage - 1})",),
+        waits_for_stages=(stage - 1,),
+        rank=stage,
+    )
+
+
+if __name__ == "__main__":
+    bench_control()
