@@ -12,6 +12,7 @@ one order so that the bits never differ) and one per unit (its peak memory).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -32,12 +33,12 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
+from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.network.plain import pack, unpack
 from rrfp_jax.runtime.outcomes import Summary
-from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
 from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear
@@ -71,6 +72,7 @@ class ControlCost:
     gathering: Busiest
     failure: Busiest
     num_connections: int
+    """To the neighbours in the control tree, to those that are watched, and along the chain of stages."""
 
 
 class ControlPlane:
@@ -82,10 +84,10 @@ class ControlPlane:
         placement: Placement = linear(self._num_ranks)
         layout = Layout(num_stages=self._num_ranks, num_ranks=self._num_ranks)
         self.arbiter = StageArbiter(graph, placement, self.rank, consumption=ready(HINTS["bf"]), window=1)
-        self.peers = Peers(network, layout)  # type: ignore[arg-type] - it has what is needed of a PeerNetwork
+        self.peers = Peers(network, layout)  # type: ignore[arg-type]  # all that it needs
         self.peers.attach(self)
         self.report = FailureReport(
-            network,  # type: ignore[arg-type] - which has call_later
+            network,  # type: ignore[arg-type]  # its loop, too
             self.peers,
             10.0,
             lambda: [_state(self.rank)],
@@ -117,8 +119,7 @@ class ControlPlane:
         for instruction in self.arbiter.handle(event):
             match instruction:
                 case RunTask(step, task):
-                    done = TaskFinished(step, 0.0, task)
-                    self._network.call_soon(lambda done=done: self._handle(done))
+                    self._network.call_soon(partial(self._handle, TaskFinished(step, 0.0, task)))
                 case Send(step, message, stage):
                     self._send(step, message, self._everybody[stage])
                 case FinishStep(step):
@@ -158,7 +159,7 @@ class ControlPlane:
 
 def control_cost(num_ranks: int) -> ControlCost:
     """Run some steps, a gathering of everybody's sizes to all, and a failure of the last rank."""
-    network = VirtualNetwork(num_ranks)
+    network = VirtualNetwork(num_ranks, lambda rank: control_neighbours(rank, num_ranks))
     everybody: list[ControlPlane] = []
     graph = chain(num_ranks, 1)
     everybody += [ControlPlane(rank, everybody, graph) for rank in network.ranks]
@@ -188,7 +189,7 @@ def control_cost(num_ranks: int) -> ControlCost:
     step = busiest(one_step, NUM_STEPS)
     assert len(everybody[0].ended) == NUM_STEPS + 1
     assert len(everybody[0].ended[-1].peak_memory_bytes()) == num_ranks
-    neighbours = [set(rank.counts.neighbours) for rank in network.ranks]
+    num_connections = max(len(control_neighbours(r, num_ranks) | {r - 1, r + 1}) for r in range(num_ranks))
     sizes = [[0, 1 << 30, 1 << 30, 1 << 30]], [[0, 1 << 34]]
     gathering = busiest(lambda: [plane.peers.gatherings.bring("sizes", sizes) for plane in everybody])
     last = everybody[-1]
@@ -197,7 +198,7 @@ def control_cost(num_ranks: int) -> ControlCost:
     )
     failure = busiest(lambda: last._network.call_soon(lambda: last.report.begin(failing)))
     assert all(plane.report.error is not None for plane in everybody)
-    return ControlCost(num_ranks, step, gathering, failure, max(map(len, neighbours)))
+    return ControlCost(num_ranks, step, gathering, failure, num_connections)
 
 
 def bench_control(console: Console | None = None) -> list[ControlCost]:

@@ -11,12 +11,14 @@ from typing import Any, Protocol
 from rrfp_jax.arbitration import Note
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import field, pack, unpack
+from rrfp_jax.network.watch_graph import watched
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
+from rrfp_jax.tree import neighbours
 
 __all__ = ["Listener", "PeerFailed", "Peers"]
 
@@ -72,14 +74,11 @@ class Peers:
         self.network.send(ranks[member], _NOTE, header)
 
     def announce(self, news: FailureNews) -> None:
-        """Tell every rank that this one has a connection to of a failure; no gathering can be completed any more.
-
-        Never raises.
-        """
+        """Tell this rank's neighbours of a failure; no gathering can be completed any more. Never raises."""
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         try:
             packed = pack(to_plain(news), _MAX_NEWS_BYTES)
-            for rank in self.network.connections:
+            for rank in control_neighbours(self.rank, self.layout.num_ranks):
                 self.network.send(rank, _FAILURE, {}, [packed])
         except Exception:  # the run ends all the same; the others notice that this rank is gone
             _LOG.exception("rank %d could not tell the others why it gives up", self.rank)
@@ -101,6 +100,14 @@ class Peers:
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         if self._listener is not None:
             self._listener.failed(news)
+
+
+def control_neighbours(rank: int, num_ranks: int) -> frozenset[int]:
+    """Whom a rank exchanges control messages with: its neighbours in the control tree, and those that it watches.
+
+    The tree alone falls apart where a rank is lost; along the others the news of that still reaches everybody.
+    """
+    return neighbours(rank, num_ranks) | watched(rank, num_ranks)
 
 
 def _record(kind: Any, plain: Any) -> Any:
