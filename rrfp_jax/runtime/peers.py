@@ -51,6 +51,8 @@ class Peers:
         self.gather = self.gatherings.gather
         """See :meth:`Gatherings.gather`."""
         self._listener: Listener | None = None
+        self._heard: set[str] = set()
+        """Ranks of whose stages the news of a failure has told."""
         network.subscribe(_FAILURE, self._failure)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
@@ -96,7 +98,11 @@ class Peers:
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:
             raise MalformedMessage(f"rank {rank} tells of a failure in {len(frames)} frames")
-        news: FailureNews = _record(FailureNews, unpack(bytes(frames[0]), _MAX_NEWS_BYTES))
+        plain = unpack(bytes(frames[0]), _MAX_NEWS_BYTES)
+        # several neighbours tell of the same stages: each is read once
+        new = [told for told in field(plain, "states", list) if str(told[:1]) not in self._heard]
+        self._heard.update(str(told[:1]) for told in new)
+        news: FailureNews = _record(FailureNews, {**plain, "states": new})
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         if self._listener is not None:
             self._listener.failed(news)
