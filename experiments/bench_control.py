@@ -48,6 +48,8 @@ from rrfp_jax.tree import CONTROL_DEGREE
 
 NUM_RANKS = (16, 64, 256, 1024, 4096)
 NUM_STEPS = 3
+MAX_RANKS_FAILING = 64
+"""All ranks' reports together take long in one process; no report tells of more stages than that."""
 _CONTROL = "control"
 
 
@@ -70,7 +72,7 @@ class ControlCost:
     num_ranks: int
     step: Busiest
     gathering: Busiest
-    failure: Busiest
+    failure: Busiest | None
     num_connections: int
     """To the neighbours in the control tree, to those that are watched, and along the chain of stages."""
 
@@ -192,12 +194,12 @@ def control_cost(num_ranks: int) -> ControlCost:
     num_connections = max(len(control_neighbours(r, num_ranks) | {r - 1, r + 1}) for r in range(num_ranks))
     sizes = [[0, 1 << 30, 1 << 30, 1 << 30]], [[0, 1 << 34]]
     gathering = busiest(lambda: [plane.peers.gatherings.bring("sizes", sizes) for plane in everybody])
-    last = everybody[-1]
-    failing = Failure(
-        TaskFailed, "step 7: 1F2 on the last stage failed: RuntimeError: out of memory", [_state(last.rank)]
-    )
-    failure = busiest(lambda: last._network.call_soon(lambda: last.report.begin(failing)))
-    assert all(plane.report.error is not None for plane in everybody)
+    failure = None
+    if num_ranks <= MAX_RANKS_FAILING:
+        last = everybody[-1]
+        failing = Failure(TaskFailed, "step 7: 1F2 failed: RuntimeError: out of memory", [_state(last.rank)])
+        failure = busiest(lambda: last._network.call_soon(lambda: last.report.begin(failing)))
+        assert all(plane.report.error is not None for plane in everybody)
     return ControlCost(num_ranks, step, gathering, failure, num_connections)
 
 
@@ -211,6 +213,8 @@ def bench_control(console: Console | None = None) -> list[ControlCost]:
     for num_ranks in NUM_RANKS:
         costs.append(cost := control_cost(num_ranks))
         for what, busiest in (("a step", cost.step), ("a gathering", cost.gathering), ("a failure", cost.failure)):
+            if busiest is None:
+                continue
             table.add_row(
                 f"{num_ranks:,}",
                 what,
