@@ -113,7 +113,7 @@ def control_neighbours(rank: int, num_ranks: int) -> frozenset[int]:
 
     The tree alone falls apart where a rank is lost; along the others the news of that still reaches everybody.
     """
-    return neighbours(rank, num_ranks) | watched(rank, num_ranks)
+    return watched(rank, num_ranks).union(neighbours(rank, num_ranks))
 
 
 def _record(kind: Any, plain: Any) -> Any:

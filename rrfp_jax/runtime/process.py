@@ -17,13 +17,12 @@ from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Selection
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
-from rrfp_jax.tree import neighbours
 
 EdgeOf = Callable[[Message], Edge | None]
 _FAREWELL_S = 1.0
@@ -97,7 +96,7 @@ class Process:
         self._transport = self._make_transport(placement)
         groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
         # Transfer servers of all processes know each other; who exchanges what is known when the stages start.
-        few = groups.union(neighbours(self.rank, self.layout.num_ranks))
+        few = groups.union(control_neighbours(self.rank, self.layout.num_ranks))
         self.cluster.connect(None if self._selection == "transfer" else few)
         assert self.peers is not None
         with self._meeting():
