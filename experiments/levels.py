@@ -32,7 +32,7 @@ from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.levels import Levels, compare
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
-from rrfp_jax.simulation import Machine, by_step, for_steps, run_metrics, simulate
+from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
 from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.timeline import Timeline
 
@@ -169,7 +169,7 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
     return Execution(
         bubble=max(0.0, metrics.bubble_fraction),
-        peak=max(_peak(table, step, parts) for step in by_step(simulation.timeline)),
+        peak=max(_peak(table, step, parts) for step in simulation.timeline.by_step()),
         makespan_ms_mean=metrics.makespan_ms_mean,
     )
 

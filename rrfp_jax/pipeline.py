@@ -26,7 +26,7 @@ import jax
 import optax
 
 from rrfp_jax.arbitration import Order, Ordering
-from rrfp_jax.planning.memory import StageForecast
+from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.programs.batches import check_same_shapes, leaves_read, spec_of_batch
 from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs
 from rrfp_jax.programs.compiling import CompileProgress

@@ -20,7 +20,7 @@ Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -316,6 +316,10 @@ class PipelineGraph:
         """The microbatches that exist for ``chunk``, ascending."""
         absent = self._masks.get(chunk)
         return tuple(m for m in self.range_of(chunk) if not absent >> m & 1) if absent else tuple(self.range_of(chunk))
+
+    def passes_per_microbatch(self, chunks: Sequence[int]) -> int:
+        """How many of these chunks a microbatch passes through: the largest number, and at least 1."""
+        return max(1, *(sum(self.exists(c, m) for c in chunks) for m in range(self.num_microbatches)))
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:
         """The kind of task that returns the input gradient of ``chunk``: I if its backward is split, else B."""

@@ -125,6 +125,16 @@ class Timeline:
             self.num_stages, [s for s in self.spans if s.stage == stage], [w for w in self.waits if w.stage == stage]
         )
 
+    def by_step(self) -> list["Timeline"]:
+        """The record of each step, ascending, in one pass."""
+        records = {step: Timeline(self.num_stages) for step in self.steps()}
+        for span in self.spans:
+            records[span.step].spans.append(span)
+        for wait in self.waits:
+            if wait.step in records:
+                records[wait.step].waits.append(wait)
+        return list(records.values())
+
     def extend(self, other: "Timeline") -> None:
         self.spans.extend(other.spans)
         self.waits.extend(other.waits)

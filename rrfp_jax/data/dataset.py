@@ -1,9 +1,14 @@
-"""What the training loop asks of a data set."""
+"""What the training loop asks of a data set, and the thread that makes the next batch while the current step runs."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
+
+from rrfp_jax.waiting import result_of
 
 Batch = dict[str, NDArray[Any]]
 """One step's data: leaf name -> NumPy array ``[num_microbatches, microbatch_size, ...]``."""
@@ -20,16 +25,24 @@ class Dataset(Protocol):
         ...
 
 
-def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
-    """Next-token prediction on ``windows``, uint8 ``[sequences, length + 1]``.
+@contextmanager
+def prefetched(dataset: Dataset, start_step: int = 0) -> Iterator[Iterator[Batch]]:
+    """An endless iterator over the batches of ``start_step``, ``start_step + 1``, ..., made one step ahead.
 
-    Returns ``tokens`` and ``targets``, int32, and ``weights``, float32 ones, each ``[num_microbatches, sequences /
-    num_microbatches, length]``; the target of a position is the token after it.
+    ::
+
+        with prefetched(dataset, start_step=step) as batches:
+            for batch in batches: ...
+
+    One background thread makes them; it has ended when the ``with`` block is left, after at most one more batch.
+    What ``dataset.batch`` raises is raised where its batch would have come.
     """
-    sequences, length = windows.shape[0], windows.shape[1] - 1
-    shape = (num_microbatches, sequences // num_microbatches, length)
-    return {
-        "tokens": windows[:, :-1].astype(np.int32).reshape(shape),
-        "targets": windows[:, 1:].astype(np.int32).reshape(shape),
-        "weights": np.ones(shape, np.float32),
-    }
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as executor:
+        yield _one_ahead(dataset, start_step, executor)
+
+
+def _one_ahead(dataset: Dataset, start_step: int, executor: ThreadPoolExecutor) -> Iterator[Batch]:
+    upcoming = executor.submit(dataset.batch, start_step)
+    for step in count(start_step + 1):
+        current, upcoming = upcoming, executor.submit(dataset.batch, step)
+        yield result_of(current)

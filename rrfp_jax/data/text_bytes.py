@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.config import DataConfig
 from rrfp_jax.data.corpus import read_corpus
-from rrfp_jax.data.dataset import Batch, token_leaves
+from rrfp_jax.data.dataset import Batch
 
 VOCAB_SIZE = 256
 """Number of different tokens: one per byte value."""
@@ -76,3 +76,18 @@ def _epoch_order(seed: int, epoch: int, num_windows: int) -> NDArray[np.int64]:
     # resumes with another NumPy must see the same order.
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_windows)
     return np.argsort(bits, kind="stable")
+
+
+def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
+    """Next-token prediction on ``windows``, uint8 ``[sequences, length + 1]``.
+
+    Returns ``tokens`` and ``targets``, int32, and ``weights``, float32 ones, each ``[num_microbatches, sequences /
+    num_microbatches, length]``; the target of a position is the token after it.
+    """
+    sequences, length = windows.shape[0], windows.shape[1] - 1
+    shape = (num_microbatches, sequences // num_microbatches, length)
+    return {
+        "tokens": windows[:, :-1].astype(np.int32).reshape(shape),
+        "targets": windows[:, 1:].astype(np.int32).reshape(shape),
+        "weights": np.ones(shape, np.float32),
+    }

@@ -47,13 +47,11 @@ class LanguageModelConfig:
     loss are float32 whatever it is."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden", "num_layers", "num_heads", "mlp_dim"):
-            _require_positive(name, getattr(self, name))
-        for name in ("num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            _require_positive(name, getattr(self, name))
+        positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+        for name in (*positive, "rope_theta", "norm_eps", "init_std"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: give a number above 0")
         self._check_heads()
         for name in ("param_dtype", "compute_dtype"):
             if getattr(self, name) not in DTYPES:
@@ -98,8 +96,3 @@ class LanguageModelConfig:
         """Number of parameters of the whole model, tied embeddings counted once."""
         tables = 1 if self.tie_embeddings else 2
         return self.num_layers * self.num_layer_params() + tables * self.vocab_size * self.hidden + self.hidden
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}: give a number above 0")

@@ -1,12 +1,104 @@
-"""The layers that have a name: embedding, decoder layer and head."""
+"""The parts of a decoder: norm, projection, attention, gated MLP; of these the layers that have a name; and the loss.
+
+Each is a Flax NNX class with the dtypes of the configuration filled in: parameters are stored in ``param_dtype`` and
+cast to ``compute_dtype`` where they are used.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
-from rrfp_jax.models.attention import Attention
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.layers import GatedMLP, rms_norm
+
+
+def rms_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """RMSNorm over the residual stream (Zhang and Sennrich 2019); its statistics are float32."""
+    return nnx.RMSNorm(
+        config.hidden,
+        epsilon=config.norm_eps,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def projection(
+    config: LanguageModelConfig, in_dim: int, out_dim: int, rngs: nnx.Rngs, *, to_residual: bool = False
+) -> nnx.Linear:
+    """A matrix product without bias, ``[..., in_dim] -> [..., out_dim]``.
+
+    ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
+    """
+    std = config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        use_bias=False,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_init=nnx.initializers.normal(std),
+        rngs=rngs,
+    )
+
+
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``, at positions 0, 1, ...
+
+    Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, as Llama's published
+    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. Angles and products are float32; the
+    result has the dtype of ``x``.
+    """
+    length, half = x.shape[1], x.shape[-1] // 2
+    wave_numbers = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * wave_numbers
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Every token looks at itself and at earlier ones, ``[batch, length, hidden] -> [batch, length, hidden]``.
+
+    Query head ``h`` reads key and value head ``h // (num_heads / num_kv_heads)`` (Ainslie et al. 2023). Scores and
+    softmax are float32.
+    """
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.head_dim = config.size_per_head
+        self.rope_theta = config.rope_theta
+        query_dim = config.num_heads * self.head_dim
+        key_dim = config.num_key_value_heads * self.head_dim
+        self.query = projection(config, config.hidden, query_dim, rngs)
+        self.key = projection(config, config.hidden, key_dim, rngs)
+        self.value = projection(config, config.hidden, key_dim, rngs)
+        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[batch, length, hidden]`` to the same shape and dtype."""
+        query = rotate(self._heads(self.query(x)), self.rope_theta)
+        key = rotate(self._heads(self.key(x)), self.rope_theta)
+        mixed = jax.nn.dot_product_attention(query, key, self._heads(self.value(x)), is_causal=True)
+        return self.output(mixed.reshape(*x.shape[:-1], -1))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.gate = projection(config, config.hidden, config.mlp_dim, rngs)
+        self.up = projection(config, config.hidden, config.mlp_dim, rngs)
+        self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., hidden]`` to the same shape, in the compute dtype."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class Embedding(nnx.Module):
@@ -59,3 +151,14 @@ class Head(nnx.Module):
 def _float32_product(subscripts: str, x: jax.Array, matrix: jax.Array) -> jax.Array:
     # Logits rounded to bfloat16 would cost the loss about two decimal digits.
     return jnp.einsum(subscripts, x, matrix, preferred_element_type=jnp.float32)
+
+
+def token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cross entropy in nats, summed over tokens, and the sum of the weights; both float32 scalars.
+
+    ``logits`` float32 ``[batch, length, vocab_size]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``.
+    The mean over a step is the sum of the first divided by the sum of the second over all microbatches.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    weights = weights.astype(jnp.float32)
+    return jnp.sum(losses * weights), jnp.sum(weights)

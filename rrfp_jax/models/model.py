@@ -2,9 +2,11 @@
 
 The model is a chain of named layers: ``embedding``, ``layers.0`` ..., ``final_norm``, ``head``. Each is a Flax NNX
 module of its own, split once into a static graph definition and a plain nested dictionary of arrays; a chunk is some
-consecutive names. So parameters go by layer name, and neither their initial values nor the result depend on the cut.
+consecutive names. A name is global: it says nothing of the chunk or stage that holds the layer. Parameters, checkpoints
+and initial values go by it, so neither initial values nor the result depend on the cut.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +17,16 @@ from flax import nnx
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cut import ChunkPlan, plan_cut
-from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head
-from rrfp_jax.models.layers import rms_norm
-from rrfp_jax.models.loss import token_loss
-from rrfp_jax.models.names import EMBEDDING, FINAL_NORM, HEAD, layer_key, layer_name
-from rrfp_jax.models.partition import partition
+from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, rms_norm, token_loss
+from rrfp_jax.models.tensor_cut import partition
 from rrfp_jax.programs.chunk import Chunk, Params
+
+EMBEDDING = "embedding"
+"""The token embedding; with tied embeddings also the copy in the head's chunk."""
+FINAL_NORM = "final_norm"
+"""The RMSNorm before the head; always in the head's chunk."""
+HEAD = "head"
+"""The output matrix; absent with tied embeddings."""
 
 Build = Callable[[LanguageModelConfig, nnx.Rngs], nnx.Module]
 
@@ -77,6 +83,19 @@ class LanguageModel:
 def language_model(config: LanguageModelConfig) -> LanguageModel:
     """The model that ``config`` describes; nothing is allocated before a chunk's ``init``."""
     return LanguageModel(config)
+
+
+def layer_name(layer: int) -> str:
+    """The name of decoder layer ``layer``, counted from 0 over the whole model: ``layers.<layer>``."""
+    return f"layers.{layer}"
+
+
+def layer_key(key: jax.Array, name: str) -> jax.Array:
+    """The typed key of the layer called ``name``.
+
+    CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
+    """
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _builders(config: LanguageModelConfig, plan: ChunkPlan) -> dict[str, Build]:

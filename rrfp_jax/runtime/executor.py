@@ -1,8 +1,8 @@
 """What the runtime asks of a stage: carry out tasks, hand out what messages carry, take what messages bring.
 
 One implementation runs the compiled programs of real chunks (:mod:`rrfp_jax.runtime.program_stage`), another emulates
-them (:mod:`rrfp_jax.testing.emulated`). ``run`` is called on the stage's compute thread and everything else on the
-event loop, so ``run`` alone may wait for a device; all others must return within microseconds.
+them (:mod:`rrfp_jax.testing.emulated_stage`). ``run`` is called on the stage's compute thread and everything else on
+the event loop, so ``run`` alone may wait for a device; all others must return within microseconds.
 """
 
 from collections.abc import Mapping

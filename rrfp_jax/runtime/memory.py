@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from rrfp_jax.arbitration import Order
-from rrfp_jax.planning.memory import ChunkBytes, StageForecast, forecast_stage
+from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.tasks import Task, TaskKind
 

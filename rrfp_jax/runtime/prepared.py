@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 
 from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StepRules
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
-from rrfp_jax.planning.memory import ChunkBytes, StageForecast, check_fits, window_of_bytes
+from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
 from rrfp_jax.programs.batches import BatchSpec, num_microbatches
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime

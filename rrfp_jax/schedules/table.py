@@ -97,9 +97,7 @@ class ScheduleTable:
 
     def passes_per_microbatch(self, stage: int) -> int:
         """How many of the stage's chunks a microbatch passes through (the largest number, if they differ)."""
-        chunks = self.placement.chunks_of_stage[stage]
-        passes = (sum(self.graph.exists(c, m) for c in chunks) for m in range(self.graph.num_microbatches))
-        return max(1, *passes)
+        return self.graph.passes_per_microbatch(self.placement.chunks_of_stage[stage])
 
     def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
         peak = held = 0.0

@@ -5,9 +5,8 @@ from rrfp_jax.simulation.costs import Costs, check_durations, constant, for_grap
 from rrfp_jax.simulation.driver import EventLog, Machine, Simulation, simulate
 from rrfp_jax.simulation.jitter import PAPER_LEVELS, InjectedSleeps, SleepLevel, bimodal, lognormal, paper, straggler
 from rrfp_jax.simulation.links import Communication, Links, both_directions
-from rrfp_jax.simulation.memory import MemoryWeights, peak_memory
 from rrfp_jax.simulation.optimum import Optimum, find_optimum
-from rrfp_jax.simulation.result import RunMetrics, by_step, run_metrics
+from rrfp_jax.simulation.result import MemoryWeights, RunMetrics, peak_memory, run_metrics
 
 __all__ = [
     "PAPER_LEVELS",
@@ -27,7 +26,6 @@ __all__ = [
     "bf_upper_bound_ms",
     "bimodal",
     "both_directions",
-    "by_step",
     "check_durations",
     "constant",
     "find_optimum",

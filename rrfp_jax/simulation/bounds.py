@@ -56,7 +56,7 @@ def lower_bound(
         links: what transfers take; None: nothing.
         host_ms: of the host before each task, where nothing hides it.
     """
-    paths = _Paths(graph, placement, durations_ms + host_ms * _ran(graph), links or Links())
+    paths = _Paths(graph, placement, durations_ms, links or Links(), host_ms)
     stages = tuple(paths.stage_ms(chunks) for chunks in placement.chunks_of_stage)
     # The host's time before the very first task lies before the first start.
     return LowerBound(
@@ -89,32 +89,23 @@ def one_way_ms(durations_ms: Array) -> float:
     return float(stage_free[-1])
 
 
-def _ran(graph: PipelineGraph) -> Array:
-    """1 for every task that exists, in the slot in which it starts: [chunks, microbatches, 3]."""
-    ran = np.zeros((graph.num_chunks, graph.num_microbatches, 3))
-    for chunk in range(graph.num_chunks):
-        present = list(graph.microbatches(chunk))
-        ran[chunk, present, 0] = 1
-        if graph.has_backward(chunk):
-            ran[chunk, present, 1] = 1
-            ran[chunk, present, 2] = chunk in graph.split
-    return ran
-
-
 class _Paths:
     """The longest paths that lead to the start of an F (heads) and those that begin at a task's end (tails).
 
     All arrays are [chunks, microbatches]; entries of pairs that do not exist mean nothing.
     """
 
-    def __init__(self, graph: PipelineGraph, placement: Placement, durations_ms: Array, links: Links) -> None:
+    def __init__(
+        self, graph: PipelineGraph, placement: Placement, durations_ms: Array, links: Links, host_ms: float
+    ) -> None:
         self.graph, self.stage_of, self.links = graph, placement.stage_of_chunk, links
         chunks = range(graph.num_chunks)
         self.exists = np.array([[graph.exists(c, m) for m in range(graph.num_microbatches)] for c in chunks])
         split = np.array([[c in graph.split] for c in chunks])
-        self.forward = durations_ms[..., 0]
-        self.weight = np.where(split, durations_ms[..., 2], 0.0)
-        self.backward = durations_ms[..., 1] + np.where(split, 0.0, durations_ms[..., 2])
+        forward, input_gradient, weight_gradient = np.moveaxis(durations_ms, -1, 0)
+        self.forward = forward + host_ms
+        self.weight = np.where(split, weight_gradient + host_ms, 0.0)
+        self.backward = input_gradient + host_ms + np.where(split, 0.0, weight_gradient)
         shape = self.forward.shape
         self.forward_head = np.zeros(shape)
         self.forward_tail, self.backward_tail = np.zeros(shape), np.zeros(shape)

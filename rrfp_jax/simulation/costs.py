@@ -15,8 +15,8 @@ from rrfp_jax.simulation.jitter import Durations, InjectedSleeps
 from rrfp_jax.tasks import PipelineGraph, TaskKind
 from rrfp_jax.timeline import Timeline
 
-SLOT = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2}
-"""Where an array holds the durations of a kind; B takes its slot and the next."""
+SLOTS = {TaskKind.F: (0,), TaskKind.B: (1, 2), TaskKind.I: (1,), TaskKind.W: (2,)}
+"""Where an array holds the durations of a kind, whose sum is how long it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,32 +91,23 @@ def recorded(timeline: Timeline, graph: PipelineGraph, *, per_task: bool = False
     for span in spans:
         kind, chunk, microbatch = span.task
         milliseconds = (span.end_s - span.start_s) * 1e3
-        place = (span.step, chunk, microbatch, SLOT[kind]) if per_task else (0, chunk, 0, SLOT[kind])
-        by_task[place].append(milliseconds)
+        place = (span.step, chunk, microbatch) if per_task else (0, chunk, 0)
+        by_task[*place, SLOTS[kind][0]].append(milliseconds)
     steps = timeline.steps() if per_task else [0]
     durations = np.zeros((max(1, len(steps)), graph.num_chunks, graph.num_microbatches, 3))
     for task in graph.tasks():
         for row, step in enumerate(steps):
             microbatch = task.microbatch if per_task else 0
-            found = [by_task.get((step, task.chunk, microbatch, slot)) for slot in _slots(task.kind)]
+            found = [by_task.get((step, task.chunk, microbatch, slot)) for slot in SLOTS[task.kind]]
             if found[0] is None:
                 where = f" in step {step}" if per_task else ""
                 raise ValueError(f"the recorded run has no {task}{where}: record a run of the same pipeline")
-            for slot, values in zip(_slots(task.kind), found, strict=True):
+            for slot, values in zip(SLOTS[task.kind], found, strict=True):
                 if values is not None:
                     durations[row, task.chunk, task.microbatch, slot] = fmean(values)
     return durations
 
 
-def _slots(kind: TaskKind) -> tuple[int, ...]:
-    return (1, 2) if kind is TaskKind.B else (SLOT[kind],)
-
-
 def of_tasks(durations_ms: Durations) -> dict[TaskKind, list[list[list[float]]]]:
     """Plain nested lists ``[kind][step][chunk][microbatch]``, which a loop reads much faster than an array."""
-    return {
-        TaskKind.F: durations_ms[..., 0].tolist(),
-        TaskKind.B: (durations_ms[..., 1] + durations_ms[..., 2]).tolist(),
-        TaskKind.I: durations_ms[..., 1].tolist(),
-        TaskKind.W: durations_ms[..., 2].tolist(),
-    }
+    return {kind: durations_ms[..., slots].sum(axis=-1).tolist() for kind, slots in SLOTS.items()}

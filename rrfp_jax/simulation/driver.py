@@ -9,14 +9,13 @@ record.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from rrfp_jax.arbitration import Event, FinishStep, Instruction, RunTask, Send, StageArbiter, StepStarted
 from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.jitter import EMA_KEPT
 from rrfp_jax.simulation.links import Communication, Links
-from rrfp_jax.simulation.transfers import make_transfers
+from rrfp_jax.simulation.transfers import Surroundings, make_transfers
 from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
@@ -122,11 +121,13 @@ class _Driver:
         self.queue = EventQueue()
         self.transfers = make_transfers(
             machine.communication,
-            queue=self.queue,
-            links=machine.links,
-            arbiters=arbiters,
-            deliver=self.deliver,
-            is_computing=self.is_computing,
+            Surroundings(
+                queue=self.queue,
+                links=machine.links,
+                arbiters=arbiters,
+                deliver=self.deliver,
+                is_computing=self.is_computing,
+            ),
         )
         self._durations_ms = of_tasks(durations)
         self._num_given = durations.shape[0]
@@ -234,6 +235,6 @@ class _Driver:
 
     def _report(self) -> list[str]:
         lines = []
-        for index, stage in zip(count(), self.stages):
+        for index, stage in enumerate(self.stages):
             lines += [f"  stage {index}: {waiting}" for waiting in stage.arbiter.waiting()[:3]]
         return lines

@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from rrfp_jax.arbitration import MessageKind
 
-_MS_PER_S = 1e3
-
 
 class Communication(StrEnum):
     """Who is occupied while a tensor travels."""
@@ -47,14 +45,9 @@ class Links:
     """
 
     def __post_init__(self) -> None:
-        numbers = {
-            "latency_ms": self.latency_ms,
-            "activation_bytes": self.activation_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "shared_bytes": self.shared_bytes,
-            "control_ms": self.control_ms,
-            **{f"extra_ms of link {a}-{b}": extra for (a, b), extra in self.extra_ms.items()},
-        }
+        names = ("latency_ms", "activation_bytes", "gradient_bytes", "shared_bytes", "control_ms")
+        numbers = {name: getattr(self, name) for name in names}
+        numbers |= {f"extra_ms of link {a}-{b}": extra for (a, b), extra in self.extra_ms.items()}
         for name, number in numbers.items():
             if not 0 <= number < math.inf:
                 raise ValueError(f"{name} is {number}: give 0 or more")
@@ -71,7 +64,7 @@ class Links:
             MessageKind.SHARED: self.shared_bytes,
         }[kind]
         seconds = size / (self.bandwidth_gb_per_s * 1e9)
-        return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * _MS_PER_S
+        return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * 1e3
 
 
 def both_directions(delays_ms: Mapping[tuple[int, int], float], num_stages: int) -> dict[tuple[int, int], float]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.simulation.links import Links
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
@@ -107,7 +108,10 @@ def _solver() -> Any:
 
 
 def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
-    durations = {task: round(_duration_ms(task, durations_ms) * _UNITS_PER_MS) for task in graph.tasks()}
+    of_kind = of_tasks(durations_ms[np.newaxis])
+    durations = {
+        task: round(of_kind[task.kind][0][task.chunk][task.microbatch] * _UNITS_PER_MS) for task in graph.tasks()
+    }
     waits = [
         _Wait(earlier, task, round(_transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
         for task in graph.tasks()
@@ -121,17 +125,6 @@ def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[n
         waits=[wait._replace(transfer=wait.transfer // common) for wait in waits],
         units_per_ms=_UNITS_PER_MS / common,
     )
-
-
-def _duration_ms(task: Task, durations_ms: NDArray[np.float64]) -> float:
-    forward, input_gradient, weight_gradient = durations_ms[task.chunk, task.microbatch].tolist()
-    by_kind: dict[TaskKind, float] = {
-        TaskKind.F: forward,
-        TaskKind.B: input_gradient + weight_gradient,
-        TaskKind.I: input_gradient,
-        TaskKind.W: weight_gradient,
-    }
-    return by_kind[task.kind]
 
 
 def _transfer_ms(earlier: Task, later: Task, placement: Placement, links: Links) -> float:

@@ -1,12 +1,13 @@
 """The numbers of a run, simulated or real, by one set of definitions (see :mod:`rrfp_jax.timeline`)."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
+from rrfp_jax.timeline import IdleReason, Timeline
 
 _DECIMALS = 6
 """Of milliseconds: nanoseconds. Virtual time is exact, seconds in floating point are not."""
@@ -45,7 +46,7 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
 
     Raises ValueError for a record without tasks, or with other steps than ``step_ms``.
     """
-    steps = by_step(timeline)
+    steps = timeline.by_step()
     if not steps or len(steps) != len(step_ms):
         raise ValueError(f"the record has {len(steps)} steps, and {len(step_ms)} step times were given")
     makespans_ms = [_ms(step.makespan_s()) for step in steps]
@@ -65,20 +66,60 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
     )
 
 
-def by_step(timeline: Timeline) -> list[Timeline]:
-    """The record of each step, ascending, in one pass."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    waits: dict[int, list[Wait]] = defaultdict(list)
-    for span in timeline.spans:
-        spans[span.step].append(span)
-    for wait in timeline.waits:
-        waits[wait.step].append(wait)
-    return [Timeline(timeline.num_stages, spans[step], waits[step]) for step in sorted(spans)]
-
-
 def _mean_idle_ms(idle_s: dict[IdleReason, float], num_steps: int) -> dict[str, float]:
     return {reason.value: _ms(idle_s[reason] / num_steps) for reason in IdleReason if reason in idle_s}
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, _DECIMALS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryWeights:
+    """What the tasks of one microbatch hold and free on a stage.
+
+    The unit is what a stage keeps of one microbatch over all its chunks (of one direction, if the pipeline is
+    bidirectional); every chunk has an equal part. Raises ValueError unless everything held is freed.
+    """
+
+    forward: float = 1.0
+    """Held from the start of F."""
+    input_gradient: float = 0.0
+    """Freed at the end of I; negative if I leaves more behind than it takes."""
+    weight_gradient: float = 1.0
+    """Freed at the end of W. A fused backward frees everything at its end."""
+
+    def __post_init__(self) -> None:
+        if abs(self.forward - self.input_gradient - self.weight_gradient) > 1e-9:
+            raise ValueError(
+                f"memory weights: F holds {self.forward}, but I and W free {self.input_gradient} and "
+                f"{self.weight_gradient}: make F the sum of the other two"
+            )
+
+    def freed_by(self, kind: TaskKind) -> float:
+        """What a backward task of this kind frees."""
+        return {TaskKind.I: self.input_gradient, TaskKind.W: self.weight_gradient}.get(kind, self.forward)
+
+
+DEFAULT_WEIGHTS = MemoryWeights()
+
+
+def peak_memory(
+    timeline: Timeline, graph: PipelineGraph, placement: Placement, weights: MemoryWeights = DEFAULT_WEIGHTS
+) -> list[float]:
+    """The largest memory that each stage held at once, over all steps recorded, in microbatches.
+
+    What ends at a time is freed before what starts then is held. A chunk without a backward keeps nothing.
+    """
+    changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
+    for span in timeline.spans:
+        if span.task.microbatch >= 0 and graph.has_backward(span.task.chunk):
+            if span.task.kind is TaskKind.F:
+                changes[span.stage].append((span.start_s, 1, weights.forward))
+            else:
+                changes[span.stage].append((span.end_s, 0, -weights.freed_by(span.task.kind)))
+    return [
+        max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
+        / graph.passes_per_microbatch(chunks)
+        for of_stage, chunks in zip(changes, placement.chunks_of_stage, strict=True)
+    ]

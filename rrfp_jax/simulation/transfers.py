@@ -9,7 +9,8 @@ Messages that stages exchange once per step (shared gradients, reports, verdicts
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
     Event,
@@ -31,56 +32,48 @@ Deliver = Callable[[int, Event], None]
 _TENSORS_OF_TASKS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
-class Transfers(Protocol):
-    """A way in which tensors travel."""
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a way of communication sees of the run."""
 
-    def task_ended(self, stage: int, step: int, task: Task) -> None:
-        """A task's computation has ended now."""
+    queue: EventQueue
+    links: Links
+    arbiters: Sequence[StageArbiter]
+    deliver: Deliver
+    is_computing: Callable[[int], bool]
 
-    def send(self, stage: int, send: Send) -> None:
-        """The arbiter of ``stage`` wants this message sent now."""
 
-
-def make_transfers(
-    communication: Communication,
-    *,
-    queue: EventQueue,
-    links: Links,
-    arbiters: Sequence[StageArbiter],
-    deliver: Deliver,
-    is_computing: Callable[[int], bool],
-) -> Transfers:
+def make_transfers(communication: Communication, run: Surroundings) -> "AsyncTransfers":
     """The way of this name; raises ValueError where an option would have no meaning with it."""
     if communication is Communication.ASYNC:
-        return AsyncTransfers(queue, links, deliver)
-    if links.contention:
+        return AsyncTransfers(run)
+    if run.links.contention:
         raise ValueError(
             f"contention has no effect with {communication} communication, in which a stage makes one transfer at a "
             "time: leave it out, or take async"
         )
-    if any(arbiter.dispatch_ahead for arbiter in arbiters):
+    if any(arbiter.dispatch_ahead for arbiter in run.arbiters):
         raise ValueError(
             f"dispatch_ahead has no meaning with {communication} communication, in which a stage sends before it goes "
             "on: set it to 0, or take async"
         )
-    plans = [stage_plan(a.graph, a.placement, a.stage, a.rules) for a in arbiters]
-    if communication is Communication.BLOCKING:
-        return BlockingTransfers(queue, links, deliver, plans)
-    return RendezvousTransfers(queue, links, deliver, plans, is_computing)
+    return BlockingTransfers(run) if communication is Communication.BLOCKING else RendezvousTransfers(run)
 
 
 class AsyncTransfers:
     """Nobody is occupied."""
 
-    def __init__(self, queue: EventQueue, links: Links, deliver: Deliver) -> None:
-        self.queue, self.links, self.deliver = queue, links, deliver
+    def __init__(self, run: Surroundings) -> None:
+        self.queue, self.links, self.deliver = run.queue, run.links, run.deliver
         self._transfer_ms: dict[tuple[MessageKind, int, int], float] = {}
         self._link_free_ms: dict[tuple[int, int], float] = {}
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
+        """A task's computation has ended now."""
         self.deliver(stage, TaskFinished(step, self.queue.now_ms / 1e3, task))
 
     def send(self, stage: int, send: Send) -> None:
+        """The arbiter of ``stage`` wants this message sent now."""
         start_ms = self.queue.now_ms
         duration_ms = self.duration_ms(send.message.kind, stage, send.stage)
         if self.links.contention and send.message.kind not in (MessageKind.REPORT, MessageKind.VERDICT):
@@ -101,9 +94,9 @@ class AsyncTransfers:
 class BlockingTransfers(AsyncTransfers):
     """The sender is occupied until each of its messages, one after the other, has arrived."""
 
-    def __init__(self, queue: EventQueue, links: Links, deliver: Deliver, plans: Sequence[StagePlan]) -> None:
-        super().__init__(queue, links, deliver)
-        self._plans = plans
+    def __init__(self, run: Surroundings) -> None:
+        super().__init__(run)
+        self._plans = [stage_plan(a.graph, a.placement, a.stage, a.rules) for a in run.arbiters]
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
         at_ms = self.queue.now_ms
@@ -145,21 +138,14 @@ class RendezvousTransfers(BlockingTransfers):
     everything that has happened.
     """
 
-    def __init__(
-        self,
-        queue: EventQueue,
-        links: Links,
-        deliver: Deliver,
-        plans: Sequence[StagePlan],
-        is_computing: Callable[[int], bool],
-    ) -> None:
-        super().__init__(queue, links, deliver, plans)
-        self._is_computing = is_computing
-        self._in_transfer = [False] * len(plans)
-        self._outgoing: list[deque[_Pending]] = [deque() for _ in plans]
-        self._incoming: list[deque[_Pending]] = [deque() for _ in plans]
-        self._ended: list[tuple[int, Task] | None] = [None] * len(plans)
-        self._held: list[list[tuple[int, Message]]] = [[] for _ in plans]
+    def __init__(self, run: Surroundings) -> None:
+        super().__init__(run)
+        self._is_computing = run.is_computing
+        self._in_transfer = [False] * len(run.arbiters)
+        self._outgoing: list[deque[_Pending]] = [deque() for _ in run.arbiters]
+        self._incoming: list[deque[_Pending]] = [deque() for _ in run.arbiters]
+        self._ended: list[tuple[int, Task] | None] = [None] * len(run.arbiters)
+        self._held: list[list[tuple[int, Message]]] = [[] for _ in run.arbiters]
         self._num_messages = 0
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:

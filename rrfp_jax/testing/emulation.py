@@ -1,9 +1,15 @@
-"""Run the real runtime on emulated stages for some steps, in one process or in several, and keep what it recorded."""
+"""Run the real runtime on emulated stages for some steps, in one process or in several, and keep what it recorded.
+
+Also what the runtime added to the durations that the run was given.
+"""
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import jax
 import numpy as np
@@ -16,8 +22,9 @@ from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.testing.emulated import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
+from rrfp_jax.timeline import IdleReason, Span, Timeline
 from rrfp_jax.waiting import result_of
 
 
@@ -97,6 +104,21 @@ def emulate(
         runtime.close()
 
 
+def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
+    """Mean milliseconds per task between the end of one task and the start of the next that were not its duration.
+
+    The sum of two parts: how long the host takes from the end of a task to the start of the next, where the next was
+    ready at once; and how much longer tasks ran than the durations say (sleeps overshoot, calls cost time). It is what
+    a simulation of the same run takes as its dispatch overhead. ``durations_ms`` is [steps, chunks, microbatches, 3].
+    """
+    nominal_ms = of_tasks(durations_ms)
+    excess_ms = []
+    for step, _, task, start_s, end_s in timeline.spans:
+        asked_ms = nominal_ms[task.kind][step % len(durations_ms)][task.chunk][task.microbatch]
+        excess_ms.append((end_s - start_s) * 1e3 - asked_ms)
+    return fmean(excess_ms) + fmean(_gaps_ms(timeline) or [0.0])
+
+
 def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulation:
     timeline, step_ms = Timeline(process.layout.num_units), []
     last_s = runtime.clock()
@@ -130,3 +152,17 @@ def _whole(devices: Sequence[jax.Device]) -> Sharding:
 def _processor_s() -> float:
     times = os.times()
     return times.user + times.system
+
+
+def _gaps_ms(timeline: Timeline) -> list[float]:
+    """Between two tasks of a stage where nothing but the host stood in between."""
+    host = {(w.stage, w.start_s, w.end_s) for w in timeline.waits if w.reason is IdleReason.HOST}
+    per_stage: dict[int, list[Span]] = defaultdict(list)
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        per_stage[span.stage].append(span)
+    return [
+        (later.start_s - earlier.end_s) * 1e3
+        for stage, spans in per_stage.items()
+        for earlier, later in pairwise(spans)
+        if (stage, earlier.end_s, later.start_s) in host
+    ]

@@ -19,7 +19,7 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
 from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models import language_model
-from rrfp_jax.models.partition import check_divides
+from rrfp_jax.models.tensor_cut import check_divides
 from rrfp_jax.network import RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.detection import membership_from

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.planning.memory import ChunkBytes, check_fits, forecast_stage, window_of_bytes
+from rrfp_jax.planning.forecast import ChunkBytes, check_fits, forecast_stage, window_of_bytes
 
 CHUNK = ChunkBytes(fixed=1000, stash=100, owed=140, inputs=10, output_grads=20, outputs=10, temporaries=50)
 

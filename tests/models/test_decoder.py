@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrfp_jax.models.attention import Attention, rotate
+from rrfp_jax.models.decoder import Attention, rotate
 from tests.models.reference import reference_attention, reference_rotate, small_config
 
 
