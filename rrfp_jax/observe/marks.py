@@ -44,23 +44,17 @@ def traces(panel: Panel, axis: str) -> list[Any]:
         found += draw(boxes, idle_marker(reason), hover, numbers=None, legendgroup=reason.value, **place)
     for group, boxes in panel.tasks.items():
         marker = task_marker(group.kind, group.rank, panel.num_shades)
-        numbers = _numbers(panel, group, boxes)
-        hover = _task_hover(group.kind)
-        found += draw(boxes, marker, hover, numbers=numbers, legendgroup=group.kind.value, **place)
+        has_numbers = group.is_numbered and panel.num_boxes <= _MAX_NUMBERS
+        numbers = [str(microbatch) for microbatch in boxes.microbatch] if has_numbers else None
+        found += draw(boxes, marker, _task_hover(group), numbers=numbers, legendgroup=group.kind.value, **place)
     return found
 
 
-def _task_hover(kind: TaskKind) -> str:
-    once_per_step = kind in (TaskKind.R, TaskKind.U)
-    name = f"%{{customdata[0]}}{kind}" + ("" if once_per_step else "%{customdata[1]}")
-    what = "chunk %{customdata[0]}" + ("" if once_per_step else ", microbatch %{customdata[1]}")
-    return f"<b>{TASK_LOOKS[kind].label}</b><br>task {name}: {what}{_WHERE}"
-
-
-def _numbers(panel: Panel, group: TaskGroup, boxes: Boxes) -> list[str] | None:
-    if group.kind in (TaskKind.R, TaskKind.U) or panel.num_boxes > _MAX_NUMBERS:
-        return None
-    return [str(microbatch) for microbatch in boxes.microbatch]
+def _task_hover(group: TaskGroup) -> str:
+    name, what = f"%{{customdata[0]}}{group.kind}", "chunk %{customdata[0]}"
+    if group.is_numbered:
+        name, what = name + "%{customdata[1]}", what + ", microbatch %{customdata[1]}"
+    return f"<b>{TASK_LOOKS[group.kind].label}</b><br>task {name}: {what}{_WHERE}"
 
 
 def _facts(boxes: Boxes) -> NDArray[np.float32]:

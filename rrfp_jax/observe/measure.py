@@ -1,5 +1,6 @@
 """How wide text is on paper, without drawing it."""
 
+from bisect import bisect
 from functools import lru_cache
 
 from matplotlib.font_manager import FontProperties
@@ -21,11 +22,6 @@ def shortened(text: str, points: float, room: float, *, bold: bool = False) -> s
     """``text``, cut and ended with an ellipsis where it is wider than ``room`` inches."""
     if text_width(text, points, bold=bold) <= room:
         return text
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if text_width(text[:middle] + "…", points, bold=bold) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return text[:low].rstrip() + "…"
+    lengths = range(1, len(text) + 1)
+    fitting = bisect(lengths, room, key=lambda length: text_width(text[:length] + "…", points, bold=bold))
+    return text[:fitting].rstrip() + "…"

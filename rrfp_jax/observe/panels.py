@@ -46,6 +46,11 @@ class TaskGroup(NamedTuple):
     kind: TaskKind
     rank: int
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its tasks belong to microbatches; R and U run once per step."""
+        return self.kind not in (TaskKind.R, TaskKind.U)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
@@ -145,7 +150,7 @@ def _panel(caption: str, timeline: Timeline) -> Panel:
     zero_s = first_start_s(timeline)
     chunks_of_stage = _chunks_of_stage(timeline)
     steps = tuple(timeline.steps())
-    by_step = _by_step(timeline)
+    by_step = timeline.by_step()
     starts: dict[int, dict[int, float]] = {step: {} for step in steps}
     for span in sorted(timeline.spans, key=lambda s: s.start_s, reverse=True):
         starts[span.step][span.stage] = _ms(span.start_s, zero_s)
@@ -169,13 +174,6 @@ def _entries(timeline: Timeline) -> Iterator[Span | Wait]:
     yield from timeline.waits
 
 
-def _by_step(timeline: Timeline) -> list[Timeline]:
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        spans[span.step].append(span)
-    return [Timeline(timeline.num_stages, spans[step]) for step in sorted(spans)]
-
-
 def _chunks_of_stage(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
     chunks: list[set[int]] = [set() for _ in range(timeline.num_stages)]
     for span in timeline.spans:
@@ -191,10 +189,8 @@ def _task_boxes(
     for span in spans:
         groups[TaskGroup(span.task.kind, rank_of[span.stage][span.task.chunk])].append(span)
     order = list(TaskKind)
-    return {
-        group: _boxes(groups[group], [(s.task.chunk, s.task.microbatch) for s in groups[group]], zero_s)
-        for group in sorted(groups, key=lambda g: (order.index(g.kind), g.rank))
-    }
+    ordered = sorted(groups, key=lambda group: (order.index(group.kind), group.rank))
+    return {group: _boxes(groups[group], zero_s) for group in ordered}
 
 
 def _wait_boxes(waits: Sequence[Wait], zero_s: float) -> dict[IdleReason, Boxes]:
@@ -202,21 +198,19 @@ def _wait_boxes(waits: Sequence[Wait], zero_s: float) -> dict[IdleReason, Boxes]
     for wait in waits:
         if wait.end_s > wait.start_s:
             groups[wait.reason].append(wait)
-    return {
-        reason: _boxes(groups[reason], [(-1, -1)] * len(groups[reason]), zero_s)
-        for reason in IdleReason
-        if reason in groups
-    }
+    return {reason: _boxes(groups[reason], zero_s) for reason in IdleReason if reason in groups}
 
 
-def _boxes(entries: Sequence[Span] | Sequence[Wait], names: Sequence[tuple[int, int]], zero_s: float) -> Boxes:
+def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float) -> Boxes:
+    tasks = [(e.task.chunk, e.task.microbatch) if isinstance(e, Span) else (-1, -1) for e in entries]
+    chunk, microbatch = np.array(tasks).T
     return Boxes(
         stage=np.array([e.stage for e in entries]),
         step=np.array([e.step for e in entries]),
         start_ms=np.array([_ms(e.start_s, zero_s) for e in entries]),
         end_ms=np.array([_ms(e.end_s, zero_s) for e in entries]),
-        chunk=np.array([chunk for chunk, _ in names]),
-        microbatch=np.array([microbatch for _, microbatch in names]),
+        chunk=chunk,
+        microbatch=microbatch,
     )
 
 

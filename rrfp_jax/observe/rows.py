@@ -12,7 +12,6 @@ from rrfp_jax.observe.dense import are_thin, share_images
 from rrfp_jax.observe.measure import shortened, text_width
 from rrfp_jax.observe.panels import Boxes, Panel
 from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, text_colour
-from rrfp_jax.tasks import TaskKind
 
 DPI = 160
 POINTS = 72
@@ -117,7 +116,7 @@ class Rows:
             axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
 
     def _number_points(self) -> float | None:
-        boxes = [boxes for group, boxes in self.panel.tasks.items() if group.kind not in (TaskKind.R, TaskKind.U)]
+        boxes = [boxes for group, boxes in self.panel.tasks.items() if group.is_numbered]
         smallest, largest = _NUMBER_POINTS
         largest = min(largest, self._row_height * POINTS * _BOX * 0.72)
         if self.thin or not boxes or largest < smallest:
@@ -134,7 +133,7 @@ class Rows:
 
     def _draw_numbers(self, axes: Axes, size: float) -> None:
         for group, boxes in self.panel.tasks.items():
-            if group.kind in (TaskKind.R, TaskKind.U):
+            if not group.is_numbered:
                 continue
             colour = text_colour(self.panel.colour(group))
             for i in np.flatnonzero(_fits(self._room(boxes), size)):
@@ -208,18 +207,7 @@ def _draw_time_axis(axes: Axes, *, last: bool) -> None:
         axes.set_xlabel("time since the first start (ms)", fontsize=9, color=INK)
 
 
-def _note(
-    axes: Axes,
-    text: str,
-    place: tuple[float, float],
-    offset: tuple[float, float],
-    *,
-    fontsize: float,
-    color: str,
-    fontweight: str = "normal",
-    ha: str = "left",
-    va: str = "bottom",
-) -> None:
+def _note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     """Text at a place in fractions of the axes, moved by points; never read as mathematics, whatever it holds."""
     axes.annotate(
         text,
@@ -227,11 +215,7 @@ def _note(
         xycoords="axes fraction",
         xytext=offset,
         textcoords="offset points",
-        fontsize=fontsize,
-        fontweight=fontweight,
-        color=color,
-        ha=ha,
-        va=va,
         parse_math=False,
         annotation_clip=False,
+        **{"va": "bottom", **style},
     )

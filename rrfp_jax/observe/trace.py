@@ -7,6 +7,7 @@ event is named by the task's text form (``2F5``): Perfetto colours by the name w
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from rrfp_jax.observe.files import replacing
@@ -34,34 +35,23 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-# Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
-def _process(stage: int) -> int:
-    return stage + 1
+_TASKS, _IDLE = range(2)
+"""The tracks of a stage."""
 
 
-def _task_thread(stage: int) -> int:
-    return 2 * stage + 1
+def _track(stage: int, track: int) -> Event:
+    # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
+    return {"pid": stage + 1, "tid": 2 * stage + 1 + track}
 
 
-def _idle_thread(stage: int) -> int:
-    return 2 * stage + 2
-
-
-def _names(stage: int) -> list[Event]:
-    process = _process(stage)
-    events = [
-        _metadata("process_name", process, None, {"name": f"stage {stage}"}),
-        _metadata("process_sort_index", process, None, {"sort_index": stage}),
-    ]
-    for index, (thread, name) in enumerate([(_task_thread(stage), "tasks"), (_idle_thread(stage), "idle")]):
-        events.append(_metadata("thread_name", process, thread, {"name": name}))
-        events.append(_metadata("thread_sort_index", process, thread, {"sort_index": index}))
-    return events
-
-
-def _metadata(name: str, process: int, thread: int | None, args: dict[str, Any]) -> Event:
-    event = {"ph": "M", "name": name, "pid": process, "args": args}
-    return event if thread is None else {**event, "tid": thread}
+def _names(stage: int) -> Iterator[Event]:
+    process = {"ph": "M", "pid": stage + 1}
+    yield {**process, "name": "process_name", "args": {"name": f"stage {stage}"}}
+    yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
+    for track, name in ((_TASKS, "tasks"), (_IDLE, "idle")):
+        thread = {"ph": "M", **_track(stage, track)}
+        yield {**thread, "name": "thread_name", "args": {"name": name}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
 def _task_event(span: Span, zero_s: float) -> Event:
@@ -69,34 +59,23 @@ def _task_event(span: Span, zero_s: float) -> Event:
     args: dict[str, Any] = {"step": span.step, "kind": TASK_LOOKS[task.kind].label, "chunk": task.chunk}
     if task.microbatch >= 0:
         args["microbatch"] = task.microbatch
-    return {
-        **_complete(span, zero_s),
-        "name": str(task),
-        "cat": f"task,{task.kind}",
-        "tid": _task_thread(span.stage),
-        "args": args,
-    }
+    return {**_complete(span, zero_s, _TASKS), "name": str(task), "cat": f"task,{task.kind}", "args": args}
 
 
 def _idle_event(wait: Wait, zero_s: float) -> Event:
-    return {
-        **_complete(wait, zero_s),
-        "name": f"idle: {wait.reason}",
-        "cat": f"idle,{wait.reason}",
-        "tid": _idle_thread(wait.stage),
-        "args": {"step": wait.step, "reason": wait.reason.value, "meaning": IDLE_LOOKS[wait.reason].label},
-    }
+    reason = wait.reason
+    args = {"step": wait.step, "reason": reason.value, "meaning": IDLE_LOOKS[reason].label}
+    return {**_complete(wait, zero_s, _IDLE), "name": f"idle: {reason}", "cat": f"idle,{reason}", "args": args}
 
 
-def _complete(entry: Span | Wait, zero_s: float) -> Event:
+def _complete(entry: Span | Wait, zero_s: float, track: int) -> Event:
     # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
     start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
-    return {"ph": "X", "pid": _process(entry.stage), "ts": start_us, "dur": round(end_us - start_us, 3)}
+    return {"ph": "X", **_track(entry.stage, track), "ts": start_us, "dur": round(end_us - start_us, 3)}
 
 
 def _summary(timeline: Timeline) -> dict[str, str]:
-    by_step = {step: timeline.of_step(step) for step in timeline.steps()}
     return {
         f"step {step}": f"makespan {one.makespan_s() * 1e3:.3f} ms, bubble {one.bubble_fraction():.4f}"
-        for step, one in by_step.items()
+        for step, one in zip(timeline.steps(), timeline.by_step(), strict=True)
     }
