@@ -30,7 +30,7 @@ from experiments.ordering import parse_window
 from experiments.simulate import RULES
 from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
-from rrfp_jax.schedules.levels import Levels, compare
+from rrfp_jax.schedules.comparison import Levels, compare
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
 from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
 from rrfp_jax.tasks import Task, TaskKind

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from experiments.console import make_table
 from rrfp_jax.schedules import ScheduleRequest
+from rrfp_jax.schedules.comparison import Levels
 from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
-from rrfp_jax.schedules.levels import Levels
 from rrfp_jax.schedules.slots import SlotLengths
 
 BUBBLE_TOLERANCE = 0.02
@@ -84,7 +84,7 @@ def formulas_of(name: str, request: ScheduleRequest, lengths: SlotLengths) -> li
     """The closed formulas of a schedule, each with whether it holds for these sizes and lengths of a whole stage."""
     sizes, peak = Sizes.of(name, request, lengths), peak_formula(name)
     formulas: list[Formula] = [*bubble_formulas(name), *([peak] if peak else [])]
-    return [(formula, formula.holds(sizes)) for formula in formulas]
+    return [(formula, formula.where.holds(sizes)) for formula in formulas]
 
 
 def places(rates: Sequence[float | None]) -> list[int]:
@@ -154,7 +154,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
             "bubble_closed_form": row.bubbles["closed form"],
             "peak": row.peaks["formula"],
             "formulas": [
-                {"of": _subject(form), "text": form.text, "validity": form.validity, "holds": holds}
+                {"of": _subject(form), "text": form.text, "validity": form.where.text, "holds": holds}
                 for form, holds in row.formulas
             ],
         },
@@ -171,7 +171,7 @@ def _formulas(rows: Sequence[Row]) -> Table:
     table = make_table(title, "schedule", "of", "formula", "holds for")
     for row in rows:
         for form, holds in row.formulas:
-            validity = form.validity if holds else f"not here: {form.validity}"
+            validity = form.where.text if holds else f"not here: {form.where.text}"
             table.add_row(row.ideal.schedule, _subject(form), form.text, validity)
     return table
 

@@ -13,6 +13,7 @@ is a finding, see docs/schedules.md.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from rrfp_jax.schedules.one_f_one_b import eager_windows
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage
@@ -59,212 +60,190 @@ class Sizes:
         return self.m * (self.f + self.b)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Condition(NamedTuple):
+    """For which sizes and lengths a formula holds, in words and as a test."""
+
+    text: str
+    holds: Callable[[Sizes], bool]
+
+
+@dataclass(frozen=True)
 class BubbleFormula:
     """Idle time per stage, in the unit of the lengths."""
 
     schedule: str
     text: str
     bubble: Callable[[Sizes], float]
-    published: bool
+    where: Condition
+    published: bool = True
     """Whether it is the paper's; else ours, read off the ideal tables."""
-    holds: Callable[[Sizes], bool]
-    validity: str
 
     def rate(self, sizes: Sizes) -> float | None:
         """The bubble rate; None where the formula does not hold."""
-        if not self.holds(sizes):
+        if not self.where.holds(sizes):
             return None
         bubble = self.bubble(sizes)
         return bubble / (bubble + sizes.work)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PeakFormula:
-    """Activations of a stage at its peak: exact where ``holds``, an upper bound always."""
+    """Activations of a stage at its peak: exact where it holds, an upper bound always."""
 
     schedule: str
     text: str
     peak: Callable[[Sizes, int], float]
-    holds: Callable[[Sizes], bool]
-    validity: str
+    where: Condition
+
+
+def _fill_and_drain(s: Sizes) -> float:
+    return (s.p - 1) * (s.f + s.b)
 
 
 def _equal(s: Sizes) -> bool:
     return s.f == s.i == s.w
 
 
-def _formula(
-    schedule: str,
-    text: str,
-    bubble: Callable[[Sizes], float],
-    holds: Callable[[Sizes], bool] = lambda _: True,
-    validity: str = "always",
-    *,
-    published: bool = True,
-) -> BubbleFormula:
-    return BubbleFormula(
-        schedule=schedule, text=text, bubble=bubble, published=published, holds=holds, validity=validity
-    )
-
+_ALWAYS = Condition("always", lambda _: True)
+_FULL = Condition("m >= p", lambda s: s.m >= s.p)
+_SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
+_LARGEST_STAGE = Condition("m >= 2p, largest stage", lambda s: s.m >= 2 * s.p)
 
 BUBBLES: tuple[BubbleFormula, ...] = (
-    _formula("gpipe", "(p-1)(F+I+W)", lambda s: (s.p - 1) * (s.f + s.b)),
-    _formula("1f1b", "(p-1)(F+I+W)", lambda s: (s.p - 1) * (s.f + s.b)),
-    _formula(
+    BubbleFormula("gpipe", "(p-1)(F+I+W)", _fill_and_drain, _ALWAYS),
+    BubbleFormula("1f1b", "(p-1)(F+I+W)", _fill_and_drain, _ALWAYS),
+    BubbleFormula(
         "eager-1f1b",
         "(p-1)(F+I+W)",
-        lambda s: (s.p - 1) * (s.f + s.b),
-        lambda s: (
-            all(w >= min(s.m, s.p - stage) for stage, w in enumerate(s.windows))
-            and all(w > after or w >= s.m for w, after in pairwise(s.windows))
+        _fill_and_drain,
+        Condition(
+            "window of stage s at least p-s, and larger than that of stage s+1 (or m)",
+            lambda s: (
+                all(w >= min(s.m, s.p - stage) for stage, w in enumerate(s.windows))
+                and all(w > after or w >= s.m for w, after in pairwise(s.windows))
+            ),
         ),
-        "window of stage s at least p-s, and larger than that of stage s+1 (or m)",
     ),
-    _formula("interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: (s.p - 1) * (s.f + s.b) / s.v, lambda s: s.v > 1, "v > 1"),
-    _formula(
-        "breadth-first", "(p-1)(F+I+W)/v", lambda s: (s.p - 1) * (s.f + s.b) / s.v, lambda s: s.m >= s.p, "m >= p"
+    BubbleFormula(
+        "interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, Condition("v > 1", lambda s: s.v > 1)
     ),
-    _formula(
-        "zb-h1",
-        "(p-1)(F+I-W)",
-        lambda s: (s.p - 1) * (s.f + s.i - s.w),
-        lambda s: s.m >= s.p and s.w <= min(s.f, s.i),
-        "m >= p, W <= F, W <= I",
-    ),
-    _formula(
+    BubbleFormula("breadth-first", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, _FULL),
+    BubbleFormula("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), _SMALL_W),
+    BubbleFormula(
         "zb-h2",
         "(p-1) max(0, F+I-2W)",
         lambda s: (s.p - 1) * max(0.0, s.f + s.i - 2 * s.w),
-        lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i),
-        "m >= 2p-1, W <= F, W <= I",
+        Condition("m >= 2p-1, W <= F, W <= I", lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i)),
     ),
-    _formula("zb-v", "0", lambda _: 0.0, lambda s: _equal(s) and s.m >= 2 * s.p - 1, "F = I = W, m >= 2p-1"),
-    _formula(
+    BubbleFormula(
+        "zb-v", "0", lambda _: 0.0, Condition("F = I = W, m >= 2p-1", lambda s: _equal(s) and s.m >= 2 * s.p - 1)
+    ),
+    BubbleFormula(
         "v-half",
         "(p-1)(F+I+W)/2",
-        lambda s: (s.p - 1) * (s.f + s.b) / 2,
-        lambda s: _equal(s) and s.m >= 2 * s.p,
-        "F = I = W, large p and m (an approximation: half of 1F1B's)",
+        lambda s: _fill_and_drain(s) / 2,
+        Condition(
+            "F = I = W, large p and m (an approximation: half of 1F1B's)", lambda s: _equal(s) and s.m >= 2 * s.p
+        ),
     ),
-    _formula(
+    BubbleFormula(
         "v-half",
         "(3p-7)F/2 for even p > 2, (3p-4)F/2 for odd p > 1",
         lambda s: (3 * s.p - (4 if s.p % 2 else 7)) * s.f / 2,
-        lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 2,
-        "F = I = W, m >= 2p, p > 2",
+        Condition("F = I = W, m >= 2p, p > 2", lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 2),
         published=False,
     ),
-    _formula(
+    BubbleFormula(
         "v-min",
         "2(p-1)(F+I+W)/3",
-        lambda s: 2 * (s.p - 1) * (s.f + s.b) / 3,
-        lambda s: _equal(s) and s.m >= 2 * s.p,
-        "F = I = W, large p and m (an approximation: two thirds of 1F1B's)",
+        lambda s: 2 * _fill_and_drain(s) / 3,
+        Condition(
+            "F = I = W, large p and m (an approximation: two thirds of 1F1B's)",
+            lambda s: _equal(s) and s.m >= 2 * s.p,
+        ),
     ),
-    _formula(
+    BubbleFormula(
         "v-min",
         "(4p-5)F/2, or (4p-7)F/2 where 3 divides p",
         lambda s: (4 * s.p - (5 if s.p % 3 else 7)) * s.f / 2,
-        lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 1,
-        "F = I = W, m >= 2p, p > 1",
+        Condition("F = I = W, m >= 2p, p > 1", lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 1),
         published=False,
     ),
-    _formula(
+    BubbleFormula(
         "dualpipe-v",
         "(p-1)(F+2I-W)/2",
         lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2,
-        lambda s: s.m >= 2 * s.p,
-        "m >= 2p, the overlapped pair as long as its parts",
+        Condition("m >= 2p, the overlapped pair as long as its parts", lambda s: s.m >= 2 * s.p),
     ),
-    _formula(
+    BubbleFormula(
         "dualpipe-v",
         "(p-1)(F+I-W)/2",
         lambda s: (s.p - 1) * (s.f + s.i - s.w) / 2,
-        lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f,
-        "m >= 2p, W <= I <= F",
+        Condition("m >= 2p, W <= I <= F", lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f),
         published=False,
     ),
-    _formula(
+    BubbleFormula(
         "chimera",
         "(p-2)/(2m+p-2) of the time",
         lambda s: (s.p - 2) * s.f,
-        lambda s: s.f == s.b and s.m % s.p == 0,
-        "B = F, p divides m",
+        Condition("B = F, p divides m", lambda s: s.f == s.b and s.m % s.p == 0),
     ),
-    _formula(
+    BubbleFormula(
         "chimera",
         "(p-2)/(3m/2+p-2) of the time",
         lambda s: 2 * (s.p - 2) * s.f,
-        lambda s: s.b == 2 * s.f and s.m == s.p,
-        "B = 2F, m = p (more microbatches need forward doubling)",
+        Condition("B = 2F, m = p (more microbatches need forward doubling)", lambda s: s.b == 2 * s.f and s.m == s.p),
     ),
-    _formula(
+    BubbleFormula(
         "chimera",
         "(p-2)(B + (m/p-1)(B-F))",
         lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)),
-        lambda s: s.b >= s.f and s.m % s.p == 0,
-        "B >= F, p divides m",
+        Condition("B >= F, p divides m", lambda s: s.b >= s.f and s.m % s.p == 0),
         published=False,
     ),
-    _formula(
+    BubbleFormula(
         "hanayo",
         "(2p-2)/(3pW+p-1) of the time, W = v/2 waves",
         lambda s: s.work * (2 * s.p - 2) / (3 * s.p * s.v / 2 - (s.p - 1)),
-        lambda s: s.b == 2 * s.f and s.m == s.p,
-        "B = 2F, m = p",
+        Condition("B = 2F, m = p", lambda s: s.b == 2 * s.f and s.m == s.p),
     ),
-    _formula(
+    BubbleFormula(
         "hanayo",
         "2(p-1)B/v",
         lambda s: 2 * (s.p - 1) * s.b / s.v,
-        lambda s: (s.b >= s.f and s.m == s.p) or (s.b == s.f and s.m % s.p == 0),
-        "B >= F, m = p; or B = F, p divides m",
+        Condition(
+            "B >= F, m = p; or B = F, p divides m",
+            lambda s: (s.b >= s.f and s.m == s.p) or (s.b == s.f and s.m % s.p == 0),
+        ),
         published=False,
     ),
 )
 
 
-def _peak(
-    schedule: str,
-    text: str,
-    peak: Callable[[Sizes, int], float],
-    holds: Callable[[Sizes], bool] = lambda _: True,
-    validity: str = "always",
-) -> PeakFormula:
-    return PeakFormula(schedule=schedule, text=text, peak=peak, holds=holds, validity=validity)
-
-
 PEAKS: tuple[PeakFormula, ...] = (
-    _peak("gpipe", "m", lambda s, _: s.m),
-    _peak("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m)),
-    _peak("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m)),
-    _peak(
+    PeakFormula("gpipe", "m", lambda s, _: s.m, _ALWAYS),
+    PeakFormula("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
+    PeakFormula("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m), _ALWAYS),
+    PeakFormula(
         "interleaved-1f1b",
         "min(m, (2(p-1-s) + (v-1)p + 1)/v)",
         lambda s, stage: min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v),
+        _ALWAYS,
     ),
-    _peak("breadth-first", "m", lambda s, _: s.m),
-    _peak("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m)),
-    _peak("zb-h2", "min(2p-1, m)", lambda s, _: min(2 * s.p - 1, s.m)),
-    _peak("zb-v", "p", lambda s, _: min(s.p, s.m), lambda s: s.m >= 2 * s.p - 1, "m >= 2p-1"),
-    _peak("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, lambda s: s.m >= 2 * s.p, "m >= 2p, largest stage"),
-    _peak("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, lambda s: s.m >= 2 * s.p, "m >= 2p, largest stage"),
-    _peak("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, lambda s: s.m > 2 * s.p, "m > 2p"),
-    _peak(
+    PeakFormula("breadth-first", "m", lambda s, _: s.m, _ALWAYS),
+    PeakFormula("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m), _ALWAYS),
+    PeakFormula("zb-h2", "min(2p-1, m)", lambda s, _: min(2 * s.p - 1, s.m), _ALWAYS),
+    PeakFormula("zb-v", "p", lambda s, _: min(s.p, s.m), Condition("m >= 2p-1", lambda s: s.m >= 2 * s.p - 1)),
+    PeakFormula("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, _LARGEST_STAGE),
+    PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, _LARGEST_STAGE),
+    PeakFormula("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, Condition("m > 2p", lambda s: s.m > 2 * s.p)),
+    PeakFormula(
         "chimera",
         "p/2 + 1 + min(s, p-1-s)",
         lambda s, stage: min(s.m, s.p / 2 + 1 + min(stage, s.p - 1 - stage)),
-        lambda s: s.m >= s.p,
-        "m >= p",
+        _FULL,
     ),
-    _peak(
-        "hanayo",
-        "p - (p-1-s)/v",
-        lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v),
-        lambda s: s.m >= s.p,
-        "m >= p",
-    ),
+    PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), _FULL),
 )
 
 

@@ -4,7 +4,7 @@ One copy of the model goes down and up the stages ``W`` times, 2W chunks per sta
 same stage. It keeps Chimera's short gaps without its second copy of the weights.
 """
 
-from rrfp_jax.schedules.list_scheduling import backward_first, list_schedule
+from rrfp_jax.schedules.list_scheduling import ListScheduler, backward_first
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage, schedule
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import chain, waves
@@ -29,5 +29,5 @@ def hanayo(request: ScheduleRequest) -> ScheduleTable:
     if v % 2:
         raise ValueError(f"hanayo needs 2 chunks per stage and wave, not {v} in all: give chunks_per_stage={v + 1}")
     placement, graph = waves(p, v // 2), chain(v * p, m)
-    orders = list_schedule(placement, graph, length=lambda _: 1, priority=backward_first, window=p)
-    return ScheduleTable.from_orders("hanayo", placement, graph, orders)
+    run = ListScheduler(placement, graph, length=lambda _: 1, priority=backward_first, window=p)
+    return ScheduleTable.from_orders("hanayo", placement, graph, run.orders())

@@ -14,25 +14,14 @@ from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 Priority = Callable[[Task], tuple[int, ...]]
 
 
-def list_schedule(
-    placement: Placement,
-    graph: PipelineGraph,
-    *,
-    length: Callable[[Task], float],
-    priority: Priority,
-    window: int,
-) -> list[list[Task]]:
-    """The orders of the stages; smaller priorities first, ``length`` in any unit."""
-    return _Run(placement, graph, length, priority, window).orders()
-
-
-class _Run:
-    """The state of one run: what is ready on each stage, and what is under way."""
+class ListScheduler:
+    """One run: what is ready on each stage, and what is under way; smaller priorities first, ``length`` in any unit."""
 
     def __init__(
         self,
         placement: Placement,
         graph: PipelineGraph,
+        *,
         length: Callable[[Task], float],
         priority: Priority,
         window: int,
@@ -52,6 +41,7 @@ class _Run:
                 self.ready[placement.stage_of_chunk[task.chunk]].add(task)
 
     def orders(self) -> list[list[Task]]:
+        """Run to the end; the orders of the stages."""
         orders: list[list[Task]] = [[] for _ in range(self.placement.num_stages)]
         now = 0.0
         while True:

@@ -4,6 +4,7 @@ Both cut the model into ``v`` chunks per stage, chunk ``c`` on stage ``c mod p``
 ``v``.
 """
 
+from rrfp_jax.schedules.order import alternate
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage, schedule
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import Task, TaskKind, chain, looped
@@ -37,7 +38,7 @@ def interleaved_one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
         passes = [(group + i, loop) for group in range(0, m, p) for loop in range(v) for i in range(p)]
         forwards = [Task(TaskKind.F, stage + p * loop, i) for i, loop in passes]
         backwards = [Task(TaskKind.B, stage + p * (v - 1 - loop), i) for i, loop in passes]
-        orders.append(_alternate(forwards, backwards, 2 * (p - 1 - stage) + (v - 1) * p))
+        orders.append(alternate(forwards, backwards, 2 * (p - 1 - stage) + (v - 1) * p))
     return ScheduleTable.from_orders("interleaved-1f1b", looped(p, v), chain(p * v, m), orders)
 
 
@@ -57,12 +58,3 @@ def breadth_first(request: ScheduleRequest) -> ScheduleTable:
         for stage in range(p)
     ]
     return ScheduleTable.from_orders("breadth-first", looped(p, v), chain(p * v, m), orders)
-
-
-def _alternate(forwards: list[Task], backwards: list[Task], num_warmup: int) -> list[Task]:
-    """The warm-up forwards, then forward and backward in turn, then the remaining backwards."""
-    order = forwards[:num_warmup]
-    rest = forwards[num_warmup:]
-    for i, backward in enumerate(backwards):
-        order += [*rest[i : i + 1], backward]
-    return order

@@ -4,6 +4,7 @@
 late input does not stall a stage at once (Zhuang et al., arXiv 2211.05322), at the price of memory.
 """
 
+from rrfp_jax.schedules.order import alternate
 from rrfp_jax.schedules.registry import ScheduleRequest, schedule
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import Task, TaskKind, chain, linear
@@ -53,14 +54,8 @@ def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tupl
 
 def _table(name: str, request: ScheduleRequest, windows: tuple[int, ...]) -> ScheduleTable:
     p, m = request.num_stages, request.num_microbatches
-    orders = [_order(stage, m, min(windows[stage], m) - 1) for stage in range(p)]
+    orders = []
+    for stage in range(p):
+        forwards, backwards = ([Task(kind, stage, i) for i in range(m)] for kind in (TaskKind.F, TaskKind.B))
+        orders.append(alternate(forwards, backwards, min(windows[stage], m) - 1))
     return ScheduleTable.from_orders(name, linear(p), chain(p, m), orders)
-
-
-def _order(stage: int, num_microbatches: int, num_warmup: int) -> list[Task]:
-    order = [Task(TaskKind.F, stage, i) for i in range(num_warmup)]
-    for i in range(num_microbatches):
-        if i + num_warmup < num_microbatches:
-            order.append(Task(TaskKind.F, stage, i + num_warmup))
-        order.append(Task(TaskKind.B, stage, i))
-    return order

@@ -27,3 +27,12 @@ class OrderBuilder:
     def up_to(self, num_microbatches: int) -> list[Task]:
         """The order without the microbatches from this number on."""
         return [task for task in self.tasks if task.microbatch < num_microbatches]
+
+
+def alternate(forwards: list[Task], backwards: list[Task], num_warmup: int) -> list[Task]:
+    """The warm-up forwards, then forward and backward in turn, then the remaining backwards."""
+    order = forwards[:num_warmup]
+    rest = forwards[num_warmup:]
+    for i, backward in enumerate(backwards):
+        order += [*rest[i : i + 1], backward]
+    return order

@@ -12,6 +12,7 @@ and that module's name in the list of ``rrfp_jax.schedules``.
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.schedules.table import ScheduleTable
 
@@ -79,32 +80,12 @@ class ScheduleEntry:
 _ENTRIES: dict[str, ScheduleEntry] = {}
 
 
-def schedule(
-    name: str,
-    *,
-    placement: str,
-    source: str,
-    split_backward: bool = False,
-    chunks_per_stage: int = 1,
-    fixed_chunks: bool = True,
-    constraints: str = "none",
-    chunk_parts: Callable[[int], tuple[int, ...]] | None = None,
-) -> Callable[[Generator], Generator]:
-    """Register a function ``(request) -> table`` under a name."""
+def schedule(name: str, **facts: Any) -> Callable[[Generator], Generator]:
+    """Register a function ``(request) -> table`` under a name; ``facts`` are the other fields of its entry."""
 
     def register(build: Generator) -> Generator:
         assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
-        _ENTRIES[name] = ScheduleEntry(
-            name=name,
-            build=build,
-            placement=placement,
-            source=source,
-            split_backward=split_backward,
-            chunks_per_stage=chunks_per_stage,
-            fixed_chunks=fixed_chunks,
-            constraints=constraints,
-            chunk_parts=chunk_parts,
-        )
+        _ENTRIES[name] = ScheduleEntry(name=name, build=build, **facts)
         return build
 
     return register

@@ -27,15 +27,8 @@ class SlotLengths:
     weight_gradient: float = 1.0
 
     def __call__(self, task: Task) -> float:
-        match task.kind:
-            case TaskKind.F:
-                return self.forward
-            case TaskKind.I:
-                return self.input_gradient
-            case TaskKind.W:
-                return self.weight_gradient
-            case _:
-                return self.input_gradient + self.weight_gradient
+        halves = {TaskKind.F: self.forward, TaskKind.I: self.input_gradient, TaskKind.W: self.weight_gradient}
+        return halves.get(task.kind, self.input_gradient + self.weight_gradient)
 
 
 EQUAL = SlotLengths()

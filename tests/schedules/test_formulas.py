@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
+from rrfp_jax.schedules.comparison import compare, levels_table
 from rrfp_jax.schedules.formulas import BUBBLES, PEAKS, Sizes, bubble_formulas, peak_formula
-from rrfp_jax.schedules.levels import compare, levels_table
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, execute, per_stage
 
 LENGTHS = [EQUAL, BACKWARD_AS_FORWARD, *(SlotLengths(*three) for three in ((1.2, 1.1, 0.7), (1, 1, 0.5), (2, 1, 1)))]
@@ -48,8 +48,8 @@ def test_generated_tables_are_valid_and_obey_their_formulas(
         bounds = [formula.peak(sizes, stage) for stage in range(sizes.p)]
         peaks = table.peak_activations()
         assert all(peak <= bound + 1e-9 for peak, bound in zip(peaks, bounds, strict=True))
-        if formula.holds(sizes):
-            largest = formula.validity.endswith("largest stage")
+        if formula.where.holds(sizes):
+            largest = formula.where.text.endswith("largest stage")
             assert max(peaks) == max(bounds) if largest else peaks == pytest.approx(bounds)
     rate = execute(table, per_stage(table, lengths)).bubble_rate
     for bubble in bubble_formulas(name):
@@ -94,7 +94,7 @@ def test_the_automatic_schedule_stays_within_its_memory(
 def test_every_formula_belongs_to_a_schedule_and_says_when_it_holds() -> None:
     for formulas in (BUBBLES, PEAKS):
         assert {formula.schedule for formula in formulas} <= set(schedule_names())
-        assert all(formula.text and formula.validity for formula in formulas)
+        assert all(formula.text and formula.where.text for formula in formulas)
 
 
 def test_hanayos_formula_overstates_the_bubble_of_the_ideal_table() -> None:
