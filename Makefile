@@ -69,7 +69,7 @@ test: dev ## run the fast tests, on all cores
 	@$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
-	@$(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
 
 check: lint types imports ## lint, types and import rule together
 

@@ -103,9 +103,10 @@ class Placement:
     @cached_property
     def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """The chunks of each stage, ascending."""
-        return tuple(
-            tuple(c for c, stage in enumerate(self.stage_of_chunk) if stage == s) for s in range(self.num_stages)
-        )
+        chunks: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for chunk, stage in enumerate(self.stage_of_chunk):
+            chunks[stage].append(chunk)
+        return tuple(map(tuple, chunks))
 
 
 def linear(num_stages: int) -> Placement:

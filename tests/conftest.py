@@ -20,6 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # XLA sizes its CPU thread pools by this; with the default, long float32 sums change with the number of devices.
 os.environ["NPROC"] = str(NUM_VIRTUAL_DEVICES)
+# Most of what tests take is compiling, and a quarter of that is spent on making small programs fast. `make test-slow`
+# compiles as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Pictures are drawn into files only.
 os.environ["MPLBACKEND"] = "Agg"
 

@@ -3,8 +3,10 @@
 A plan numbers the stage's tasks and *gates* and counts, for each, what it waits for. A gate is a condition that fires
 by itself and may send messages; it is never dispatched. The gates of a step are
 
-* *gradients complete* of a chunk that shares parameters with a chunk elsewhere: all its B (or W) are done; sends its
-  share of the gradients;
+* *gradients complete* of a chunk that shares parameters with a chunk of another stage: all its B (or W) are done; sends
+  its share of the gradients;
+* *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they tell each other along a
+  tree of the replicas, up and then down, and R follows;
 * *report*: the stage has done what the step's agreement needs from it, and the reports of the stages below it in the
   tree of stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
 * *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
@@ -231,21 +233,55 @@ class _PlanBuilder:
                     self._after(later, earlier)
 
     def _wire_reduction(self, chunk: int, earlier: list[int]) -> None:
-        """R of a chunk: after the chunk's and its sharers' gradients, and after R of the stage's smaller chunks."""
+        """R of a chunk: after the gradients of all that share its parameters, and after R of smaller chunks here."""
         reduction = self.index[Task(TaskKind.R, chunk)]
         if earlier:
             self._after(reduction, self.index[Task(TaskKind.R, earlier[-1])])
-        stage_of, shared = self.placement.stage_of_chunk, MessageKind.SHARED
-        sharers = [c for c in self.graph.sharing(chunk) if self.graph.has_backward(c)]
-        remote = [c for c in sharers if stage_of[c] != self.stage]
-        for sharer in set(sharers).difference(remote):
-            self._after(reduction, *self._accumulations(sharer))
+        own, copies = self._sharers(chunk)
+        stage_of = self.placement.stage_of_chunk
+        complete = [node for c in own if stage_of[c] == self.stage for node in self._accumulations(c)]
+        remote = [c for c in own if stage_of[c] != self.stage]
         if remote:
-            self.arrivals.update((Message(shared, sharer, chunk), reduction) for sharer in remote)
-            self.needs[reduction] += len(remote)
             gate = self._gate(f"gradients of chunk {chunk} complete")
             self._after(gate, *self._accumulations(chunk))
-            self.sends[gate] += [(Message(shared, chunk, sharer), stage_of[sharer]) for sharer in remote]
+            self.sends[gate] += [(Message(MessageKind.SHARED, chunk, c), stage_of[c]) for c in remote]
+        waiting = reduction if len(copies) == 1 else self._wire_replicas(chunk, copies, reduction)
+        self._after(waiting, *complete)
+        for c in remote:
+            self._after_message(waiting, Message(MessageKind.SHARED, c, chunk))
+
+    def _wire_replicas(self, chunk: int, copies: list[int], reduction: int) -> int:
+        """R of a chunk waits for all replicas, which tell each other along a tree; returns what waits for this one."""
+        place, degree, shared = copies.index(chunk), self.rules.tree_degree, MessageKind.SHARED
+        above, below = parent(place, degree), children(place, len(copies), degree)
+        here = self._gate(f"chunk {chunk} complete here and in the replicas below")
+        everywhere = self._gate(f"chunk {chunk} complete in all replicas")
+        for child in below:
+            self._after_message(here, Message(shared, copies[child], chunk))
+            self._tell_replica(everywhere, chunk, copies[child])
+        if above is None:
+            self._after(everywhere, here)
+        else:
+            self._tell_replica(here, chunk, copies[above])
+            self._after_message(everywhere, Message(shared, copies[above], chunk))
+        self._after(reduction, everywhere)
+        return here
+
+    def _tell_replica(self, gate: int, chunk: int, copy: int) -> None:
+        self.sends[gate].append((Message(MessageKind.SHARED, chunk, copy), self.placement.stage_of_chunk[copy]))
+
+    def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
+        """Who trains the chunk's parameters: the chunks of its own replica, and its copies in all replicas."""
+        graph = self.graph
+        trained = [c for c in graph.sharing(chunk) if graph.has_backward(c)]
+        if not graph.owned:
+            return trained, [chunk]
+        by_replica: dict[tuple[int, int], list[int]] = {}
+        for c in trained:
+            by_replica.setdefault(graph.owned[c], []).append(c)
+        own = by_replica[graph.owned[chunk]]
+        place = own.index(chunk)
+        return own, [others[place] for others in by_replica.values()]
 
     def _accumulations(self, chunk: int) -> list[int]:
         return list(self._nodes(self.graph.accumulating_kind(chunk), chunk).values())

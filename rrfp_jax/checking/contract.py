@@ -123,18 +123,48 @@ class _StepDemands:
             self.local[task] |= {
                 t for t in self.last if t.kind is TaskKind.R and t.chunk < task.chunk and self.stage_of(t) == stage
             }
-            for sharer in self.graph.sharing(task.chunk):
-                gradients = (
-                    {t for t in self.graph.tasks([sharer]) if t.kind is self.graph.accumulating_kind(sharer)}
-                    if self.graph.has_backward(sharer)
-                    else set()
-                )
+            own = [
+                c for c in self.graph.sharing(task.chunk) if self.graph.range_of(c) == self.graph.range_of(task.chunk)
+            ]
+            for sharer in own:
+                gradients = self._gradients(sharer)
                 if self.placement.stage_of_chunk[sharer] == stage:
                     self.local[task] |= gradients
-                elif self.graph.has_backward(sharer):
+                elif gradients:
                     message = Message(MessageKind.SHARED, sharer, task.chunk)
                     self.remote[task].add(message)
                     self._promise(message, self.placement.stage_of_chunk[sharer], stage, gradients, set())
+        self._demand_replicas()
+
+    def _gradients(self, chunk: int) -> set[Task]:
+        """The tasks that add to a chunk's gradients."""
+        kind = self.graph.accumulating_kind(chunk)
+        return {t for t in self.graph.tasks([chunk]) if t.kind is kind} if self.graph.has_backward(chunk) else set()
+
+    def _demand_replicas(self) -> None:
+        """The replicas' R of a chunk wait for each other: word that all is there goes up a tree of them, and down."""
+        sums = {task.chunk: task for task in self.last if task.kind is TaskKind.R}
+        num_chunks = self.graph.num_chunks // (len(set(self.graph.owned)) or 1)
+        for base in range(num_chunks):
+            copies = [c for c in range(base, self.graph.num_chunks, num_chunks) if c in sums]
+            above = {place: (place - 1) // self.rules.tree_degree for place in range(1, len(copies))}
+            inputs = {place: set(self.remote[sums[chunk]]) for place, chunk in enumerate(copies)}
+            up = {place: Message(MessageKind.SHARED, copies[place], copies[over]) for place, over in above.items()}
+            for place, over in above.items():
+                inputs[over].add(up[place])
+            for place, over in above.items():
+                source, target = copies[place], copies[over]
+                stages = self.placement.stage_of_chunk[source], self.placement.stage_of_chunk[target]
+                self._promise(up[place], *stages, self.local[sums[source]] - set(self.last), inputs[place])
+                down = Message(MessageKind.SHARED, target, source)
+                if over:
+                    told = {Message(MessageKind.SHARED, copies[above[over]], target)}
+                    self._promise(down, *stages[::-1], set(), told)
+                else:
+                    self._promise(down, *stages[::-1], self.local[sums[target]] - set(self.last), inputs[0])
+                self.remote[sums[source]].add(down)
+            if above:
+                self.remote[sums[copies[0]]] |= inputs[0]
 
     def _demand_agreement(self) -> None:
         if self.rules.agreement is Agreement.NONE:

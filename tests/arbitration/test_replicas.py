@@ -35,8 +35,22 @@ def test_absent_pairs_keep_the_numbers_of_the_step() -> None:
 def test_a_reduction_waits_for_the_gradients_of_every_replica() -> None:
     graph, placement = replicated_graph(chain(2, 1), 2), replicated_placement(linear(2), 2)
     plan = stage_plan(graph, placement, 1, StepRules(agreement=Agreement.NONE))
-    node = plan.index[Task(TaskKind.R, 1)]
-    assert Message(MessageKind.SHARED, 3, 1) in plan.prerequisites(node)
+    here, everywhere = len(plan.tasks), len(plan.tasks) + 1
+    assert plan.prerequisites(plan.index[Task(TaskKind.R, 1)]) == (everywhere,)
+    assert plan.prerequisites(everywhere) == (here,)
+    assert plan.prerequisites(here) == (plan.index[Task(TaskKind.B, 1, 0)], Message(MessageKind.SHARED, 3, 1))
+
+
+def test_replicas_tell_each_other_along_a_tree() -> None:
+    num_replicas = 64
+    graph, placement = replicated_graph(chain(2, 1), num_replicas), replicated_placement(linear(2), num_replicas)
+    rules = StepRules(agreement=Agreement.NONE, lockstep=True)
+    plans = [stage_plan(graph, placement, 2 * replica + 1, rules) for replica in range(num_replicas)]
+    sent = [sum(m.kind is MessageKind.SHARED for sends in plan.sends for m, _ in sends) for plan in plans]
+    assert max(sent) == rules.tree_degree + 1
+    assert sum(sent) == 2 * (num_replicas - 1)
+    told = {(m, stage) for plan in plans for sends in plan.sends for m, stage in sends if m.kind is MessageKind.SHARED}
+    assert told == {(m, plan.stage) for plan in plans for m in plan.arrivals if m.kind is MessageKind.SHARED}
 
 
 def test_in_lockstep_all_reductions_come_before_the_updates_and_both_ascend() -> None:
@@ -55,6 +69,31 @@ def test_a_table_is_followed_by_every_replica(consume: str) -> None:
     order.table.validate()
     assert [str(task) for task in order.table.orders[2]] == ["2F3", "2F4", "2B3", "2F5", "2B4", "2B5"]
     assert order.windows == (2, 1, 2, 1) if consume == "strict" else (32,) * 4
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_replicas_below_replicas_wait_for_each_other(degree: int) -> None:
+    """Every interleaving of three replicas of a stage with two chunks, which share parameters or do not."""
+    for shared in ((), ((0, 1),)):
+        setting = Setting(
+            graph=replicated_graph(chain(2, 1, shared=shared), 3),
+            placement=replicated_placement(looped(1, 2), 3),
+            windows=(1,) * 3,
+            policies=(BF,) * 3,
+            rules=StepRules(agreement=Agreement.NONE, lockstep=True, tree_degree=degree),
+        )
+        assert explore(setting).num_states > 1
+
+
+def test_tied_chunks_of_two_stages_and_two_replicas() -> None:
+    setting = Setting(
+        graph=replicated_graph(chain(2, 1, shared=((0, 1),)), 2),
+        placement=replicated_placement(linear(2), 2),
+        windows=(1,) * 4,
+        policies=(BF,) * 4,
+        rules=StepRules(agreement=Agreement.NONE, lockstep=True),
+    )
+    assert explore(setting).num_states > 1
 
 
 @pytest.mark.parametrize("agreement", list(Agreement))

@@ -78,7 +78,7 @@ def test_the_plans_of_a_thousand_units_are_small_and_soon_made() -> None:
     large, placement = replicated_graph(graph, 64), replicated_placement(linear(16), 64)
     graph_s = process_time() - start_s
     plans = [stage_plan(large, placement, stage, StepRules()) for stage in range(0, 1024, 16)]
-    assert sum(plan.num_nodes for plan in plans) == 64 * (64 + 2 + 3)
+    assert sum(plan.num_nodes for plan in plans) == 64 * (64 + 2 + 4)
     assert all(len(plan.tasks_per_microbatch) == 32 for plan in plans)
     assert graph_s < 1
     assert not large.exists(17, 0)
