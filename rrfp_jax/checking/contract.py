@@ -123,14 +123,12 @@ class _StepDemands:
             self.local[task] |= {
                 t for t in self.last if t.kind is TaskKind.R and t.chunk < task.chunk and self.stage_of(t) == stage
             }
-            own = [
-                c for c in self.graph.sharing(task.chunk) if self.graph.range_of(c) == self.graph.range_of(task.chunk)
-            ]
-            for sharer in own:
+            replica = self.graph.range_of(task.chunk)
+            for sharer in (c for c in self.graph.sharing(task.chunk) if self.graph.range_of(c) == replica):
                 gradients = self._gradients(sharer)
                 if self.placement.stage_of_chunk[sharer] == stage:
                     self.local[task] |= gradients
-                elif gradients:
+                elif self.graph.has_backward(sharer):
                     message = Message(MessageKind.SHARED, sharer, task.chunk)
                     self.remote[task].add(message)
                     self._promise(message, self.placement.stage_of_chunk[sharer], stage, gradients, set())
