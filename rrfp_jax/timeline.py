@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
@@ -236,8 +237,4 @@ def _peak(spans: Iterable[Span]) -> int:
             first[key] = min(first.get(key, span.start_s), span.start_s)
         last[key] = max(last.get(key, span.end_s), span.end_s)
     changes = sorted([(last[key], -1) for key in first] + [(start, 1) for start in first.values()])
-    peak = held = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((change for _, change in changes), initial=0))

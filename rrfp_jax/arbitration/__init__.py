@@ -1,93 +1,51 @@
 """The pure core: what may run on a stage, and what runs next (RRFP paper, sections 4.2 and 5, appendices A and C)."""
 
-from rrfp_jax.arbitration.arbiter import StageArbiter
-from rrfp_jax.arbitration.consumption import Consumption, ready, strict
-from rrfp_jax.arbitration.events import (
-    Event,
-    FinishStep,
-    GroupHeard,
-    InputArrived,
-    Instruction,
-    MemberReceived,
-    MemberStarted,
-    Message,
-    MessageKind,
-    Note,
-    RunTask,
-    Send,
-    StepStarted,
-    TaskChosen,
-    TaskFinished,
-    TaskProposed,
-    TellGroup,
-)
-from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
-from rrfp_jax.arbitration.group_overhead import Launch, agreement_overhead, launches
-from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, Hint, hint_by_name, schedule_hint
-from rrfp_jax.arbitration.ordering import (
-    DEFAULT_WINDOW,
-    FUSED,
-    READY,
-    SPLIT,
-    STRICT,
-    Order,
-    Ordering,
-    check_words,
-    hint_names,
-)
-from rrfp_jax.arbitration.plan import Agreement, StagePlan, StepRules, stage_plan
-from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.arbitration.story import IllegalTransition, Waiting
-from rrfp_jax.arbitration.window import Window, check_windows
-
-__all__ = [
-    "DEFAULT_WINDOW",
-    "FUSED",
-    "HINTS",
-    "READY",
-    "SCHEDULE",
-    "SPLIT",
-    "STRICT",
-    "Agreement",
-    "Consumption",
-    "Event",
-    "FinishStep",
-    "GroupHeard",
-    "GroupProtocol",
-    "Hint",
-    "IllegalTransition",
-    "InputArrived",
-    "Instruction",
-    "Launch",
-    "MemberReceived",
-    "MemberStarted",
-    "Message",
-    "MessageKind",
-    "Note",
-    "Order",
-    "Ordering",
-    "RunTask",
-    "Send",
-    "StageArbiter",
-    "StagePlan",
-    "StepPlan",
-    "StepRules",
-    "StepStarted",
-    "TaskChosen",
-    "TaskFinished",
-    "TaskProposed",
-    "TellGroup",
-    "Waiting",
-    "Window",
-    "agreement_overhead",
-    "check_windows",
-    "check_words",
-    "group_arbiter",
-    "hint_by_name",
-    "hint_names",
-    "launches",
-    "ready",
-    "schedule_hint",
-    "stage_plan",
-    "strict",
-]
+from rrfp_jax.arbitration.arbiter import StageArbiter as StageArbiter
+from rrfp_jax.arbitration.consumption import Consumption as Consumption
+from rrfp_jax.arbitration.consumption import ready as ready
+from rrfp_jax.arbitration.consumption import strict as strict
+from rrfp_jax.arbitration.events import Event as Event
+from rrfp_jax.arbitration.events import FinishStep as FinishStep
+from rrfp_jax.arbitration.events import GroupHeard as GroupHeard
+from rrfp_jax.arbitration.events import InputArrived as InputArrived
+from rrfp_jax.arbitration.events import Instruction as Instruction
+from rrfp_jax.arbitration.events import MemberReceived as MemberReceived
+from rrfp_jax.arbitration.events import MemberStarted as MemberStarted
+from rrfp_jax.arbitration.events import Message as Message
+from rrfp_jax.arbitration.events import MessageKind as MessageKind
+from rrfp_jax.arbitration.events import Note as Note
+from rrfp_jax.arbitration.events import RunTask as RunTask
+from rrfp_jax.arbitration.events import Send as Send
+from rrfp_jax.arbitration.events import StepStarted as StepStarted
+from rrfp_jax.arbitration.events import TaskChosen as TaskChosen
+from rrfp_jax.arbitration.events import TaskFinished as TaskFinished
+from rrfp_jax.arbitration.events import TaskProposed as TaskProposed
+from rrfp_jax.arbitration.events import TellGroup as TellGroup
+from rrfp_jax.arbitration.group import GroupProtocol as GroupProtocol
+from rrfp_jax.arbitration.group import group_arbiter as group_arbiter
+from rrfp_jax.arbitration.group_overhead import Launch as Launch
+from rrfp_jax.arbitration.group_overhead import agreement_overhead as agreement_overhead
+from rrfp_jax.arbitration.group_overhead import launches as launches
+from rrfp_jax.arbitration.hints import HINTS as HINTS
+from rrfp_jax.arbitration.hints import SCHEDULE as SCHEDULE
+from rrfp_jax.arbitration.hints import Hint as Hint
+from rrfp_jax.arbitration.hints import hint_by_name as hint_by_name
+from rrfp_jax.arbitration.hints import schedule_hint as schedule_hint
+from rrfp_jax.arbitration.ordering import DEFAULT_WINDOW as DEFAULT_WINDOW
+from rrfp_jax.arbitration.ordering import FUSED as FUSED
+from rrfp_jax.arbitration.ordering import READY as READY
+from rrfp_jax.arbitration.ordering import SPLIT as SPLIT
+from rrfp_jax.arbitration.ordering import STRICT as STRICT
+from rrfp_jax.arbitration.ordering import Order as Order
+from rrfp_jax.arbitration.ordering import Ordering as Ordering
+from rrfp_jax.arbitration.ordering import check_words as check_words
+from rrfp_jax.arbitration.ordering import hint_names as hint_names
+from rrfp_jax.arbitration.plan import Agreement as Agreement
+from rrfp_jax.arbitration.plan import StagePlan as StagePlan
+from rrfp_jax.arbitration.plan import StepRules as StepRules
+from rrfp_jax.arbitration.plan import stage_plan as stage_plan
+from rrfp_jax.arbitration.step_plan import StepPlan as StepPlan
+from rrfp_jax.arbitration.story import IllegalTransition as IllegalTransition
+from rrfp_jax.arbitration.story import Waiting as Waiting
+from rrfp_jax.arbitration.window import Window as Window
+from rrfp_jax.arbitration.window import check_windows as check_windows

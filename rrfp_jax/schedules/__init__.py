@@ -1,52 +1,22 @@
 """Schedules: orders of tasks per stage, as tables that are run strictly, used as hints, or simulated."""
 
-from rrfp_jax.schedules import (
-    building_block,
-    chimera,
-    dual_pipe_v,
-    gpipe,
-    hanayo,
-    looped,
-    one_f_one_b,
-    zb_auto,
-    zb_v,
-    zero_bubble_h,
-)
-from rrfp_jax.schedules.csv_form import from_csv, read_csv, to_csv, write_csv
-from rrfp_jax.schedules.registry import (
-    ScheduleEntry,
-    ScheduleRequest,
-    build_schedule,
-    schedule,
-    schedule_entry,
-    schedule_names,
-)
-from rrfp_jax.schedules.table import ScheduleTable
-
-GENERATORS = (
-    gpipe,
-    one_f_one_b,
-    looped,
-    zero_bubble_h,
-    zb_auto,
-    zb_v,
-    building_block,
-    dual_pipe_v,
-    chimera,
-    hanayo,
-)
-"""The modules whose import registers the schedules."""
-
-__all__ = [
-    "ScheduleEntry",
-    "ScheduleRequest",
-    "ScheduleTable",
-    "build_schedule",
-    "from_csv",
-    "read_csv",
-    "schedule",
-    "schedule_entry",
-    "schedule_names",
-    "to_csv",
-    "write_csv",
-]
+# Their import registers the schedules.
+from rrfp_jax.schedules import building_block as building_block
+from rrfp_jax.schedules import chimera as chimera
+from rrfp_jax.schedules import dual_pipe_v as dual_pipe_v
+from rrfp_jax.schedules import hanayo as hanayo
+from rrfp_jax.schedules import linear as linear
+from rrfp_jax.schedules import looped as looped
+from rrfp_jax.schedules import zb_auto as zb_auto
+from rrfp_jax.schedules import zero_bubble as zero_bubble
+from rrfp_jax.schedules.csv_form import from_csv as from_csv
+from rrfp_jax.schedules.csv_form import read_csv as read_csv
+from rrfp_jax.schedules.csv_form import to_csv as to_csv
+from rrfp_jax.schedules.csv_form import write_csv as write_csv
+from rrfp_jax.schedules.registry import ScheduleEntry as ScheduleEntry
+from rrfp_jax.schedules.registry import ScheduleRequest as ScheduleRequest
+from rrfp_jax.schedules.registry import build_schedule as build_schedule
+from rrfp_jax.schedules.registry import schedule as schedule
+from rrfp_jax.schedules.registry import schedule_entry as schedule_entry
+from rrfp_jax.schedules.registry import schedule_names as schedule_names
+from rrfp_jax.schedules.table import ScheduleTable as ScheduleTable

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from rrfp_jax.schedules.one_f_one_b import eager_windows
+from rrfp_jax.schedules.linear import eager_windows
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage
 from rrfp_jax.schedules.slots import SlotLengths
 

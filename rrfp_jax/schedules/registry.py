@@ -6,7 +6,7 @@ Adding a schedule is one small function in a module of its own::
     def my_schedule(request: ScheduleRequest) -> ScheduleTable:
         ...
 
-and that module's name in the list of ``rrfp_jax.schedules``.
+and that module's name among the imports of ``rrfp_jax.schedules``.
 """
 
 import difflib

@@ -1,42 +1,32 @@
 """Virtual time: the arbiters of the runtime driven by modelled durations, links and jitter, with bounds beside."""
 
-from rrfp_jax.simulation.bounds import LowerBound, at_least_ms, bf_upper_bound_ms, lower_bound
-from rrfp_jax.simulation.costs import Costs, check_durations, constant, for_graph, for_steps, recorded
-from rrfp_jax.simulation.driver import EventLog, Machine, Simulation, simulate
-from rrfp_jax.simulation.jitter import PAPER_LEVELS, InjectedSleeps, SleepLevel, bimodal, lognormal, paper, straggler
-from rrfp_jax.simulation.links import Communication, Links, both_directions
-from rrfp_jax.simulation.optimum import Optimum, find_optimum
-from rrfp_jax.simulation.result import MemoryWeights, RunMetrics, peak_memory, run_metrics
-
-__all__ = [
-    "PAPER_LEVELS",
-    "Communication",
-    "Costs",
-    "EventLog",
-    "InjectedSleeps",
-    "Links",
-    "LowerBound",
-    "Machine",
-    "MemoryWeights",
-    "Optimum",
-    "RunMetrics",
-    "Simulation",
-    "SleepLevel",
-    "at_least_ms",
-    "bf_upper_bound_ms",
-    "bimodal",
-    "both_directions",
-    "check_durations",
-    "constant",
-    "find_optimum",
-    "for_graph",
-    "for_steps",
-    "lognormal",
-    "lower_bound",
-    "paper",
-    "peak_memory",
-    "recorded",
-    "run_metrics",
-    "simulate",
-    "straggler",
-]
+from rrfp_jax.simulation.bounds import LowerBound as LowerBound
+from rrfp_jax.simulation.bounds import at_least_ms as at_least_ms
+from rrfp_jax.simulation.bounds import bf_upper_bound_ms as bf_upper_bound_ms
+from rrfp_jax.simulation.bounds import lower_bound as lower_bound
+from rrfp_jax.simulation.costs import Costs as Costs
+from rrfp_jax.simulation.costs import check_durations as check_durations
+from rrfp_jax.simulation.costs import constant as constant
+from rrfp_jax.simulation.costs import for_graph as for_graph
+from rrfp_jax.simulation.costs import for_steps as for_steps
+from rrfp_jax.simulation.costs import recorded as recorded
+from rrfp_jax.simulation.driver import EventLog as EventLog
+from rrfp_jax.simulation.driver import Machine as Machine
+from rrfp_jax.simulation.driver import Simulation as Simulation
+from rrfp_jax.simulation.driver import simulate as simulate
+from rrfp_jax.simulation.jitter import PAPER_LEVELS as PAPER_LEVELS
+from rrfp_jax.simulation.jitter import InjectedSleeps as InjectedSleeps
+from rrfp_jax.simulation.jitter import SleepLevel as SleepLevel
+from rrfp_jax.simulation.jitter import bimodal as bimodal
+from rrfp_jax.simulation.jitter import lognormal as lognormal
+from rrfp_jax.simulation.jitter import paper as paper
+from rrfp_jax.simulation.jitter import straggler as straggler
+from rrfp_jax.simulation.links import Communication as Communication
+from rrfp_jax.simulation.links import Links as Links
+from rrfp_jax.simulation.links import both_directions as both_directions
+from rrfp_jax.simulation.optimum import Optimum as Optimum
+from rrfp_jax.simulation.optimum import find_optimum as find_optimum
+from rrfp_jax.simulation.result import MemoryWeights as MemoryWeights
+from rrfp_jax.simulation.result import RunMetrics as RunMetrics
+from rrfp_jax.simulation.result import peak_memory as peak_memory
+from rrfp_jax.simulation.result import run_metrics as run_metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.schedules.list_scheduling import ListScheduler, backward_first
+from rrfp_jax.schedules.hanayo import ListScheduler, backward_first
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
 from rrfp_jax.tasks import bidirectional, opposite_chains
 

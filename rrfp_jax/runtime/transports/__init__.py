@@ -5,19 +5,12 @@ which rank sends which slices to which rank (:mod:`.routes`), so units may span 
 Messages may arrive in any order; what is sent is owned until the receiver has confirmed it.
 """
 
-from rrfp_jax.runtime.transports.edges import Edge
-from rrfp_jax.runtime.transports.interface import Deliver, Failed, Transport, TransportFailed
-from rrfp_jax.runtime.transports.router import PipelineTransport, Selection, check_selection
-from rrfp_jax.runtime.transports.ways import EdgeOf
-
-__all__ = [
-    "Deliver",
-    "Edge",
-    "EdgeOf",
-    "Failed",
-    "PipelineTransport",
-    "Selection",
-    "Transport",
-    "TransportFailed",
-    "check_selection",
-]
+from rrfp_jax.runtime.transports.edges import Edge as Edge
+from rrfp_jax.runtime.transports.interface import Deliver as Deliver
+from rrfp_jax.runtime.transports.interface import Failed as Failed
+from rrfp_jax.runtime.transports.interface import Transport as Transport
+from rrfp_jax.runtime.transports.interface import TransportFailed as TransportFailed
+from rrfp_jax.runtime.transports.router import PipelineTransport as PipelineTransport
+from rrfp_jax.runtime.transports.router import Selection as Selection
+from rrfp_jax.runtime.transports.router import check_selection as check_selection
+from rrfp_jax.runtime.transports.ways import EdgeOf as EdgeOf

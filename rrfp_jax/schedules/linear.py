@@ -1,13 +1,23 @@
-"""1F1B and eager 1F1B: warm-up forwards, then forward and backward in turn, then the remaining backwards.
+"""Schedules of one chunk per stage with a whole backward: GPipe, 1F1B and eager 1F1B.
 
-1F1B is PipeDream-Flush (Narayanan et al., arXiv 2006.09503). Eager 1F1B runs more forwards in the warm-up, so that a
-late input does not stall a stage at once (Zhuang et al., arXiv 2211.05322), at the price of memory.
+GPipe runs all forwards, then all backwards (Huang et al., arXiv 1811.06965). The others run warm-up forwards, then
+forward and backward in turn, then the remaining backwards. 1F1B is PipeDream-Flush (Narayanan et al., arXiv
+2006.09503). Eager 1F1B runs more forwards in the warm-up, so that a late input does not stall a stage at once (Zhuang
+et al., arXiv 2211.05322), at the price of memory.
 """
 
 from rrfp_jax.schedules.order import alternate
 from rrfp_jax.schedules.registry import ScheduleRequest, schedule
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import Task, TaskKind, chain, linear
+
+
+@schedule("gpipe", placement="one chunk per stage", source="GPipe, arXiv 1811.06965")
+def gpipe(request: ScheduleRequest) -> ScheduleTable:
+    """Every stage runs F of all microbatches, then B of all microbatches, both in ascending order."""
+    p, m = request.num_stages, request.num_microbatches
+    orders = [[Task(kind, stage, i) for kind in (TaskKind.F, TaskKind.B) for i in range(m)] for stage in range(p)]
+    return ScheduleTable.from_orders("gpipe", linear(p), chain(p, m), orders)
 
 
 @schedule("1f1b", placement="one chunk per stage", source="PipeDream-Flush, arXiv 2006.09503")
