@@ -160,13 +160,11 @@ class Timeline:
 
     def cost_s(self) -> float:
         """The longest stage's own first start to last end."""
-        per_stage = self._per_stage()
-        return max((_extent(spans) for spans in per_stage.values()), default=0.0)
+        return max(map(_extent, self._per_stage()), default=0.0)
 
     def work_s(self) -> list[float]:
         """Seconds of work of each stage."""
-        per_stage = self._per_stage()
-        return [sum(s.end_s - s.start_s for s in per_stage.get(stage, ())) for stage in range(self.num_stages)]
+        return [sum(s.end_s - s.start_s for s in spans) for spans in self._per_stage()]
 
     def bubble_fraction(self) -> float:
         cost = self.cost_s()
@@ -178,16 +176,11 @@ class Timeline:
 
     def order(self) -> list[list[Task]]:
         """The tasks with a microbatch that each stage ran, by start."""
-        per_stage = self._per_stage()
-        return [
-            [s.task for s in sorted(per_stage.get(stage, ()), key=lambda s: s.start_s)]
-            for stage in range(self.num_stages)
-        ]
+        return [[s.task for s in sorted(spans, key=lambda s: s.start_s)] for spans in self._per_stage()]
 
     def peak_in_flight(self) -> list[int]:
         """The largest number of microbatches that each stage held at once, over all steps recorded."""
-        per_stage = self._per_stage()
-        return [_peak(per_stage.get(stage, ())) for stage in range(self.num_stages)]
+        return [_peak(spans) for spans in self._per_stage()]
 
     def idle_s_by_reason(self) -> list[dict[IdleReason, float]]:
         """Seconds that each stage was idle, by reason."""
@@ -216,8 +209,8 @@ class Timeline:
     def _microbatch_spans(self) -> Iterator[Span]:
         return (s for s in self.spans if s.task.microbatch >= 0)
 
-    def _per_stage(self) -> dict[int, list[Span]]:
-        per_stage: dict[int, list[Span]] = defaultdict(list)
+    def _per_stage(self) -> list[list[Span]]:
+        per_stage: list[list[Span]] = [[] for _ in range(self.num_stages)]
         for span in self._microbatch_spans():
             per_stage[span.stage].append(span)
         return per_stage

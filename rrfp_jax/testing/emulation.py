@@ -3,7 +3,7 @@
 Also what the runtime added to the durations that the run was given.
 """
 
-import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.arbitration import Message, StageArbiter
+from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.log_file import write_log
@@ -70,7 +69,7 @@ def emulate(
     graph, placement = arbiters[0].graph, arbiters[0].placement
     if process is None:
         process = Process.alone(placement.num_stages)
-    shardings = [_whole(process.devices_of(unit)) for unit in range(process.layout.num_units)]
+    shardings = [StageDevices([process.devices_of(unit)]).unit_sharding(0) for unit in range(process.layout.num_units)]
     activation = activation_spec(activation_bytes)
 
     def make_stage(stage: int, ship: Ship) -> EmulatedStage:
@@ -129,8 +128,8 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulatio
         step_ms.append((outcome.ended_s - last_s) * 1e3)
         last_s = outcome.ended_s
         if not step:
-            cpu_s = -_processor_s()
-    cpu_s += _processor_s()
+            cpu_s = -time.process_time()
+    cpu_s += time.process_time()
     timeline = process.whole_timeline(timeline)
     everybody = process.gather("processor time", cpu_s)
     return Emulation(timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes)
@@ -141,17 +140,6 @@ def _own_file(events: Path, process: Process) -> Path:
         return events
     name, dot, suffixes = events.name.partition(".")
     return events.with_name(f"{name}-rank{process.rank}{dot}{suffixes}")
-
-
-def _whole(devices: Sequence[jax.Device]) -> Sharding:
-    if len(devices) == 1:
-        return SingleDeviceSharding(devices[0])
-    return NamedSharding(Mesh(np.array(devices), ("tensor",)), PartitionSpec())
-
-
-def _processor_s() -> float:
-    times = os.times()
-    return times.user + times.system
 
 
 def _gaps_ms(timeline: Timeline) -> list[float]:
