@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from experiments.options import add_record_options, as_text, flag_of, given_texts, takes_list
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
-from rrfp_jax.data.config import DataConfig
+from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names

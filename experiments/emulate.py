@@ -218,7 +218,7 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
     if arguments.timeline:
         draw([(f"{resolved.label}, real runtime on emulated stages", last_steps(timeline))], arguments.timeline)
     if arguments.trace:
-        from rrfp_jax.observe.trace import write_trace
+        from rrfp_jax.observe.chrome_trace import write_trace
 
         write_trace(timeline, arguments.trace)
 

@@ -12,7 +12,7 @@ from experiments.ordering import Ordering, parse_ordering
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.data import VOCAB_SIZE, TextBytes
-from rrfp_jax.models.cut import plan_cut
+from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.training.run_directory import RunDirectory
 
 

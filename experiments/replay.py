@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.timeline:
         draw([(f"replay of {' '.join(arguments.logs)}", timeline)], arguments.timeline)
     if arguments.trace:
-        from rrfp_jax.observe.trace import write_trace
+        from rrfp_jax.observe.chrome_trace import write_trace
 
         write_trace(timeline, arguments.trace)
     print(json.dumps(_figures(run, told)) if arguments.json else "\n\n".join(_text(run, told)))

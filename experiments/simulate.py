@@ -246,7 +246,7 @@ def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> 
     if arguments.timeline:
         draw([(label, last_steps(one, arguments.timeline_steps)) for label, one in timelines], arguments.timeline)
     if arguments.trace:
-        from rrfp_jax.observe.trace import write_trace
+        from rrfp_jax.observe.chrome_trace import write_trace
 
         write_trace(timelines[0][1], arguments.trace)
 

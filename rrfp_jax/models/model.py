@@ -16,8 +16,8 @@ import jax
 from flax import nnx
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cut import ChunkPlan, plan_cut
 from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, rms_norm, token_loss
+from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.models.tensor_cut import partition
 from rrfp_jax.programs.chunk import Chunk, Params
 

@@ -14,10 +14,10 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rrfp_jax.observe.files import replacing
 from rrfp_jax.observe.legend import Legend
 from rrfp_jax.observe.measure import FONT, text_width
 from rrfp_jax.observe.panels import Panel, panels
+from rrfp_jax.observe.replacing import replacing
 from rrfp_jax.observe.rows import DIGIT, DPI, LABEL_POINTS, POINTS, Rows, stage_label
 from rrfp_jax.observe.style import PAPER
 from rrfp_jax.timeline import Timeline

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.durations import RecordedDurations, load_durations, load_trace, parse_durations_ms
-from rrfp_jax.observe.trace import write_trace
+from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.tasks import chain, linear
 from tests.simulation.helpers import by_hint, run
 

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.observe.files import replacing
+from rrfp_jax.observe.replacing import replacing
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.log_file.records import RunLog
 
