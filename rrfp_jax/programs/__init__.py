@@ -1,6 +1,5 @@
 """The compiled programs of one chunk: forward, backward (in one or split), gradient reduction and optimizer update."""
 
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.split import SplitBackward, split_backward
-
-__all__ = ["Chunk", "SplitBackward", "split_backward"]
+from rrfp_jax.programs.chunk import Chunk as Chunk
+from rrfp_jax.programs.split import SplitBackward as SplitBackward
+from rrfp_jax.programs.split import split_backward as split_backward

@@ -124,7 +124,7 @@ def per_stage(
     So that schedules with different numbers of chunks are compared at the same work per microbatch and model.
     """
     stage_of = table.placement.stage_of_chunk
-    passes = [table.passes_per_microbatch(stage) for stage in range(table.num_stages)]
+    passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
     sizes = relative_sizes(chunk_parts, table.graph.num_chunks)
     return lambda task: lengths(task) * sizes[task.chunk] / passes[stage_of[task.chunk]]
 

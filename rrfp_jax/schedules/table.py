@@ -77,7 +77,8 @@ class ScheduleTable:
         """
         sizes = relative_sizes(chunk_parts, self.graph.num_chunks)
         return tuple(
-            self._peak_passes(stage, sizes) / self.passes_per_microbatch(stage) for stage in range(self.num_stages)
+            self._peak_passes(stage, sizes) / self.graph.passes_per_microbatch(chunks)
+            for stage, chunks in enumerate(self.placement.chunks_of_stage)
         )
 
     def check_window(self, window: int | Sequence[int]) -> None:
@@ -94,10 +95,6 @@ class ScheduleTable:
                     f"table {self.name!r} holds {peak} microbatches on stage {stage}, but the window there is {limit}: "
                     f"raise the window to {peak}, or take a schedule with a lower peak"
                 )
-
-    def passes_per_microbatch(self, stage: int) -> int:
-        """How many of the stage's chunks a microbatch passes through (the largest number, if they differ)."""
-        return self.graph.passes_per_microbatch(self.placement.chunks_of_stage[stage])
 
     def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
         peak = held = 0.0
