@@ -71,7 +71,7 @@ def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Con
     """The main function of either process: report the address, play, report the figures."""
     from experiments.process import use_cpu
     from rrfp_jax.launch.binding import rank_cores
-    from rrfp_jax.launch.trampoline import bind
+    from rrfp_jax.launch.tether import bind
     from rrfp_jax.network.loop import LoopThread
 
     if cores := rank_cores("cores", 2)[rank]:

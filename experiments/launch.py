@@ -29,7 +29,7 @@ from pathlib import Path
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
 from rrfp_jax.launch.binding import BINDINGS
-from rrfp_jax.launch.launcher import launch, shared_key
+from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import PREFIXES, Output
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import RunKey
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         settings = _settings(arguments)
         settings.listens_on()
-        shared = shared_key(settings, os.environ)
+        shared = RunKey.from_environment() if settings.shares_key else None
     output = Output(sys.stdout.buffer, sys.stderr.buffer, prefix=settings.prefix)
     return launch(settings, os.environ, output, shared=shared)
 

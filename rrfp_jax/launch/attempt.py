@@ -22,7 +22,7 @@ from rrfp_jax.exit_codes import DONE, START_FAILED
 from rrfp_jax.launch.binding import rank_cores
 from rrfp_jax.launch.children import Child
 from rrfp_jax.launch.endings import Endings, meaning
-from rrfp_jax.launch.events import STOPPING, Event, RankEnded, Signalled
+from rrfp_jax.launch.event_queue import STOPPING, Event, RankEnded, Signalled
 from rrfp_jax.launch.head import Head, HeadFailed, Launcher, host_head, join_head
 from rrfp_jax.network import Bulletin, RunKey
 from rrfp_jax.network.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS, Membership
@@ -52,7 +52,7 @@ class Attempt:
 
     def __init__(self, launcher: Launcher, number: int, key: RunKey) -> None:
         self._launcher, self._number, self._key = launcher, number, key
-        self._settings, self._inbox, self._output = launcher.settings, launcher.inbox, launcher.output
+        self._settings, self._events, self._output = launcher.settings, launcher.events, launcher.output
         self._endings = Endings(launcher.settings.num_ranks)
         self._bulletin = Bulletin()
         self._alive: dict[int, Child] = {}
@@ -69,7 +69,7 @@ class Attempt:
 
     def run(self) -> int:
         """Start, watch and end everything; returns the exit code of the run."""
-        self._inbox.clear()
+        self._events.clear()
         try:
             if self._settings.hosts_head:
                 head = host_head(self._launcher, self._key)
@@ -82,7 +82,7 @@ class Attempt:
             self._start(head)
             while not self._is_over(head):
                 is_quiet = self._failed_s is None and self._num_stops == 0
-                self._handle(self._inbox.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
+                self._handle(self._events.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
                 self._press()
         finally:
             self._clear_away(head)
@@ -118,7 +118,7 @@ class Attempt:
             )
 
     def _ended(self, rank: int, code: int, at_s: float) -> None:
-        self._inbox.put(RankEnded(rank, code, at_s))
+        self._events.put(RankEnded(rank, code, at_s))
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Which of a node's cores each of its ranks keeps to.
 
 Where all ranks run on all cores, the threads of a rank are moved from core to core and wait behind those of others,
-which every hand-over between threads pays for. ``trampoline`` does the binding, before a rank's program starts.
+which every hand-over between threads pays for. ``tether`` does the binding, before a rank's program starts.
 """
 
 import os

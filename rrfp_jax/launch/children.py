@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rrfp_jax.exit_codes import SIGNALLED
-from rrfp_jax.launch import guardian, trampoline
+from rrfp_jax.launch import tether
 
 _STOPPED_STATES = ("T", "t")
-_SCRIPT = (sys.executable, "-I", "-S")
+_TETHER = (sys.executable, "-I", "-S", tether.__file__)
 
 
 class Guardian:
@@ -22,7 +22,7 @@ class Guardian:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [*_SCRIPT, str(Path(guardian.__file__))], stdin=subprocess.PIPE, start_new_session=True, text=True
+            [*_TETHER, tether.GUARDIAN], stdin=subprocess.PIPE, start_new_session=True, text=True
         )
         self._lock = threading.Lock()
 
@@ -64,10 +64,10 @@ class Child:
         cores: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        keeps_to = ",".join(map(str, cores)) or trampoline.UNBOUND
+        keeps_to = ",".join(map(str, cores)) or tether.UNBOUND
         self._guardian, self._on_end = guardian, on_end
         self._process = subprocess.Popen(
-            [*_SCRIPT, str(Path(trampoline.__file__)), str(os.getpid()), keeps_to, *command],
+            [*_TETHER, str(os.getpid()), keeps_to, *command],
             env=dict(environment),
             stdin=stdin,
             stdout=subprocess.PIPE,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.launch.children import Child, Guardian
-from rrfp_jax.launch.events import Inbox
+from rrfp_jax.launch.event_queue import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import LauncherLink, RendezvousServer, RunKey
@@ -32,7 +32,7 @@ class Launcher:
     environment: Mapping[str, str]
     """Of every rank, but for its place in the run and the key."""
     guardian: Guardian
-    inbox: Inbox
+    events: EventQueue
     output: Output
 
 
@@ -66,7 +66,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
             deadline_s=settings.start_deadline_s,
             interface=settings.listens_on() or LOOPBACK,
             port=None if place is None else place.port,
-            on_bulletin=launcher.inbox.put,
+            on_bulletin=launcher.events.put,
             notice=launcher.output.say,
         )
     except ValueError as error:
@@ -82,7 +82,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         stdin=subprocess.PIPE,
     )
     try:
-        port = _ready_port(service, launcher.inbox)
+        port = _ready_port(service, launcher.events)
     except HeadFailed:
         service.kill()
         Head(rendezvous="", coordinator="", board=server, service=service).close()
@@ -97,12 +97,12 @@ def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
 
     Raises HeadFailed where it does not answer before the deadline, or not to this key.
     """
-    settings, place, inbox = launcher.settings, launcher.settings.head, launcher.inbox
+    settings, place, events = launcher.settings, launcher.settings.head, launcher.events
     assert place is not None
     ranks, say = tuple(settings.local_ranks()), launcher.output.say
-    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_bulletin=inbox.put, notice=say)
+    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_bulletin=events.put, notice=say)
     try:
-        if not _until(lambda: link.is_accepted, settings.start_deadline_s, inbox):
+        if not _until(lambda: link.is_accepted, settings.start_deadline_s, events):
             late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
             raise HeadFailed(f"the head at tcp://{place} {late}")
     except HeadFailed:
@@ -111,10 +111,10 @@ def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
     return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), board=link)
 
 
-def _ready_port(service: Child, inbox: Inbox) -> int:
+def _ready_port(service: Child, events: EventQueue) -> int:
     poll = select.poll()
     poll.register(service.stdout, select.POLLIN)
-    is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, inbox)
+    is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, events)
     words = service.stdout.readline().split() if is_ready else []
     if len(words) == 2 and words[0] == b"ready":
         return int(words[1])
@@ -123,11 +123,11 @@ def _ready_port(service: Child, inbox: Inbox) -> int:
     raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
 
 
-def _until(condition: Callable[[], bool], timeout_s: float, inbox: Inbox) -> bool:
+def _until(condition: Callable[[], bool], timeout_s: float, events: EventQueue) -> bool:
     """Whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
     until_s = time.monotonic() + timeout_s
     while not condition():
-        if inbox.stopped_by is not None:
+        if events.stopped_by is not None:
             raise HeadFailed("told to stop before the run had begun")
         if time.monotonic() > until_s:
             return False

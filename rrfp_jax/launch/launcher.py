@@ -1,7 +1,6 @@
 """Run, and run again: the attempts of a launcher, or the supervision of ranks that somebody else starts."""
 
 import os
-import resource
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -10,26 +9,17 @@ from datetime import datetime
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED
 from rrfp_jax.launch.attempt import Attempt
 from rrfp_jax.launch.children import Guardian
-from rrfp_jax.launch.events import Inbox
+from rrfp_jax.launch.event_queue import EventQueue
 from rrfp_jax.launch.head import Launcher
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings, rank_environment
 from rrfp_jax.network import RunKey
+from rrfp_jax.network.descriptors import raise_descriptor_limit
 from rrfp_jax.network.membership import STARTED
 
 _PAUSE_S = 1.0
 """Before a restart, so that one that fails at once does not spin."""
 _LOOK_S = 0.25
-_MAX_DESCRIPTORS = 1 << 20
-
-
-def shared_key(settings: LaunchSettings, environ: Mapping[str, str]) -> RunKey | None:
-    """The key that other hosts know too; None where nobody else needs it, and each attempt makes its own.
-
-    Raises:
-        ValueError: where one is needed and none is given.
-    """
-    return RunKey.from_environment(environ) if settings.shares_key else None
 
 
 def launch(
@@ -37,30 +27,23 @@ def launch(
 ) -> int:
     """Start this node's ranks, watch them until they have ended, restart them where that may help.
 
-    Must run on the main thread; returns the exit code of the last attempt.
+    Must run on the main thread; returns the exit code of the last attempt. ``shared`` is the key that other hosts know
+    too; None where nobody else needs it (``settings.shares_key``), and each attempt makes its own.
     """
     raise_descriptor_limit()
     environment = {
         **rank_environment(environ, settings.threads),
         STARTED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",
     }
-    with closing(Guardian()) as guardian, Inbox() as inbox:
-        launcher = Launcher(settings=settings, environment=environment, guardian=guardian, inbox=inbox, output=output)
+    with closing(Guardian()) as guardian, EventQueue() as events:
+        launcher = Launcher(settings=settings, environment=environment, guardian=guardian, events=events, output=output)
         for number in range(settings.max_restarts + 1):
             code = Attempt(launcher, number, _key_of(shared, number)).run()
             may_restart = code not in (DONE, BAD_INPUT, INTERRUPTED)
-            if number == settings.max_restarts or not may_restart or _is_stopped(inbox, output, code):
+            if number == settings.max_restarts or not may_restart or _is_stopped(events, output, code):
                 break
             output.say(f"restart {number + 1} of at most {settings.max_restarts}")
         return code
-
-
-def raise_descriptor_limit() -> None:
-    """Allow this process, and those that it will start, as many open files as the system lets them have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _key_of(shared: RunKey | None, number: int) -> RunKey:
@@ -70,11 +53,11 @@ def _key_of(shared: RunKey | None, number: int) -> RunKey:
     return RunKey(shared.mac_key(f"attempt {number}")) if number else shared
 
 
-def _is_stopped(inbox: Inbox, output: Output, code: int) -> bool:
+def _is_stopped(events: EventQueue, output: Output, code: int) -> bool:
     """Whether somebody asked the launcher to stop, also while it waits here to restart."""
     until_s = time.monotonic() + _PAUSE_S
-    while inbox.stopped_by is None and time.monotonic() < until_s:
-        inbox.next(_LOOK_S)
-    if inbox.stopped_by is not None:
+    while events.stopped_by is None and time.monotonic() < until_s:
+        events.next(_LOOK_S)
+    if events.stopped_by is not None:
         output.say(f"not restarted after code {code}, since the launcher was told to stop")
-    return inbox.stopped_by is not None
+    return events.stopped_by is not None

@@ -3,8 +3,24 @@
 import os
 import resource
 
+_MOST = 1 << 20
+"""Asked for where the system knows no limit."""
 _SPARE = 64
 """What the run's program opens beside: devices, data, logs, checkpoints."""
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process, and those that it will start, as many open files as the system lets them have.
+
+    Returns the limit.
+    """
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST
+    most = _MOST if highest == resource.RLIM_INFINITY else highest
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
+    return max(limit, most)
 
 
 def require_descriptors(num_more: int, what: str) -> None:
@@ -13,12 +29,8 @@ def require_descriptors(num_more: int, what: str) -> None:
     Raises:
         ValueError: where they do not; says what to set.
     """
-    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != highest:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
-        limit = highest
-    needed = _num_open() + num_more + _SPARE
-    if limit != resource.RLIM_INFINITY and limit < needed:
+    limit, needed = raise_descriptor_limit(), _num_open() + num_more + _SPARE
+    if limit < needed:
         raise ValueError(
             f"this process may have {limit} files open and needs {needed} for {what}: set 'ulimit -n {needed}' or more "
             "on every host"

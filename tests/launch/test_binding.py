@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.launch import binding, trampoline
+from rrfp_jax.launch import binding, tether
 from rrfp_jax.launch.binding import rank_cores, shares
 from rrfp_jax.launch.settings import LaunchSettings
 
@@ -83,22 +83,22 @@ def test_a_refused_binding_keeps_no_rank_from_starting(monkeypatch):
     asked = []
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: asked.append(cores))
-    trampoline.bind({0})
+    tether.bind({0})
     assert asked == [{0}]
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    trampoline.bind({0})
+    tether.bind({0})
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_threads_of_the_program_inherit_the_binding(is_bound: bool):
-    cores = str(min(os.sched_getaffinity(0))) if is_bound else trampoline.UNBOUND
+    cores = str(min(os.sched_getaffinity(0))) if is_bound else tether.UNBOUND
     policy = "SCHED_BATCH" if is_bound else "SCHED_OTHER"
     shown = (
         "import os, threading; "
         f"show = lambda: print(sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0) == os.{policy}); "
         "thread = threading.Thread(target=show); thread.start(); thread.join()"
     )
-    script = [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), cores]
+    script = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), cores]
     ended = subprocess.run([*script, sys.executable, "-c", shown], capture_output=True, text=True, check=True)
     expected = [int(cores)] if is_bound else sorted(os.sched_getaffinity(0))
     assert ended.stdout == f"{expected} True\n"

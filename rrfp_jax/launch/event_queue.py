@@ -32,7 +32,7 @@ class Signalled:
 Event = RankEnded | Signalled | Bulletin
 
 
-class Inbox:
+class EventQueue:
     """The queue. While it is entered, on the main thread, it catches signals."""
 
     def __init__(self) -> None:
