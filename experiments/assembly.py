@@ -11,7 +11,7 @@ from experiments.planned import PlannedRun
 from experiments.process import enter
 from experiments.resuming import check_same_training
 from experiments.training_console import TrainingConsole
-from rrfp_jax.checkpoint import Found
+from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.data import prefetched
 from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
@@ -74,7 +74,7 @@ class Run:
             keep=settings.keep_checkpoints,
             before_commit=self.directory.lock.check,
         )
-        found = None if fresh else self._saver.newest()
+        found = None if fresh else self._saver.checkpoints.newest()
         if found is None:
             self.state = self.pipeline.init(jax.random.key(settings.seed))
         else:
@@ -140,7 +140,7 @@ class Run:
 
     def describe_saved(self) -> str:
         """What of the steps so far is on the disk, in one sentence."""
-        step = None if self._saver is None else self._saver.last_committed()
+        step = None if self._saver is None else last_committed(self.directory.checkpoints)
         if step is None:
             return "nothing was saved: the same command starts over"
         return (
@@ -150,7 +150,7 @@ class Run:
     def finish(self) -> None:
         """Wait for the last checkpoint, and leave."""
         if self._saver is not None:
-            last = self._saver.close()
+            last = self._saver.checkpoints.close()
             self.is_saved = last is None or last.failure is None
         self.pipeline.close()
         self.process.finish()

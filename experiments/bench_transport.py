@@ -72,7 +72,7 @@ def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Con
     from experiments.process import use_cpu
     from rrfp_jax.launch.binding import rank_cores
     from rrfp_jax.launch.tether import bind
-    from rrfp_jax.network.loop import LoopThread
+    from rrfp_jax.network.loop_thread import LoopThread
 
     if cores := rank_cores("cores", 2)[rank]:
         bind(set(cores))

@@ -24,7 +24,7 @@ from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.config import OptimizerConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import OptimizerConfig, PipelineConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rrfp_jax.observe.files import check_file
 from rrfp_jax.timeline import Timeline
-from rrfp_jax.training.paths import check_file
 
 _PAGES = (".html", ".htm")
 _PICTURES = (".png", ".svg")

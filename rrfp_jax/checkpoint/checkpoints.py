@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from rrfp_jax.checkpoint.arrays import HostArray, Name, copy_to_host
+from rrfp_jax.checkpoint.chunk_layers import OPTIMIZER, ChunkLayers
 from rrfp_jax.checkpoint.coordinator import Alone, Calls, Coordinator, NotDone, Together, sentence
-from rrfp_jax.checkpoint.files import canonical_json, remove_tree
-from rrfp_jax.checkpoint.layers import OPTIMIZER, ChunkLayers
+from rrfp_jax.checkpoint.durable_files import canonical_json, remove_tree
 from rrfp_jax.checkpoint.ownership import Owner, parts_of_step
 from rrfp_jax.checkpoint.part_writer import PartWriter
 from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
@@ -120,10 +120,11 @@ class Checkpoints:
         """Wait for the save under way; returns how the last one ended."""
         return None if self._under_way is None else result_of(self._under_way)
 
-    def close(self) -> None:
-        """Wait for the save under way and free the threads."""
-        self.wait()
+    def close(self) -> Saved | None:
+        """Wait for the save under way and free the threads; returns how the last save ended."""
+        last = self.wait()
         self._writer.close()
+        return last
 
     def _copy(self, states: Iterable[tuple[ChunkLayers, ChunkState]]) -> dict[Name, HostArray]:
         arrays: dict[Name, jax.Array] = {}

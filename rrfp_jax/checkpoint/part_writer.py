@@ -23,7 +23,7 @@ from orbax.checkpoint import future, type_handlers
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from rrfp_jax.checkpoint.arrays import HostArray, Name, batches, nested
-from rrfp_jax.checkpoint.files import sum_tree
+from rrfp_jax.checkpoint.durable_files import sum_tree
 from rrfp_jax.checkpoint.ownership import Part
 from rrfp_jax.checkpoint.record import PartRecord
 

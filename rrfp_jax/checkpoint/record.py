@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field
 
 from rrfp_jax.checkpoint.arrays import Name
-from rrfp_jax.checkpoint.files import FileSum, canonical_json, sum_file, write_whole
+from rrfp_jax.checkpoint.durable_files import FileSum, canonical_json, sum_file, write_whole
 
 FORMAT, VERSION = "rrfp-jax checkpoint", 1
 COMMIT = "commit.json"

@@ -6,7 +6,7 @@ Nothing is ever changed through a symbolic link, and a directory that holds anyt
 import logging
 from pathlib import Path
 
-from rrfp_jax.checkpoint.files import remove_tree, sync_directory
+from rrfp_jax.checkpoint.durable_files import remove_tree, sync_directory
 from rrfp_jax.checkpoint.record import COMMIT, Commit, Unusable, is_committed, is_ours, step_directory, steps_in
 
 _LOG = logging.getLogger(__name__)

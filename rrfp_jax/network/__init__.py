@@ -9,7 +9,7 @@ from rrfp_jax.network.cluster_config import ClusterConfig as ClusterConfig
 from rrfp_jax.network.keys import KEY_FILE_VARIABLE as KEY_FILE_VARIABLE
 from rrfp_jax.network.keys import KEY_VARIABLE as KEY_VARIABLE
 from rrfp_jax.network.keys import RunKey as RunKey
-from rrfp_jax.network.loop import LoopThread as LoopThread
+from rrfp_jax.network.loop_thread import LoopThread as LoopThread
 from rrfp_jax.network.membership import Membership as Membership
 from rrfp_jax.network.peers import NetworkSettings as NetworkSettings
 from rrfp_jax.network.peers import PeerAddress as PeerAddress

@@ -1,4 +1,7 @@
-"""Writing a file in one piece: a reader, or a later run, never sees half of it."""
+"""Writing a file in one piece, so that a reader, or a later run, never sees half of it.
+
+And asking whether it can be written, before there is anything to write.
+"""
 
 import os
 import secrets
@@ -23,3 +26,34 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_folder(path: Path, what: str) -> None:
+    """Raise ValueError unless files can be written into ``path``, which may be missing as yet.
+
+    Nothing is left behind.
+    """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{what} {path} is a file: name a folder")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise ValueError(f"{what} {path} cannot be made, because {nearest} is no folder: name another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{what} {path}: nothing can be written into {nearest}, so name another folder")
+    probe = nearest / f".{secrets.token_hex(8)}.tmp"
+    try:  # rights are not all: some file systems take nothing
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"{what} {path}: nothing can be made in {nearest} ({error.strerror}), so name another folder"
+        ) from None
+
+
+def check_file(path: Path, what: str) -> None:
+    """Raise ValueError unless ``path`` can be written; it and its folders may be missing as yet."""
+    if path.is_dir():
+        raise ValueError(f"{what} {path} is a folder: name a file, or move the folder away")
+    check_folder(path.parent, f"the folder of {what}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{what} {path} is write-protected: name another file, or make it writable")

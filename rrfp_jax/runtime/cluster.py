@@ -27,7 +27,7 @@ from rrfp_jax.network import (
     meet,
 )
 from rrfp_jax.network.cluster_config import ClusterConfig
-from rrfp_jax.network.loop import LoopThread
+from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.network.membership import Membership
 from rrfp_jax.runtime.last_words import say_last_words
 

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
-from rrfp_jax.network.loop import LoopThread
+from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.error_text import error_text

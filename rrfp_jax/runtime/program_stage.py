@@ -18,7 +18,7 @@ from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Batch, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
-from rrfp_jax.runtime.memory import MemoryMeter
+from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.wishes import Wishes

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from rrfp_jax.training.config import OptimizerConfig
+from rrfp_jax.training.run_config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -24,12 +24,11 @@ import yaml
 
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
-from rrfp_jax.observe.replacing import replacing
+from rrfp_jax.observe.replacing import check_file, check_folder, replacing
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
 from rrfp_jax.timeline import Timeline
-from rrfp_jax.training.paths import check_file, check_folder
 from rrfp_jax.training.run_lock import RunLock
 
 CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"

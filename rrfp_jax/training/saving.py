@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, Saved, last_committed, layer_owners
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, layer_owners
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 
 
 class RunSaver:
     """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
+
+    ``checkpoints`` are the run's: to look for what can be restored, and to be closed at the end.
 
     Args:
         directory: of the run's checkpoints, shared by all processes.
@@ -45,7 +47,7 @@ class RunSaver:
             process.devices,
             shard_optimizer=pipeline.updates.shard_optimizer,
         )
-        self._checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             directory,
             owners,
             keep=keep,
@@ -56,14 +58,10 @@ class RunSaver:
         self._last_s = time.monotonic()
         self._last_step: int | None = None
 
-    def newest(self) -> Found | None:
-        """The newest step that can be restored."""
-        return self._checkpoints.newest()
-
     def restore(self, found: Found) -> PipelineState:
         """The pipeline's state as it was saved; raises ValueError where model or optimizer differ."""
         specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
-        states = self._checkpoints.restore(found, specs)
+        states = self.checkpoints.restore(found, specs)
         self._last_step = found.step
         return self._pipeline.restore(states, found.step)
 
@@ -80,19 +78,5 @@ class RunSaver:
         if state.step == self._last_step:
             return
         held = self._pipeline.chunk_states(state)
-        self._checkpoints.save(state.step, [(self._layers[chunk], each) for chunk, each in held], host)
+        self.checkpoints.save(state.step, [(self._layers[chunk], each) for chunk, each in held], host)
         self._last_s, self._last_step = time.monotonic(), state.step
-
-    def last_committed(self) -> int | None:
-        """How many steps the newest committed state has been trained; asks this process only."""
-        return last_committed(self._checkpoints.directory)
-
-    def wait(self) -> Saved | None:
-        """Wait for the save under way; returns how the last one ended."""
-        return self._checkpoints.wait()
-
-    def close(self) -> Saved | None:
-        """Wait for the save under way and end; returns how the last one ended."""
-        last = self._checkpoints.wait()
-        self._checkpoints.close()
-        return last

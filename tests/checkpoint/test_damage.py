@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Unusable
-from rrfp_jax.checkpoint.files import canonical_json
+from rrfp_jax.checkpoint.durable_files import canonical_json
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.training.config import OptimizerConfig
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from rrfp_jax.training.run_config import OptimizerConfig
 
 
 def rates(num_steps: int, warmup_steps: int) -> list[float]:
