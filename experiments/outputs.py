@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrfp_jax.observe.files import check_file
+from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.timeline import Timeline
 
 _PAGES = (".html", ".htm")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch
+from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
 """Number of different tokens: one per byte value."""
@@ -46,11 +47,8 @@ class DataConfig:
     """Decides the order of the sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "length", "batch_size", "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}: give 0 or more")
+        check_fields(self, AT_LEAST_1, "max_bytes", "length", "batch_size", "num_microbatches")
+        check_fields(self, NOT_NEGATIVE, "seed")
         if not self.suffixes:
             raise ValueError("suffixes is empty, so no file would be read: give at least one, for example '.txt'")
         if self.batch_size % self.num_microbatches:

@@ -1,6 +1,5 @@
 """What a launcher is told to start, and where."""
 
-import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from rrfp_jax.network import KEY_FILE_VARIABLE, KEY_VARIABLE
 from rrfp_jax.network.cluster_config import PINNED_THREADS
 from rrfp_jax.network.membership import DETECT, LAUNCHER
 from rrfp_jax.network.sockets import WILDCARDS
+from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, check_fields
 
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -67,14 +67,9 @@ class LaunchSettings:
     """Whether each rank keeps to its share of this node's cores, see :mod:`~rrfp_jax.launch.binding`."""
 
     def __post_init__(self) -> None:
-        for name in ("num_processes", "num_nodes", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}: give at least 1")
-        for name in ("grace_s", "start_deadline_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}: give 0 or more")
+        check_fields(self, AT_LEAST_1, "num_processes", "num_nodes", "threads")
+        check_fields(self, SECONDS, "grace_s", "start_deadline_s")
+        check_fields(self, NOT_NEGATIVE, "max_restarts")
         if not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(f"node_rank is {self.node_rank} of {self.num_nodes} nodes: count from 0")
         if self.prefix not in PREFIXES:

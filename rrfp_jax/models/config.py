@@ -6,8 +6,12 @@ checkpoint whatever layout it was trained in.
 
 from dataclasses import dataclass
 
+from rrfp_jax.validation import Rule, check_fields
+
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
+
+_ABOVE_0 = Rule("a number above 0", lambda value: value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +52,7 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-        for name in (*positive, "rope_theta", "norm_eps", "init_std"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: give a number above 0")
+        check_fields(self, _ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std")
         self._check_heads()
         for name in ("param_dtype", "compute_dtype"):
             if getattr(self, name) not in DTYPES:

@@ -1,7 +1,8 @@
 """How the processes of a run find and watch each other; the same on all ranks."""
 
-import math
 from dataclasses import dataclass
+
+from rrfp_jax.validation import SECONDS, check_fields
 
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
@@ -27,9 +28,7 @@ class ClusterConfig:
     """Ask JAX (SLURM, Kubernetes, Open MPI) for this process's rank and the number of ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("silence_deadline_s", "start_deadline_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
+        check_fields(self, SECONDS, "silence_deadline_s", "start_deadline_s")
         if self.silence_deadline_s > (limit := HEARTBEAT_TIMEOUT_S / 24):
             raise ValueError(
                 f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "

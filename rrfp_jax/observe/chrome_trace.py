@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import first_start_s, require_drawable
-from rrfp_jax.observe.replacing import replacing
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
 from rrfp_jax.timeline import Span, Timeline, Wait
 

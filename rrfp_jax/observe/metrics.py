@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rrfp_jax.observe.replacing import replacing
+from rrfp_jax.observe.output_files import replacing
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from plotly import graph_objects as go
 from plotly.io import to_html
 
 from rrfp_jax.observe.marks import MAX_BARS, idle_marker, task_marker, traces
+from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import Panel, panels
-from rrfp_jax.observe.replacing import replacing
 from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, TASK_LOOKS
 from rrfp_jax.tasks import TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from rrfp_jax.observe.legend import Legend
 from rrfp_jax.observe.measure import FONT, text_width
+from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import Panel, panels
-from rrfp_jax.observe.replacing import replacing
 from rrfp_jax.observe.rows import DIGIT, DPI, LABEL_POINTS, POINTS, Rows, stage_label
 from rrfp_jax.observe.style import PAPER
 from rrfp_jax.timeline import Timeline

@@ -9,6 +9,8 @@ the same number to each. So a rank may host several units, and a unit may span s
 from dataclasses import dataclass
 from functools import cached_property
 
+from rrfp_jax.validation import AT_LEAST_1, check_fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -23,9 +25,7 @@ class Layout:
     """Processes."""
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "data", "tensor", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "num_ranks")
         if self.num_devices % self.num_ranks:
             raise ValueError(
                 f"{self.num_stages} stages x data {self.data} x tensor {self.tensor} need {self.num_devices} devices, "

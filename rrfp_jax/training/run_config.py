@@ -3,10 +3,17 @@
 Plain records, validated once; nothing here imports JAX, so that bad input is refused before anything is loaded.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+
+_TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
+_PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))
+_MEMORY = Rule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
+_TASKS = Rule("0 or more tasks", NOT_NEGATIVE.holds)
+_NORM = Rule("a positive number, or null for no clipping", POSITIVE.holds)
+_INTERVAL = Rule("a positive number, or null", POSITIVE.holds)
+_DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +67,15 @@ class PipelineConfig:
     """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
 
     def __post_init__(self) -> None:
-        counts = ("num_stages", "data", "tensor", "chunks_per_stage")
-        _require(self, "at least 1", lambda value: value is None or value >= 1, *counts)
-        _require(self, "auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"), "transport")
-        _require(self, "leader or propose", lambda value: value in ("leader", "propose"), "group_protocol")
+        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage")
+        check_fields(self, _TRANSPORT, "transport")
+        check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:
             raise ValueError("shard_optimizer shares the optimizer state out to replicas: give data at least 2")
-        _require(self, "at least 1 byte", lambda value: not isinstance(value, int) or value >= 1, "memory_limit")
-        _require(self, "a positive number of seconds", lambda value: 0 < value < math.inf, "progress_deadline_s")
-        _require(self, "0 or more tasks", lambda value: value >= 0, "dispatch_ahead")
-        if self.clip_norm is not None:
-            _require(
-                self, "a positive number, or null for no clipping", lambda value: 0 < value < math.inf, "clip_norm"
-            )
+        check_fields(self, _MEMORY, "memory_limit")
+        check_fields(self, SECONDS, "progress_deadline_s")
+        check_fields(self, _TASKS, "dispatch_ahead")
+        check_fields(self, _NORM, "clip_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +98,9 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices; vectors (norm scales) are not decayed."""
 
     def __post_init__(self) -> None:
-        _require(self, "a positive number", lambda value: 0 < value < math.inf, "learning_rate", "eps")
-        _require(
-            self,
-            "0 or more",
-            lambda value: 0 <= value < math.inf,
-            "final_learning_rate",
-            "warmup_steps",
-            "weight_decay",
-        )
-        _require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "b1", "b2")
+        check_fields(self, POSITIVE, "learning_rate", "eps")
+        check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps", "weight_decay")
+        check_fields(self, _DECAY, "b1", "b2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,21 +126,12 @@ class RunConfig:
     """How many of the newest checkpoints stay."""
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "checkpoint_minutes"):
-            if getattr(self, name) is not None:
-                _require(self, "a positive number, or null", lambda value: 0 < value < math.inf, name)
-        _require(self, "at least 1", lambda value: value >= 1, "keep_checkpoints")
+        check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
+        check_fields(self, AT_LEAST_1, "keep_checkpoints")
         if self.platform not in (None, "cpu"):
             raise ValueError(
                 f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"
             )
-        _require(self, "at least 1", lambda value: value >= 1, "steps", "timeline_steps")
+        check_fields(self, AT_LEAST_1, "steps", "timeline_steps")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
-
-
-def _require(config: object, what: str, holds: Callable[[Any], bool], *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not holds(value):
-            raise ValueError(f"{name} is {value}: give {what}")

@@ -24,7 +24,7 @@ import yaml
 
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
-from rrfp_jax.observe.replacing import check_file, check_folder, replacing
+from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log

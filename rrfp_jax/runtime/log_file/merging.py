@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from rrfp_jax.runtime.log_file.records import RunLog
 from rrfp_jax.runtime.log_file.replaying import StageReplay, replay_log
+from rrfp_jax.runtime.log_file.run_log import RunLog
 from rrfp_jax.runtime.report import WaitForReport
 from rrfp_jax.timeline import Span, Timeline, Wait
 

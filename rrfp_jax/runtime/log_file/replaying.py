@@ -7,7 +7,7 @@ from rrfp_jax.arbitration import Event, FinishStep, IllegalTransition, Instructi
 from rrfp_jax.arbitration.saved import rebuild
 from rrfp_jax.arbitration.story import of_event, of_instruction
 from rrfp_jax.runtime.event_log import opening
-from rrfp_jax.runtime.log_file.records import RunLog, SegmentLog, StageLog
+from rrfp_jax.runtime.log_file.run_log import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.report import StageState, stage_state
 from rrfp_jax.timeline import Span, Timeline

@@ -1,15 +1,29 @@
-"""What a file of event logs holds: all that rebuilds a process's arbiters and feeds them again without JAX."""
+"""Event logs as files: all that rebuilds a process's arbiters and feeds them again without JAX.
 
+A log is gzipped JSON with a name and a version, so that any program can read it; never a pickle.
+"""
+
+import gzip
+import json
+import os
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rrfp_jax.arbitration import Event, Instruction, RunTask
 from rrfp_jax.arbitration.saved import SavedArbiter, save_arbiter
+from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
+
+FORMAT, VERSION = "rrfp-jax event log", 2
+PATTERN = "events*.json.gz"
+"""The names of a run directory's logs."""
 
 Entry = tuple[Event, tuple[Instruction, ...]]
 """An event and the instructions that answered it."""
@@ -128,3 +142,47 @@ def _segment(segment: Segment) -> SegmentLog:
         early=tuple(segment.early),
         entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
     )
+
+
+def log_name(rank: int = 0, num_ranks: int = 1) -> str:
+    """The name of a process's log in the run directory."""
+    return "events.json.gz" if num_ranks == 1 else f"events-rank{rank}.json.gz"
+
+
+def write_log(log: RunLog, path: str | os.PathLike[str]) -> None:
+    """Write a log in one piece; raises OSError where that cannot be done, and leaves what stood there before."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, "log": to_plain(log)}, separators=(",", ":"))
+    with replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
+
+
+def read_log(path: str | os.PathLike[str]) -> RunLog:
+    """Read a log; raises ValueError, in one sentence, for a file that is missing, damaged or none of ours."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"event log {path} cannot be read ({error.strerror}): give the path of a log") from None
+    return _decode(path, data)
+
+
+def _decode(path: str | os.PathLike[str], data: bytes) -> RunLog:
+    if data[:2] != b"\x1f\x8b":
+        raise ValueError(f"{path} is no event log, for it is not compressed: give a file named like {log_name()}")
+    try:
+        content: Any = json.loads(gzip.decompress(data))
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise ValueError(f"event log {path} is damaged or cut short: take the file from the run once more") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} is no event log: give a file named like {log_name()} from a run directory")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"event log {path} has version {content.get('version')!r:.20}, and this program reads version {VERSION}: "
+            "replay it with the program that wrote it"
+        )
+    try:
+        log: RunLog = from_plain(RunLog, content.get("log"))
+    except MalformedRecord as error:
+        raise ValueError(f"event log {path} does not hold what it should: {error}") from None
+    return log

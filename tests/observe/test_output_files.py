@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.observe.replacing import replacing
+from rrfp_jax.observe.output_files import replacing
 
 
 def test_file_appears_when_the_block_ends(tmp_path: Path) -> None:
