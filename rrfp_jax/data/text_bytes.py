@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch
-from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
 """Number of different tokens: one per byte value."""

@@ -22,8 +22,8 @@ from rrfp_jax.exit_codes import DONE, START_FAILED
 from rrfp_jax.launch.binding import rank_cores
 from rrfp_jax.launch.children import Child
 from rrfp_jax.launch.endings import Endings, meaning
-from rrfp_jax.launch.event_queue import STOPPING, Event, RankEnded, Signalled
 from rrfp_jax.launch.head import Head, HeadFailed, Launcher, host_head, join_head
+from rrfp_jax.launch.launcher_events import STOPPING, Event, RankEnded, Signalled
 from rrfp_jax.network import Bulletin, RunKey
 from rrfp_jax.network.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS, Membership
 from rrfp_jax.network.roll_call import Ending, name_ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.launch.children import Child, Guardian
-from rrfp_jax.launch.event_queue import EventQueue
+from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import LauncherLink, RendezvousServer, RunKey

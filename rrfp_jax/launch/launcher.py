@@ -9,8 +9,8 @@ from datetime import datetime
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED
 from rrfp_jax.launch.attempt import Attempt
 from rrfp_jax.launch.children import Guardian
-from rrfp_jax.launch.event_queue import EventQueue
 from rrfp_jax.launch.head import Launcher
+from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings, rank_environment
 from rrfp_jax.network import RunKey

@@ -4,13 +4,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS, check_fields
 from rrfp_jax.launch.binding import BINDINGS
 from rrfp_jax.launch.output import PREFIXES
 from rrfp_jax.network import KEY_FILE_VARIABLE, KEY_VARIABLE
 from rrfp_jax.network.cluster_config import PINNED_THREADS
 from rrfp_jax.network.membership import DETECT, LAUNCHER
 from rrfp_jax.network.sockets import WILDCARDS
-from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, SECONDS, check_fields
 
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

@@ -6,7 +6,7 @@ checkpoint whatever layout it was trained in.
 
 from dataclasses import dataclass
 
-from rrfp_jax.validation import Rule, check_fields
+from rrfp_jax.field_rules import Rule, check_fields
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""

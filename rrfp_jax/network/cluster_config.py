@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.validation import SECONDS, check_fields
+from rrfp_jax.field_rules import SECONDS, check_fields
 
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long

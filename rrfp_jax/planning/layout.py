@@ -9,7 +9,7 @@ the same number to each. So a rank may host several units, and a unit may span s
 from dataclasses import dataclass
 from functools import cached_property
 
-from rrfp_jax.validation import AT_LEAST_1, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Plain records, validated once; nothing here imports JAX, so that bad input is re
 
 from dataclasses import dataclass
 
-from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
 _PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import pytest
 
 from rrfp_jax.launch.children import Child, Guardian
-from rrfp_jax.launch.event_queue import EventQueue
 from rrfp_jax.launch.head import HeadFailed, _ready_port
+from rrfp_jax.launch.launcher_events import EventQueue
 
 
 def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rrfp_jax.validation import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 
 
 @dataclass(frozen=True)
