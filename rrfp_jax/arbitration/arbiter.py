@@ -304,10 +304,14 @@ class StageArbiter:
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan
         lane, task = plan.lanes[node], plan.tasks[node]
-        if not lane and task.microbatch not in self._window.held:
+        if lane:
+            self._ready.remove(lane, position)
+        elif task.microbatch in self._window.held:
+            self._ready.remove(HELD, position)
+        else:
+            self._ready.remove(lane, position)
             self._window.start_forward(task.microbatch)
             self._ready.hold(self._ranked.forwards_of[task.microbatch])
-        self._ready.remove(lane, position)
         self._waiting[node] = RUNNING
         self._running.append(node)
         self._num_started += 1

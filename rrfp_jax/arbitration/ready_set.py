@@ -38,13 +38,15 @@ class ReadySet:
         insort(self.lanes[lane], position)
 
     def remove(self, lane: int, position: int) -> None:
-        """Of the forwards, those of held microbatches: a forward that starts has its microbatch held."""
-        entries = self.lanes[lane or HELD]
+        """As in :meth:`add`."""
+        entries = self.lanes[lane]
         del entries[bisect_left(entries, position)]
 
     def hold(self, forwards: Iterable[int]) -> None:
         """The stage holds a microbatch from now on, whose forwards have these positions."""
         fresh, held = self.lanes[0], self.lanes[HELD]
+        if not fresh:
+            return
         for position in forwards:
             if _holds(fresh, position):
                 del fresh[bisect_left(fresh, position)]

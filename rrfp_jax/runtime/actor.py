@@ -95,24 +95,27 @@ class StageActor:
         finally:  # the event that breaks the core is the one that a replay wants most
             self.log.append(event, instructions)
         self.last_event_s = event.time_s
-        is_told_to_run, outgoing = False, []
+        if instructions:
+            self._carry_out(instructions, event.time_s)
+        self._recorder.observe(event.time_s, self.arbiter.idle_reason())
+        if instructions and isinstance(instructions[-1], FinishStep):
+            self._start_coming()
+
+    def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
+        outgoing = []
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._submit(instruction)
-                is_told_to_run = True
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, FinishStep):
-                self._finish(instruction.step, event.time_s)
+                self._finish(instruction.step, time_s)
             else:
                 assert self._tell is not None
                 self._tell(self.stage, instruction.member, instruction.step, instruction.note)
         for item in outgoing:  # later than the hand-over of the next task, for it takes longer
             self._transport.send(*item)
-        self._recorder.observe(event.time_s, None if is_told_to_run else self.arbiter.idle_reason())
-        if instructions and isinstance(instructions[-1], FinishStep):
-            self._start_coming()
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

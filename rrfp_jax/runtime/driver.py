@@ -120,11 +120,13 @@ class PipelineRuntime:
         self._pending: dict[int, _Pending] = {}
         self._completions: deque[_Completion] = deque()
         self._is_waking = False
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        """Calls that were asked for within one, with their arguments."""
         self._is_pumping = False
         self._closing = threading.Lock()
         self._is_closed = False
-        self._progress_s = time.perf_counter()
+        self._begun_s = 0.0
+        """When the first step that is under way was submitted, or a step ended elsewhere."""
         self._num_stages, self._graph = arbiters[0].placement.num_stages, arbiters[0].graph
         for arbiter, executor in zip(arbiters, executors, strict=True):
             self._add_stage(arbiter, executor, log_steps)
@@ -250,38 +252,44 @@ class PipelineRuntime:
             future.set_exception(self._ending.error)
             return
         if not self.is_under_way():
-            self._progress_s = time.perf_counter()
+            self._begun_s = time.perf_counter()
         self._pending[step] = _Pending(Timeline(self._num_stages), future)
-        self._pump(*starts)
+        self._pump(self._start_all, starts)
+
+    @staticmethod
+    def _start_all(starts: "list[partial[None]]") -> None:
+        for start in starts:
+            start()
 
     def is_under_way(self) -> bool:
         """Whether a step that was submitted has not ended everywhere; on the event loop."""
         return bool(self._pending)
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        self._progress_s = time.perf_counter()
-        self._pump(partial(self._actors[stage].receive, step, message, payload))
+        self._pump(self._actors[stage].receive, step, message, payload)
 
     def _take_completions(self) -> None:
         self._is_waking = False
         while self._completions:
             stage, instruction, start_s, end_s, error = self._completions.popleft()
-            self._progress_s = end_s
             if error is None:
-                self._pump(partial(self._actors[stage].completed, instruction, start_s, end_s))
+                self._pump(self._actors[stage].completed, instruction, start_s, end_s)
             else:
                 what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
                 self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
-    def _pump(self, *calls: Callable[[], None]) -> None:
-        """Run these calls, first in first out; where one of them asks for more, those run after itself."""
-        self._inbox.extend(calls)
+    def _pump(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call this, unless the run is being given up; what asks for more within a call has it called afterwards."""
         if self._is_pumping:
+            self._inbox.append((call, arguments))
             return
         self._is_pumping = True
         try:
+            if self._ending.failing is None:
+                call(*arguments)
             while self._inbox and self._ending.failing is None:
-                self._inbox.popleft()()
+                call, arguments = self._inbox.popleft()
+                call(*arguments)
         except Exception as error:
             self._ending.begin(Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error))
         finally:
@@ -316,11 +324,11 @@ class PipelineRuntime:
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of a hosted unit's group says something."""
-        self._pump(partial(self._actors[unit].hear, step, member, note))
+        self._pump(self._actors[unit].hear, step, member, note)
 
     def step_ended(self, step: int, summary: Summary) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""
-        self._progress_s = time.perf_counter()
+        self._begun_s = time.perf_counter()
         if step in self._pending:
             self._resolve(step, summary)
 
@@ -346,7 +354,8 @@ class PipelineRuntime:
         """End the run when nothing has happened for the deadline while a step is under way."""
         if self._is_closed:
             return
-        stalled_s = time.perf_counter() - self._progress_s
+        progress_s = max(self._begun_s, *(actor.last_event_s for actor in self._actors.values()))
+        stalled_s = time.perf_counter() - progress_s
         if self.is_under_way() and self._ending.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
             self._ending.begin(Failure(NoProgress, what, self._states()))

@@ -21,8 +21,9 @@ class StageRecorder:
 
     def ran(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         """A task has run; the time since it was chosen went to the host."""
-        self._reason = IdleReason.HOST
-        self._close(start_s)
+        if start_s > self._since_s:
+            self._timeline.waits.append(Wait(self._step, self._stage, self._since_s, start_s, IdleReason.HOST))
+        self._reason = None
         self._timeline.spans.append(Span(instruction.step, self._stage, instruction.task, start_s, end_s))
         self._since_s = end_s
 

@@ -45,7 +45,7 @@ def test_remove_and_copy():
     made = ready_set((0, 4), (0, 1), (1, 2))
     made.hold((1, 3))
     twin = made.copy()
-    twin.remove(0, 1)
+    twin.remove(HELD, 1)
     twin.remove(1, 2)
     assert heads(twin, Window(None, (1, 1, 1))) == (4, None, None, None)
     assert made.lanes == ([4], [2], [], [], [1])
@@ -71,10 +71,11 @@ def test_the_head_of_the_forwards_is_the_first_that_the_window_admits(seed):
             made.add(HELD if at[position] in window.held else 0, position)
         elif forward is not None:
             is_ready.remove(forward)
-            if at[forward] not in window.held:
+            is_held = at[forward] in window.held
+            made.remove(HELD if is_held else 0, forward)
+            if not is_held:
                 window.start_forward(at[forward])
                 made.hold(forwards_of[at[forward]])
-            made.remove(0, forward)
             running.append(forward)
         elif running:
             window.finish(at[running.pop(random.randrange(len(running)))])

@@ -138,6 +138,8 @@ class PipelineTransport:
             return payload
         leaves = plan.flatten(payload)
         if plan.is_local or plan.stays:
+            if plan.is_single:
+                return _handed_over(plan.leaves[0], leaves[0], plan.stays)
             handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
             return plan.treedef.unflatten(handed)
         return _Shipment(plan, [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing])
