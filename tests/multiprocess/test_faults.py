@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.runtime.log_file import read_log
-from tests.multiprocess.launching import Launched, launched
+from tests.multiprocess.launching import PATIENCE_S, Launched, launched
 from tests.multiprocess.reports import assert_report, rank_text, survivors_end
 from tests.multiprocess.runs import QUICK_TO_COMPILE, training_config
 
@@ -20,13 +20,17 @@ CLOSED_S = 2.0
 """Within which a closed connection is noticed."""
 SLACK_S = 3.0
 """For the others' last words, on a machine that is busy."""
-START_S = 6.0
+START_S = 12.0
+LONG_TEXT_S = 5.0
+"""Within which all ranks have ended, however long the text of an error is."""
 
 
-def emulate(fault: str, rank: int, num_ranks: int, *more: object) -> tuple[object, ...]:
+def emulate(
+    fault: str, rank: int, num_ranks: int, *more: object, start_deadline_s: float = PATIENCE_S
+) -> tuple[object, ...]:
     """The launcher's arguments for an emulated run that does not end by itself."""
     return (
-        *("--processes", num_ranks, "--start-deadline-s", START_S, "--grace-s", 4, "--"),
+        *("--processes", num_ranks, "--start-deadline-s", start_deadline_s, "--grace-s", 4, "--"),
         *("faulty", fault, rank, "emulate", "--num-stages", num_ranks, "--num-microbatches", 4),
         *("--durations-ms", "5,5,5", "--steps", 100_000, "--silence-deadline-s", SILENCE_S),
         *("--progress-deadline-s", 4, *more),
@@ -97,6 +101,25 @@ def test_a_task_that_fails(fault: str, error: str) -> None:
     assert "ranks 0, 2: code 5, lost another rank" in launcher.text
 
 
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_task_that_fails_with_a_text_of_5_mb(num_ranks: int) -> None:
+    """Its cause comes to all at once: nobody waits for a deadline."""
+    with launched(*emulate("raise-long", 1, num_ranks, "--progress-deadline-s", 30)) as launcher:
+        launcher.numbers(r"running (\d+)", 1)
+        started_s = time.monotonic()
+        assert launcher.wait() == 4
+        ended_s = time.monotonic() - started_s
+        assert not launcher.living()
+    assert ended_s < LONG_TEXT_S
+    summary = "step 1: 1F0 on stage 1 failed: RuntimeError: xxxx"
+    for rank in range(num_ranks):
+        said = f"error: {'' if rank == 1 else 'rank 1 gave up: '}{summary}"
+        assert_report(launcher, rank, said, " more letters)", "stage 1 failed in 1F0", num_stages=num_ranks)
+        assert len(rank_text(launcher, rank)) < 10_000
+    others = "rank 0" if num_ranks == 2 else "ranks 0, 2-3"
+    assert f"{others}: code 5, lost another rank" in launcher.text
+
+
 @pytest.mark.slow
 def test_a_task_that_never_ends() -> None:
     with launched(*emulate("hang", 1, 3)) as launcher:
@@ -122,7 +145,7 @@ def test_a_task_that_never_ends() -> None:
 )
 def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) -> None:
     started_s = time.monotonic()
-    with launched(*emulate(fault, 1, 3)) as launcher:
+    with launched(*emulate(fault, 1, 3, start_deadline_s=START_S)) as launcher:
         assert launcher.wait() == 6
         assert not launcher.living()
     assert time.monotonic() - started_s < START_S + 4 + 2 * SLACK_S  # the grace time for the one that never came

@@ -26,6 +26,11 @@ def raise_error() -> None:
     raise ArithmeticError("an injected error")
 
 
+def raise_long_error() -> None:
+    """With more text than any message between processes may hold."""
+    raise RuntimeError("x" * 5_000_000)
+
+
 def exhaust_memory() -> None:
     """More than any machine has: XLA says RESOURCE_EXHAUSTED, as it does on a device that is full."""
     import jax.numpy as jnp
@@ -48,6 +53,7 @@ def slow_down() -> None:
 IN_A_TASK: dict[str, Callable[[], None]] = {
     "none": no_fault,
     "raise": raise_error,
+    "raise-long": raise_long_error,
     "oom": exhaust_memory,
     "hang": hang,
     "slow": slow_down,
