@@ -107,6 +107,10 @@ class Liveness:
         """Expect more ranks: where the heartbeats of each come from, then where its messages do, if any."""
         self._command(lambda: self._follow(places))
 
+    def accused(self, accuser: int, reason: str) -> None:
+        """A message says that ``accuser`` takes this rank for lost; heartbeats with that may not get through."""
+        self._command(lambda: self._take_up(Accusation(accuser, self._rank, reason)))
+
     def stop(self, timeout_s: float) -> None:
         """Say farewell and end the thread; the gate is closed with it."""
         self._command(self._end)
@@ -255,6 +259,9 @@ class Liveness:
         self._suspects.pop(rank, None)
         if rank in self._closed:
             self._closed[rank] = math.inf
+        self._take_up(accusation)
+
+    def _take_up(self, accusation: Accusation) -> None:
         if self._judgement.accuse(accusation, self._pulse.awake_s):
             self._next_beat_s = 0.0
 

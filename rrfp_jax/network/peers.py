@@ -282,6 +282,10 @@ class PeerNetwork:
         """Have the event loop run something, from a thread other than its own."""
         self._started().call_soon_threadsafe(call)
 
+    def accused(self, accuser: int, reason: str) -> None:
+        """A message says that ``accuser`` takes this rank for lost: all are told that it was the network that broke."""
+        self._liveness.accused(accuser, reason)
+
     def close(self, linger_s: float = 1.0) -> None:
         """Send what is under way for up to ``linger_s``, say farewell, and free sockets, threads and ports.
 

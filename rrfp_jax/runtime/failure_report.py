@@ -4,6 +4,9 @@ The first failure that a rank meets or hears of is the one it reports. It tells 
 the state of its own stages, and waits for a moment for theirs. What is new to a rank it tells on, once, so the news
 reaches everybody over any connections that are left, and in a small run every rank ends with the wait-for graph of the
 whole. In a large one only so many stages are told of, so no rank sends or keeps more than a constant.
+
+Who is lost every rank hears from its own network, which has asked the accused. What another rank says of losses is only
+quoted, and only while the own network says nothing: where a connection broke, the other may mean ranks that are well.
 """
 
 from asyncio import AbstractEventLoop
@@ -45,11 +48,11 @@ class Failure:
     origin: int | None = None
     """The rank that met it; None: this one."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that died or fell silent, with how that was noticed."""
+    """Ranks that this rank's own network takes for lost, with how that was noticed."""
     heard: dict[int, list[StageState]] = field(default_factory=dict)
     """What other ranks tell of their stages."""
-    is_broken: bool = False
-    """The network broke between ranks that live: others may take some of them for lost."""
+    claims: dict[int, str] = field(default_factory=dict)
+    """Ranks that the origin takes for lost, where the summary tells of those and nothing else."""
 
     def __post_init__(self) -> None:
         self.summary = shortened(self.summary)
@@ -58,11 +61,8 @@ class Failure:
         """Add what others say; returns what of it was new to this rank, if anything."""
         room = _MAX_STATES - sum(map(len, self.heard.values()))
         states = {r: told for r, told in news.states.items() if r not in self.heard and r != rank} if room > 0 else {}
-        is_believed = not self.is_broken
-        lost = {r: why for r, why in news.lost.items() if r not in self.lost and r != rank and is_believed}
         self.heard |= states
-        self.lost |= lost
-        return self.news(states, lost, rank) if states or lost else None
+        return self.news(states, {}, rank) if states else None
 
     def news(self, states: Mapping[int, list[StageState]], lost: Mapping[int, str], rank: int) -> FailureNews:
         """What this rank tells others: why it ends, and this of ranks and stages."""
@@ -75,17 +75,19 @@ class Failure:
         )
 
     def is_complete(self, layout: Layout, rank: int) -> bool:
-        """Whether nobody is left to be heard."""
-        return len({rank, *self.heard, *self.lost}) == layout.num_ranks
+        """Whether nobody is left to be heard, and this rank's own network has judged what another says of losses."""
+        is_judged = not self.claims or bool(self.lost)
+        return is_judged and len({rank, *self.heard, *self.lost}) == layout.num_ranks
 
     def error(self, layout: Layout | None) -> RunFailed:
         """The error with the whole report."""
         states = [*self.states, *(state for heard in self.heard.values() for state in heard)]
         died = sorted(self.lost.keys() - self.heard.keys())
         is_elsewhere = self.origin is not None and self.kind is TaskFailed
-        summaries = [f"rank {self.origin} gave up: {self.summary}" if is_elsewhere else self.summary]
-        if layout is not None:
-            summaries = [*(lost_summary(layout, rank, self.lost[rank]) for rank in died), *summaries]
+        summaries = [] if layout is None else [lost_summary(layout, rank, self.lost[rank]) for rank in died]
+        if not (self.claims and died):
+            is_quoted = is_elsewhere or self.claims
+            summaries.append(f"rank {self.origin} gave up: {self.summary}" if is_quoted else self.summary)
         # A collective fails too where a rank of it died, and may be seen to fail first.
         kind = PeerLost if is_elsewhere or (died and self.kind is TaskFailed) else self.kind
         failure = kind(
@@ -108,7 +110,9 @@ def lost_rank(layout: Layout, rank: int, reason: str, states: Sequence[StageStat
 def failure_elsewhere(news: FailureNews, states: Sequence[StageState]) -> Failure:
     """The failure of a run that another rank gave up, without what that says of ranks and stages."""
     kinds = {kind.__name__: kind for kind in (NoProgress, TaskFailed)}
-    return Failure(kinds.get(news.kind, PeerLost), news.summary, list(states), origin=news.origin)
+    kind = kinds.get(news.kind, PeerLost)
+    claims = dict(news.lost) if kind is PeerLost else {}
+    return Failure(kind, news.summary, list(states), origin=news.origin, claims=claims)
 
 
 def lost_summary(layout: Layout, rank: int, reason: str) -> str:
@@ -137,7 +141,6 @@ class FailureReport:
         self._loop, self._peers, self._states, self._ended = loop, peers, states, ended
         self._wait_s = min(GATHERING_S, deadline_s / 2)
         self._complete = Event()
-        self._noticed: set[int] = set()
         self._untold: FailureNews | None = None
         self.failing: Failure | None = None
         """Why the run is being given up; None while it goes on."""
@@ -152,7 +155,7 @@ class FailureReport:
         if self._peers is not None:
             self._loop.call_later(self._wait_s, self._end)  # before all else, so that nothing can keep it from coming
             own = {self._peers.rank: failure.states[:_MAX_STATES]}
-            self._peers.announce(failure.news(own, failure.lost, self._peers.rank))
+            self._peers.announce(failure.news(own, failure.claims or failure.lost, self._peers.rank))
         self._end_when_complete()
 
     def heard(self, news: FailureNews) -> None:
@@ -167,7 +170,6 @@ class FailureReport:
     def lost(self, rank: int, reason: str) -> None:
         """Another rank died or fell silent; every rank notices by itself."""
         assert self._peers is not None
-        self._noticed.add(rank)
         if self.failing is None:
             self.begin(lost_rank(self._peers.layout, rank, reason, self._states()))
         else:
@@ -175,14 +177,13 @@ class FailureReport:
             self._end_when_complete()
 
     def broken(self, text: str) -> None:
-        """The network broke between ranks that live; what others say of losses is not believed then."""
+        """The network broke between ranks that live; that counts for more than what others say of losses."""
         if self.failing is None:
-            self.begin(Failure(PeerLost, text, self._states(), is_broken=True))
-        else:
-            self.failing.is_broken = True
-            self.failing.lost = {r: why for r, why in self.failing.lost.items() if r in self._noticed}
-            if self.failing.kind is PeerLost:
-                self.failing.summary = text
+            self.begin(Failure(PeerLost, text, self._states()))
+        elif self.failing.kind is PeerLost:
+            self.failing.summary = text
+            self.failing.claims.clear()
+            self._end_when_complete()
 
     def wait(self) -> RunFailed:
         """The error, once it is known; for other threads, after :meth:`begin` is on its way."""
@@ -196,7 +197,6 @@ class FailureReport:
             self._loop.call_later(_COLLECTING_S, self._tell)
         else:
             self._untold.states.update(news.states)
-            self._untold.lost.update(news.lost)
 
     def _tell(self) -> None:
         if self._untold is not None:

@@ -103,7 +103,11 @@ class Peers:
         new = [told for told in field(plain, "states", list) if str(told[:1]) not in self._heard]
         self._heard.update(str(told[:1]) for told in new)
         news: FailureNews = _record(FailureNews, {**plain, "states": new})
+        if not 0 <= news.origin < self.layout.num_ranks:
+            raise MalformedMessage(f"rank {rank} tells of a failure of rank {news.origin}, which does not exist")
         self.lose(f"rank {news.origin} gave up: {news.summary}")
+        if self.rank in news.lost:
+            self.network.accused(news.origin, news.lost[self.rank])
         if self._listener is not None:
             self._listener.failed(news)
 

@@ -58,7 +58,7 @@ class FailureNews:
     states: dict[int, list[StageState]]
     """Of the stages of these ranks."""
     lost: dict[int, str]
-    """Ranks that died or fell silent, with how that was noticed."""
+    """Ranks that the origin takes for lost, with how that was noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -31,13 +31,19 @@ def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 class Launched:
-    """A launcher under test. Every process that it starts, directly or not, is known by a mark in its environment."""
+    """A launcher under test. Every process that it starts, directly or not, is known by a mark in its environment.
 
-    def __init__(self, *arguments: object, **variables: str) -> None:
+    Args:
+        arguments: the launcher's.
+        within: a command that becomes the one given behind it, such as ``ip netns exec NAME``.
+        variables: of its environment, beside the present ones.
+    """
+
+    def __init__(self, *arguments: object, within: Sequence[str] = (), **variables: str) -> None:
         self._mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if name not in _ONE_PROCESS_ONLY}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.launch", *map(str, arguments)],
+            [*within, sys.executable, "-m", "experiments.launch", *map(str, arguments)],
             cwd=ROOT,
             env={**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}", MARK: self._mark, **variables},
             stdout=subprocess.PIPE,
@@ -148,9 +154,9 @@ class Launched:
 
 
 @contextmanager
-def launched(*arguments: object, **variables: str) -> Iterator[Launched]:
+def launched(*arguments: object, within: Sequence[str] = (), **variables: str) -> Iterator[Launched]:
     """A launcher that leaves nothing behind."""
-    launcher = Launched(*arguments, **variables)
+    launcher = Launched(*arguments, within=within, **variables)
     try:
         yield launcher
     finally:

@@ -140,7 +140,7 @@ def test_a_task_that_never_ends() -> None:
             {0: 'window is null on ranks 0, 2, "3" on rank 1', 1: 'window is null on ranks 0, 2, "3" on'},
         ),
         ("absent", {0: "missing: rank 1", 2: "missing: rank 1"}),
-        ("key", {0: "rank 1 ended with code 6", 1: "does not accept this process's run key", 2: "missing: rank 1"}),
+        ("key", {0: "rank 1 ended with code 6", 1: "does not accept this process's run key", 2: "rank 1"}),
     ],
 )
 def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) -> None:

@@ -131,3 +131,19 @@ def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
         assert isinstance(report.error, PeerLost), comes_first
         assert report.error.report.summary == text
         assert report.error.report.lost_ranks == ()
+
+
+def test_what_another_says_of_losses_is_quoted_and_gives_way_to_what_was_seen_here() -> None:
+    """Rank 0 no longer hears rank 2, which this rank 3 does; rank 3 no longer hears rank 0."""
+    news = over_the_wire(lost_rank(LAYOUT, 2, "silent for 4.4 s", [state(0)]), 0)
+    mine = failure_elsewhere(news, [state(3)])
+    mine.hear(news, 3)
+    quoted = mine.error(LAYOUT).report
+    assert quoted.summary == "rank 0 gave up: rank 2 (stage 2) was lost: silent for 4.4 s"
+    assert quoted.lost_ranks == ()
+    mine.heard |= {1: [], 2: []}
+    assert not mine.is_complete(LAYOUT, 3)
+    mine.heard.clear()
+    mine.lost[0] = "silent for 3.9 s"
+    seen = mine.error(LAYOUT).report
+    assert (seen.summary, seen.lost_ranks) == ("rank 0 (stage 0) was lost: silent for 3.9 s", (0,))

@@ -52,6 +52,10 @@ def news(summary: str) -> FailureNews:
     return FailureNews(kind="TaskFailed", origin=2, summary=summary, states={}, lost={})
 
 
+def claim(origin: int, rank: int) -> FailureNews:
+    return FailureNews(kind="PeerLost", origin=origin, summary="", states={}, lost={rank: "silent for 4 s"})
+
+
 @pytest.fixture
 def peers() -> Iterator[list[Peers]]:
     """Three ranks in this process, connected, on one loop; nobody listens yet."""
@@ -218,3 +222,14 @@ def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
     assert eventually(lambda: peers[0].network.traffic().num_dropped == 2)
     assert not listener.notes
     assert not listener.ended
+
+
+def test_who_lives_and_is_called_lost_says_that_the_network_broke(
+    peers: list[Peers], caplog: pytest.LogCaptureFixture
+) -> None:
+    on_loop(peers[0], lambda: peers[0].announce(claim(7, 2)))  # no rank of this run: dropped
+    on_loop(peers[0], lambda: peers[0].announce(claim(0, 2)))
+    for rank in range(3):
+        said = f"rank {rank}: rank 0 and rank 2 lost sight of each other: a connection within 127.0.0.1"
+        assert eventually(lambda said=said: said in caplog.text)
+    assert "which does not exist" in caplog.text
