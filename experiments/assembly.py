@@ -167,7 +167,6 @@ def assemble(planned: PlannedRun) -> Run:
         num_stages=layout.num_stages,
         data=layout.data,
         tensor=layout.tensor,
-        placement=order.placement,
         configuration=planned.training,
         cluster=config.cluster,
         platform=config.run.platform,

@@ -83,11 +83,15 @@ def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Con
     network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)
     pipe.send(network.address.as_dict())
     thread = LoopThread()
-    stage = _Stage(rank, network, selection, thread.loop)
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
     network.start(thread.loop, addresses, lost=lambda *_: None)
     network.wait_connected(_PATIENCE_S)
-    stage.transport.connect(_PATIENCE_S)
+    server = None
+    if selection == "transfer":
+        from rrfp_jax.runtime.transports.transfer_server import TransferServer
+
+        server = TransferServer(network, _PATIENCE_S)
+    stage = _Stage(rank, network, server, thread.loop)
     pipe.send([(name, *stage.play(edge, num_rounds)) for edge, (name, _, num_rounds) in enumerate(SIZES)])
     stage.transport.close()
     network.close()
@@ -97,7 +101,7 @@ def _member(rank: int, key: str, selection: str, encrypt_arrays: bool, pipe: Con
 class _Stage:
     """One of two stages, with a chunk for each size; its compute thread is the caller of :meth:`play`."""
 
-    def __init__(self, rank: int, network: Any, selection: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, rank: int, network: Any, server: Any, loop: asyncio.AbstractEventLoop) -> None:
         import jax
         import numpy as np
 
@@ -123,7 +127,7 @@ class _Stage:
             edge=lambda message: edges[message.source // 2],
             deliver=lambda stage, step, message, payload: self._came.put(payload),
             failed=self._came.put,
-            selection=selection,
+            server=server,
             eager_bytes=0,
         )
         self.transport.prepare(

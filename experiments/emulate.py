@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None) -> int:
             num_stages=arguments.num_stages,
             data=arguments.data,
             tensor=arguments.tensor,
-            placement=resolved.placement,
             configuration={name: value for name, value in vars(arguments).items() if name not in _PRIVATE},
             cluster=ClusterConfig(
                 silence_deadline_s=arguments.silence_deadline_s, encrypt_arrays=arguments.encrypt_arrays == "true"

@@ -10,7 +10,6 @@ from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
-from rrfp_jax.tasks import Placement
 
 if TYPE_CHECKING:
     import jax
@@ -28,7 +27,6 @@ def enter(
     num_stages: int,
     data: int = 1,
     tensor: int = 1,
-    placement: Placement,
     configuration: Mapping[str, Any],
     cluster: ClusterConfig,
     platform: str | None,
@@ -39,7 +37,6 @@ def enter(
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
     Args:
-        placement: of one replica or of all.
         configuration: what must be the same in all processes.
         platform, pinned: as for :func:`stage_devices`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
@@ -63,7 +60,7 @@ def enter(
         patience_s=max(cluster.start_deadline_s, progress_deadline_s),
         on_failure=_end_soon,
     )
-    process.connect(placement)
+    process.connect()
     process.start_jax(platform, pinned=pinned)
     return process
 

@@ -24,11 +24,12 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.log_file import RunLog, take_log
+from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import check_running
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
-from rrfp_jax.runtime.transports import Deliver, Transport
+from rrfp_jax.runtime.transports import Deliver, Failed, Transport
 from rrfp_jax.tasks import Absences
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import wait_for
@@ -85,36 +86,36 @@ class PipelineRuntime:
     """Runs the stages that this process hosts.
 
     Args:
-        arbiters, executors: one of each per hosted stage, in the same order.
-        make_transport: builds the transport from the function that delivers a message to a hosted stage.
+        arbiters: one per hosted stage.
+        make_stage: builds a stage's executor from its number and the transport's ``ship``.
+        make_transport: builds the transport, which is closed with the runtime, from the functions that deliver a
+            message to a hosted stage and that end the run for a transport that fails.
         progress_deadline_s: how long no task may finish, and no message arrive, while a step is under way.
         log_steps: how many steps of each stage's event log are kept.
         loop: the event loop that the transport's messages come in on; None: one of its own.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
         on_failure: called on the loop when the run is given up, beside the futures that fail.
-        on_close: called when the runtime has been closed.
     """
 
     def __init__(
         self,
         arbiters: Sequence[StageArbiter],
-        executors: Sequence[StageExecutor],
-        make_transport: Callable[[Deliver], Transport],
+        make_stage: Callable[[int, Ship], StageExecutor],
+        make_transport: Callable[[Deliver, Failed], Transport],
         *,
         progress_deadline_s: float,
         log_steps: int = 2,
         loop: LoopThread | None = None,
         peers: Peers | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
-        on_close: Callable[[], None] | None = None,
     ) -> None:
         check_running(progress_deadline_s, log_steps)
         self._deadline_s = progress_deadline_s
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
-        self._peers, self._on_failure, self._on_close = peers, on_failure, on_close
+        self._peers, self._on_failure = peers, on_failure
         self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
-        self.transport = make_transport(self._deliver)
+        self.transport = make_transport(self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, ComputeThread] = {}
         self._pending: dict[int, _Pending] = {}
@@ -128,8 +129,8 @@ class PipelineRuntime:
         self._begun_s = 0.0
         """When the first step that is under way was submitted, or a step ended elsewhere."""
         self._num_stages, self._graph = arbiters[0].placement.num_stages, arbiters[0].graph
-        for arbiter, executor in zip(arbiters, executors, strict=True):
-            self._add_stage(arbiter, executor, log_steps)
+        for arbiter in arbiters:
+            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), log_steps)
         self._start()
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
@@ -207,8 +208,7 @@ class PipelineRuntime:
         wait_for(left_loop, _STOP_TIMEOUT_S)
         if self._own_loop is not None:
             self._own_loop.close()
-        if self._on_close is not None:
-            self._on_close()
+        self.transport.close()
         return all(ended)
 
     def wait_for_failure(self, what: str) -> RunFailed:
@@ -344,7 +344,7 @@ class PipelineRuntime:
         """The network broke between ranks that live."""
         self._ending.broken(text)
 
-    def transport_failed(self, error: Exception) -> None:
+    def _transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
         self._ending.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
 

@@ -1,17 +1,16 @@
 """This process's part in a run: which units it hosts, on which devices, and how it reaches the others, if any.
 
 A run of one process needs nothing but devices. In a run of several, :class:`Process` takes the steps that must come in
-this order: subscribe to what others may send, connect and watch them, start JAX in all processes together.
+this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
-from rrfp_jax.arbitration.replicas import replicated_placement
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -19,10 +18,12 @@ from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
-from rrfp_jax.runtime.transports import Deliver, Edge, PipelineTransport, Selection
+from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
 EdgeOf = Callable[[Message], Edge | None]
 _FAREWELL_S = 1.0
@@ -40,7 +41,7 @@ class Process:
         patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
-    Raises ValueError where the cluster is not of the layout's size.
+    Raises ValueError where the cluster is not of the layout's size, or for a transport that does not exist.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Process:
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
+        check_selection(transport)
         num_ranks = 1 if cluster is None else cluster.num_ranks
         if layout.num_ranks != num_ranks:
             raise ValueError(f"the layout is for {layout.describe()}, but {num_ranks} have been started")
@@ -65,11 +67,9 @@ class Process:
         self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None
+        self._server: TransferServer | None = None
         self._transport: PipelineTransport | None = None
-        """Of a run of several processes: the same for every runtime started here."""
-        self._latest: PipelineTransport | None = None
-        self._edge: EdgeOf = lambda message: None
-        self._deliver: Deliver | None = None
+        """Of the runtime that was started last."""
         self._num_gatherings = 0
         if devices is not None:
             self.use_devices(devices)
@@ -84,16 +84,10 @@ class Process:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def connect(self, placement: Placement) -> None:
-        """Reach all other processes, and notice from now on when one dies. Raises StartFailed.
-
-        ``placement`` says which stage has which chunk, in one replica or in all.
-        """
+    def connect(self) -> None:
+        """Reach all other processes, and notice from now on when one dies. Raises StartFailed."""
         if self.cluster is None:
             return
-        if placement.num_stages == self.layout.num_stages:
-            placement = replicated_placement(placement, self.layout.data)
-        self._transport = self._make_transport(placement)
         groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
         # Transfer servers of all processes know each other; who exchanges what is known when the stages start.
         few = groups.union(control_neighbours(self.rank, self.layout.num_ranks))
@@ -106,8 +100,10 @@ class Process:
         """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
         if self.cluster is not None:
             self.cluster.initialize_jax(platform, self.layout.devices_per_rank, pinned=pinned)
-        if self._transport is not None:
-            self._transport.connect(self._patience_s)
+            if self._selection == "transfer":
+                from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not in every build of JAX
+
+                self._server = TransferServer(self.cluster.network, self._patience_s)
 
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
@@ -159,30 +155,22 @@ class Process:
 
         Raises RunFailed where another process is lost meanwhile.
         """
-        placement = arbiters[0].placement
-        self._edge = lambda message: None if message.kind in _CONTROL_ONLY else edge(message)
-        is_alone = self._transport is None
-        transport = self._make_transport(placement) if self._transport is None else self._transport
-        self._latest = transport
-        messages = _messages(arbiters)
-        transport.prepare(messages)
-        if self.cluster is not None:
-            self.cluster.network.connect(transport.partners(messages))
+        if self.cluster is not None and self._transport is not None:
+            self._transport.close()  # one pipeline after another takes what the others send
 
-        def make_transport(deliver: Deliver) -> PipelineTransport:
-            self._deliver = deliver
-            return transport
+        def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
+            self._transport = self._make_transport(arbiters, edge, deliver, failed)
+            return self._transport
 
         runtime = PipelineRuntime(
             arbiters,
-            [make_stage(arbiter.stage, transport.ship) for arbiter in arbiters],
+            make_stage,
             make_transport,
             progress_deadline_s=progress_deadline_s,
             log_steps=log_steps,
             loop=None if self.cluster is None else self.cluster.loop,
             peers=self.peers,
             on_failure=self._on_failure,
-            on_close=transport.close if is_alone else None,
         )
         self._runtime = runtime
         if self.cluster is not None:
@@ -198,12 +186,12 @@ class Process:
 
     def bytes_in_transit(self) -> int:
         """What this process holds of messages on their way to or from other processes."""
-        return 0 if self._latest is None else self._latest.held.sent + self._latest.held.received
+        return 0 if self._transport is None else self._transport.held.sent + self._transport.held.received
 
     @property
     def peak_transport_bytes(self) -> int:
-        """The most that this process has held of messages on their way to or from other processes."""
-        return 0 if self._latest is None else self._latest.held.peak
+        """The most that this process has held of the messages of its latest pipeline on their way between processes."""
+        return 0 if self._transport is None else self._transport.held.peak
 
     def gather(self, name: str, data: Any = None, *, to_all: bool = True) -> dict[int, Any]:
         """Everybody's plain data, by rank, once all have brought theirs; see :class:`Gatherings` for ``to_all``.
@@ -262,27 +250,27 @@ class Process:
         if self.cluster is not None:
             self.cluster.close()
 
-    def _make_transport(self, placement: Placement) -> PipelineTransport:
-        return PipelineTransport(
+    def _make_transport(
+        self, arbiters: Sequence[StageArbiter], edge: EdgeOf, deliver: Deliver, failed: Failed
+    ) -> PipelineTransport:
+        network = None if self.cluster is None else self.cluster.network
+        transport = PipelineTransport(
             layout=self.layout,
-            placement=placement,
+            placement=arbiters[0].placement,
             rank=self.rank,
-            network=None if self.cluster is None else self.cluster.network,
-            edge=lambda message: self._edge(message),  # noqa: PLW0108 - known only when a pipeline starts
-            deliver=self._deliver_to_runtime,
-            failed=self._transport_failed,
-            selection=self._selection,
+            network=network,
+            edge=lambda message: None if message.kind in _CONTROL_ONLY else edge(message),
+            deliver=deliver,
+            failed=failed,
+            server=self._server,
         )
+        messages = _messages(arbiters)
+        transport.prepare(messages)
+        if network is not None:
+            network.connect(transport.partners(messages))
+        return transport
 
     # -- on the event loop -------------------------------------------------------------------------------------------
-
-    def _deliver_to_runtime(self, unit: int, step: int, message: Message, payload: Any) -> None:
-        assert self._deliver is not None, "a message came before all processes had started"
-        self._deliver(unit, step, message, payload)
-
-    def _transport_failed(self, error: Exception) -> None:
-        assert self._runtime is not None
-        self._runtime.transport_failed(error)
 
     def _lost(self, rank: int, reason: str) -> None:
         assert self.peers is not None

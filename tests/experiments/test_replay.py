@@ -84,8 +84,14 @@ class StuckStage:
 
 
 class Direct:
-    def __init__(self, deliver: Any) -> None:
+    def __init__(self, deliver: Any, failed: Any) -> None:
         self._deliver = deliver
+
+    def ship(self, payload: Any, stage: int, message: Message) -> Any:
+        return payload
+
+    def close(self) -> None:
+        pass
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._deliver(stage, step, message, payload)
@@ -96,7 +102,7 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The log of a run of which stage 1 is stuck in 1F2 of step 1."""
     stages = [StuckStage(stage, request.param) for stage in range(NUM_STAGES)]
     arbiters = [arbiter_of(stage, num_microbatches=NUM_MICROBATCHES) for stage in range(NUM_STAGES)]
-    runtime = PipelineRuntime(arbiters, stages, Direct, progress_deadline_s=0.3)
+    runtime = PipelineRuntime(arbiters, lambda stage, _: stages[stage], Direct, progress_deadline_s=0.3)
     assert runtime.submit(0, {}).result().step == 0
     with pytest.raises((NoProgress, TaskFailed)):
         runtime.submit(1, {}).result()

@@ -31,8 +31,7 @@ class Member:
     ) -> None:
         from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
         from rrfp_jax.planning.layout import Layout
-        from rrfp_jax.runtime.transports import PipelineTransport
-        from rrfp_jax.tasks import linear
+        from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
         self.rank, self.pipe, self.layout = rank, pipe, Layout(**layout, num_ranks=num_ranks)
         self.edges: dict[Any, Any] = {}
@@ -43,17 +42,6 @@ class Member:
             key=RunKey.from_text(key),
             settings=NetworkSettings(silence_deadline_s=PATIENCE_S),
         )
-        self.transport = PipelineTransport(
-            layout=self.layout,
-            placement=linear(self.layout.num_units),
-            rank=rank,
-            network=self.network,
-            edge=lambda message: self.edges.get(message[:3]),
-            deliver=lambda *delivery: self.came.put(delivery),
-            failed=self.came.put,
-            selection=selection,  # type: ignore[arg-type]
-            eager_bytes=0,
-        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -61,7 +49,31 @@ class Member:
         addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
         self.network.start(self._loop, addresses, lost=lambda *_: None)
         self.network.wait_connected(PATIENCE_S)
-        self.transport.connect(PATIENCE_S)
+        self._server = TransferServer(self.network, PATIENCE_S) if selection == "transfer" else None
+        self.transport = self._make_transport()
+
+    def _make_transport(self) -> Any:
+        from rrfp_jax.runtime.transports import PipelineTransport
+        from rrfp_jax.tasks import linear
+
+        return PipelineTransport(
+            layout=self.layout,
+            placement=linear(self.layout.num_units),
+            rank=self.rank,
+            network=self.network,
+            edge=lambda message: self.edges.get(message[:3]),
+            deliver=lambda *delivery: self.came.put(delivery),
+            failed=self.came.put,
+            server=self._server,
+            eager_bytes=0,
+        )
+
+    def begin(self, message: Any, edge: Any) -> None:
+        """Go on as another pipeline would, in which such messages have this edge."""
+        self.transport.close()
+        self.edges[message[:3]] = edge
+        self.transport = self._make_transport()
+        self.transport.prepare([message])
 
     def send(self, stage: int, payload: Any, message: Any, step: int = 0) -> None:
         shipped = self.transport.ship(payload, stage, message)
@@ -120,8 +132,7 @@ def _exchange_one(member: Member, source: str, target: str, step: int) -> None:
         for unit, name in enumerate((source, target))
     ]
     message = Message(MessageKind.ACTIVATION, 0, 1, 3)
-    member.edges[message[:3]] = Edge(spec=spec, source=ends[0], target=ends[1])
-    member.transport.prepare([message])
+    member.begin(message, Edge(spec=spec, source=ends[0], target=ends[1]))
     member.pipe.send("ready")
     member.pipe.recv()
     unit = member.rank // 2
@@ -177,13 +188,12 @@ def offer_and_never_serve(rank: int, num_ranks: int, key: str, _: str, __: Any, 
     message = Message(MessageKind.ACTIVATION, 0, 1, 0)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     value = jax.device_put(np.zeros(1 << 10, np.float32), jax.devices()[0])
-    member.edges[message[:3]] = Edge(spec=value, source=sharding, target=sharding)
-    member.transport.prepare([message])
+    member.begin(message, Edge(spec=value, source=sharding, target=sharding))
     pipe.send("ready")
     pipe.recv()
     if rank == 0:
-        served = member.transport._remote._server  # type: ignore[union-attr]
-        member.transport._remote._server = _Deaf()  # type: ignore[union-attr]
+        served = member._server._server
+        member._server._server = _Deaf()
         member.send(1, value, message)
         pipe.send("announced")
         pipe.recv()

@@ -41,7 +41,7 @@ class CountingStage:
 
 
 class DirectTransport:
-    def __init__(self, deliver: Any) -> None:
+    def __init__(self, deliver: Any, failed: Any) -> None:
         self._deliver = deliver
 
     def ship(self, payload: Any, stage: int, message: Message) -> Any:
@@ -49,6 +49,9 @@ class DirectTransport:
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._deliver(stage, step, message, payload)
+
+    def close(self) -> None:
+        pass
 
 
 def make_runtime(
@@ -66,7 +69,9 @@ def make_runtime(
         )
         for stage in range(len(stages))
     ]
-    return PipelineRuntime(arbiters, stages, DirectTransport, progress_deadline_s=deadline_s, loop=loop)
+    return PipelineRuntime(
+        arbiters, lambda stage, _: stages[stage], DirectTransport, progress_deadline_s=deadline_s, loop=loop
+    )
 
 
 def test_steps_may_be_enqueued_ahead_and_run_in_order() -> None:

@@ -86,14 +86,6 @@ def test_half_a_message_waits(plan: EdgePlan, inbox: Inbox, delivered: list[Any]
     assert [delivery[1] for delivery in delivered] == [4]
 
 
-def test_steps_counted_anew_are_not_taken_for_old_ones(plan: EdgePlan, inbox: Inbox, delivered: list[Any]) -> None:
-    for _ in range(2):
-        for sender in (0, 1):
-            inbox.part(plan, key(0), sender, rows(sender))
-        inbox.forget()
-    assert len(delivered) == 2
-
-
 def test_what_is_remembered_of_finished_steps_is_bounded(plan: EdgePlan, inbox: Inbox) -> None:
     for step in range(100):
         for sender in (0, 1):

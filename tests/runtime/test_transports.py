@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.transports import Edge, PipelineTransport
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key, pack_key
-from rrfp_jax.tasks import linear
 from tests.network.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
@@ -101,8 +101,9 @@ def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str
             for target in SHARDINGS if selection == "sockets" else ("replicated", "columns by 2"):
                 here, there = sharding_named(source, devices[:4]), sharding_named(target, devices[4:])
                 edges[ACTIVATION[:3]] = Edge(spec=spec_of(value), source=here, target=there)
-                ranks[0].transport.prepare([ACTIVATION])
-                ranks[1].transport.prepare([ACTIVATION])
+                for rank in ranks.ranks:
+                    rank.renew()
+                    rank.transport.prepare([ACTIVATION])
                 ranks.send(0, 1, jax.device_put(value, here))
                 got = ranks[1].next()[3]
                 same(got, value)
@@ -281,16 +282,7 @@ def test_garbage_is_dropped(selection: str) -> None:
 
 def test_a_transport_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="auto, sockets, transfer"):
-        PipelineTransport(
-            layout=Layout(num_stages=1),
-            placement=linear(1),
-            rank=0,
-            network=None,
-            edge=lambda message: None,
-            deliver=lambda *_: None,
-            failed=lambda error: None,
-            selection="pigeon",  # type: ignore[arg-type]
-        )
+        Process(Layout(num_stages=1), transport="pigeon")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +296,19 @@ def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pyt
         failure = ranks[1].failures.get(timeout=10)
         assert "rank 1" in str(failure)
         assert "out of memory" in str(failure)
+
+
+@each_way
+def test_pipelines_follow_each_other_on_one_network(selection: str) -> None:
+    """What is sent before a rank's next transport is there waits for it; late confirmations confuse nobody."""
+    value = jax.device_put(jnp.arange(4.0), jax.devices()[0])
+    with connected(PAIR, single_edge(value), selection) as ranks:
+        for _ in range(3):
+            ranks[0].renew()
+            ranks[1].transport.close()
+            ranks.send(0, 1, value)
+            assert ranks[1].none_came()
+            ranks[1].renew()
+            same(ranks[1].next()[3], value)
+        assert ranks[1].none_came()
+        assert [rank.network.traffic().num_dropped for rank in ranks.ranks if rank.network is not None] == [0, 0]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,6 +16,7 @@ from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.network import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
+from rrfp_jax.runtime.transports.transfer_server import TransferServer
 from rrfp_jax.tasks import linear
 from tests.network.mesh import running_loop
 
@@ -43,13 +45,14 @@ class Rank:
         layout: Layout,
         rank: int,
         edges: Mapping[Any, Edge],
-        selection: str,
+        server: TransferServer | None,
         eager_bytes: int,
     ) -> None:
         self.delivered: SimpleQueue[Delivery] = SimpleQueue()
         self.failures: SimpleQueue[Exception] = SimpleQueue()
         self.network = network
-        self.transport = PipelineTransport(
+        self._make = partial(
+            PipelineTransport,
             layout=layout,
             placement=linear(layout.num_units),
             rank=rank,
@@ -57,9 +60,15 @@ class Rank:
             edge=lambda message: edges.get(message[:3]),
             deliver=lambda *delivery: self.delivered.put(delivery),
             failed=self.failures.put,
-            selection=selection,  # type: ignore[arg-type]
+            server=server,
             eager_bytes=eager_bytes,
         )
+        self.transport = self._make()
+
+    def renew(self) -> None:
+        """Go on as another pipeline would."""
+        self.transport.close()
+        self.transport = self._make()
 
     def next(self) -> Delivery:
         return self.delivered.get(timeout=PATIENCE_S)
@@ -103,15 +112,19 @@ def connected(
     made = NetworkSettings(**{"silence_deadline_s": 20.0} | settings)
     count = layout.num_ranks
     networks = [PeerNetwork(rank=r, num_ranks=count, key=key, settings=made) for r in range(count)] if count > 1 else []
-    ranks = [Rank(networks[r] if networks else None, layout, r, edges, selection, eager_bytes) for r in range(count)]
+    ranks: list[Rank] = []
     with running_loop() as loop:
         try:
             for network in networks:
                 network.start(loop, {n.rank: n.address for n in networks}, lost=lambda rank, why: None)
             for network in networks:
                 network.wait_connected(PATIENCE_S)
-            with ThreadPoolExecutor(count) as executor:
-                list(executor.map(lambda rank: rank.transport.connect(PATIENCE_S), ranks))
+            servers: list[TransferServer | None] = [None] * count
+            if selection == "transfer":
+                with ThreadPoolExecutor(count) as executor:
+                    servers = list(executor.map(lambda network: TransferServer(network, PATIENCE_S), networks))
+            for r, server in enumerate(servers):
+                ranks.append(Rank(networks[r] if networks else None, layout, r, edges, server, eager_bytes))
             yield Ranks(loop, ranks)
         finally:
             for rank in ranks:

@@ -54,11 +54,6 @@ class Inbox:
             self._held.add(received=-plan.incoming_bytes)
             self._finish(plan, key, parts)
 
-    def forget(self) -> None:
-        """Steps are counted anew."""
-        self._waiting.clear()
-        self._complete.clear()
-
     def whole(self, plan: EdgePlan, key: Key, payload: Any) -> None:
         """A message has come that is assembled already."""
         self._deliver(plan.target_unit, key.step, key.message, payload)

@@ -30,6 +30,9 @@ class Transport(Protocol):
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks."""
 
+    def close(self) -> None:
+        """Stop what was started; what comes or goes from now on is lost, or left to who comes next."""
+
 
 class HeldBytes:
     """Counts the bytes that a transport holds; on the event loop only, but read anywhere."""
@@ -61,9 +64,8 @@ class Remote(Protocol):
     def send(self, receiver: int, key: Key, offered: Any) -> None:
         """Send what ``offer`` returned; called on the event loop."""
 
-    def connect(self, timeout_s: float) -> None:  # noqa: ARG002 - the network may be enough
-        """Reach all peers; called once, when network and JAX have started, not on the loop. Raises ConnectionError."""
-        return
+    def open(self) -> None:
+        """Take messages from now on, also those that came before."""
 
     def close(self) -> None:
         """Stop what was started."""

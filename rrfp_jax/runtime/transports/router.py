@@ -7,7 +7,7 @@ and verdicts, always goes through sockets, from the rank of the sending unit tha
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
 from rrfp_jax.runtime.transports.workers import Workers
 from rrfp_jax.tasks import Placement
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not part of every build of JAX
 
 Selection = Literal["auto", "sockets", "transfer"]
 """How arrays travel between processes. ``auto`` is ``sockets``: it works on every backend, its connections prove who
@@ -47,18 +50,17 @@ class _Shipment(NamedTuple):
 
 
 class PipelineTransport:
-    """Carries the messages of all units of this process.
+    """Carries the messages of one pipeline, for all units of this process, from now on until it is closed.
 
     Args:
         layout, placement: which rank hosts which unit, and which chunk belongs to which unit.
         rank: this process.
-        network: how to reach the others; this subscribes to topics, so it must not have started. None where there are
-            no others.
+        network: how to reach the others; None where there are none. What they have sent ahead is delivered now.
         edge: what a message carries, and how it lies at both ends; None for plain data.
         deliver: called on the event loop with every message for a unit of this rank.
         failed: called on the event loop with an error after which messages are missing.
-        selection: how arrays travel between processes.
-        eager_bytes: with ``transfer``, parts of up to so many bytes go through sockets nevertheless.
+        server: through which arrays travel between processes; None: through sockets.
+        eager_bytes: with a server, parts of up to so many bytes go through sockets nevertheless.
     """
 
     def __init__(
@@ -71,10 +73,9 @@ class PipelineTransport:
         edge: EdgeOf,
         deliver: Deliver,
         failed: Failed,
-        selection: Selection = "auto",
+        server: "TransferServer | None" = None,
         eager_bytes: int = EAGER_BYTES,
     ) -> None:
-        check_selection(selection)
         if network is None and layout.num_ranks > 1:
             raise ValueError(f"{layout.describe()} need a network: give the PeerNetwork of rank {rank}")
         self._rank, self._network = rank, network
@@ -84,29 +85,25 @@ class PipelineTransport:
         """Bytes on their way, and their peak."""
         self._workers = Workers("rrfp-assemble", _NUM_WORKERS, self._worker_failed)
         self._inbox = Inbox(deliver, self._workers, self.held)
-        self._remote: Remote | None = None
-        if network is not None:
+        self._is_closed = False
+        self._remote = None if network is None else self._make_remote(network, server, eager_bytes)
+        if network is not None and self._remote is not None:  # last, since messages may be waiting
+            self._remote.open()
             network.subscribe_packed(_CONTROL, self._receive_control)
-            self._remote = self._make_remote(network, selection, eager_bytes)
 
-    def _make_remote(self, network: PeerNetwork, selection: Selection, eager_bytes: int) -> Remote:
+    def _make_remote(self, network: PeerNetwork, server: "TransferServer | None", eager_bytes: int) -> Remote:
         common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self.held}
         sockets = SocketsRemote(network, workers=self._workers, **common)
-        if selection != "transfer":
+        if server is None:
             return sockets
-        from rrfp_jax.runtime.transports.transfer_remote import TransferRemote  # not part of every build of JAX
+        from rrfp_jax.runtime.transports.transfer_remote import TransferRemote
 
-        return TransferRemote(network, sockets, eager_bytes=eager_bytes, failed=self._failed, **common)
+        return TransferRemote(network, server, sockets, eager_bytes=eager_bytes, failed=self._failed, **common)
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def prepare(self, messages: Iterable[Message]) -> None:
-        """Forget all edges and steps so far, and work out the routes of these messages ahead of the first one.
-
-        To be called while no message is under way. Raises ValueError for edges that cannot be.
-        """
-        self._ways.forget()
-        self._inbox.forget()
+        """Work out the routes of these messages ahead of the first one. Raises ValueError for edges that cannot be."""
         for message in messages:
             self._ways.of(message)
 
@@ -114,14 +111,13 @@ class PipelineTransport:
         """The ranks with which this one exchanges such messages; each of them has it among its own likewise."""
         return {rank for message in messages for rank in self._ways.partners(message)} - {self._rank}
 
-    def connect(self, timeout_s: float) -> None:
-        """Reach all peers; call once, when network and JAX have started, not on the loop. Raises ConnectionError."""
-        if self._remote is not None:
-            self._remote.connect(timeout_s)
-
     def close(self) -> None:
-        """Stop the threads; messages that are under way are lost."""
-        if self._remote is not None:
+        """Take no more messages, which the network keeps for the next, and stop the threads. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._remote is not None and self._network is not None:
+            self._network.unsubscribe(_CONTROL)
             self._remote.close()
         self._workers.close(_CLOSE_TIMEOUT_S)
 

@@ -28,12 +28,17 @@ class Packed(NamedTuple):
 
 
 class SocketsRemote(Remote):
-    """Sends parts as messages of a :class:`PeerNetwork`. To be made before the network starts."""
+    """Sends parts as messages of a :class:`PeerNetwork`."""
 
     def __init__(self, network: PeerNetwork, *, ways: Ways, inbox: Inbox, held: HeldBytes, workers: Workers) -> None:
         self._network, self._ways, self._inbox = network, ways, inbox
         self._held, self._workers = held, workers
-        network.subscribe_packed(TOPIC, self._receive)
+
+    def open(self) -> None:
+        self._network.subscribe_packed(TOPIC, self._receive)
+
+    def close(self) -> None:
+        self._network.unsubscribe(TOPIC)
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 

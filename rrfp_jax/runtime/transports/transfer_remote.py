@@ -7,20 +7,13 @@ offer that goes that way, or after a moment.
 
 Small parts go through sockets, whole, as message libraries send them too: a pull costs several times what it takes to
 carry 64 KiB along, encrypted, with the message that would announce it.
-
-Transfer servers prove nothing and encrypt nothing: whoever can reach their port can fetch what is offered.
-
-This is the only module that uses ``jax.experimental.transfer``.
 """
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import transfer
 
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import field
@@ -29,11 +22,11 @@ from rrfp_jax.runtime.transports.inbox import Inbox, assemble
 from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, Remote, TransportFailed
 from rrfp_jax.runtime.transports.parts import Cut, Key, pack_key, pull_spec, unpack_key
 from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
+from rrfp_jax.runtime.transports.transfer_server import TransferServer
 from rrfp_jax.runtime.transports.ways import Ways
 from rrfp_jax.runtime.transports.workers import Workers
-from rrfp_jax.waiting import wait_for
 
-_ADDRESS, _OFFER, _CONFIRMATION = "transfer-address", "transfer-offer", "transfer-confirmation"
+_OFFER, _CONFIRMATION = "transfer-offer", "transfer-confirmation"
 _KEY, _NUMBER, _CONFIRMED = "k", "n", "c"
 _NUM_WAITING = 4
 _CLOSE_TIMEOUT_S = 1.0
@@ -66,15 +59,17 @@ class _Owed:
 
 
 class TransferRemote(Remote):
-    """Offers arrays to other ranks and fetches theirs, over the network's interface. To be made before it starts.
+    """Offers arrays to other ranks and fetches theirs, over the network's interface.
 
     Args:
+        server: this process's, through which arrays are offered and fetched.
         sockets: for parts of up to ``eager_bytes``.
     """
 
     def __init__(
         self,
         network: PeerNetwork,
+        server: TransferServer,
         sockets: SocketsRemote,
         *,
         eager_bytes: int,
@@ -85,21 +80,13 @@ class TransferRemote(Remote):
     ) -> None:
         self._network, self._ways, self._inbox, self._held = network, ways, inbox, held
         self._sockets, self._eager_bytes = sockets, eager_bytes
-        self._server: Any = None
-        self._addresses: dict[int, str] = {}
-        self._connections: dict[int, Any] = {}
-        self._connecting = threading.Lock()
-        self._all_known = threading.Event()
-        self._numbers = itertools.count()
+        self._server, self._first = server, server.number()
         self._offers: dict[int, Offer] = {}
         self._owed = {rank: _Owed() for rank in range(network.num_ranks) if rank != network.rank}
         self._is_confirming_soon = False
         self._cuts: dict[tuple[EdgePlan, int], list[Cut]] = {}
         self._specs: dict[tuple[EdgePlan, int], list[jax.ShapeDtypeStruct]] = {}
         self._workers = Workers("rrfp-pull", _NUM_WAITING, failed)
-        network.subscribe(_ADDRESS, self._receive_address)
-        network.subscribe(_OFFER, self._receive_offer)
-        network.subscribe(_CONFIRMATION, self._receive_confirmation)
 
     def prepare(self, plan: EdgePlan) -> None:
         for receiver, slots in plan.outgoing.items():
@@ -109,20 +96,15 @@ class TransferRemote(Remote):
         for sender, slots in plan.incoming.items():
             self._specs[plan, sender] = [pull_spec(plan, slot) for slot in slots]
 
-    def connect(self, timeout_s: float) -> None:
-        interface = self._network.address.messages.removeprefix("tcp://").rpartition(":")[0]
-        client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(client, f"{interface}:0", [f"{interface}:0"])
-        address = self._server.address()
-        for rank in self._owed:
-            self._network.send_threadsafe(rank, _ADDRESS, {_ADDRESS: address})
-        if self._owed and not wait_for(self._all_known, timeout_s):
-            missing = sorted(self._owed.keys() - self._addresses.keys())
-            raise ConnectionError(f"no transfer server's address came from ranks {missing} within {timeout_s} s")
-        for rank in self._owed:
-            self._connection(rank)
+    def open(self) -> None:
+        self._sockets.open()
+        self._network.subscribe(_OFFER, self._receive_offer)
+        self._network.subscribe(_CONFIRMATION, self._receive_confirmation)
 
     def close(self) -> None:
+        self._network.unsubscribe(_OFFER)
+        self._network.unsubscribe(_CONFIRMATION)
+        self._sockets.close()
         self._workers.close(_CLOSE_TIMEOUT_S)
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
@@ -132,9 +114,9 @@ class TransferRemote(Remote):
         if num_bytes <= self._eager_bytes:
             return self._sockets.offer(plan, receiver, leaves)
         arrays = [cut(leaves[cut.slot.leaf]) for cut in self._cuts[plan, receiver]]
-        offer = Offer(next(self._numbers), arrays, num_bytes)
+        offer = Offer(self._server.number(), arrays, num_bytes)
         self._offers[offer.number] = offer
-        self._server.await_pull(offer.number, arrays)
+        self._server.offer(offer.number, arrays)
         return offer
 
     # -- on the event loop -------------------------------------------------------------------------------------------
@@ -148,16 +130,11 @@ class TransferRemote(Remote):
         header = {_KEY: pack_key(key), _NUMBER: offered.number, _CONFIRMED: confirmed}
         self._network.send(receiver, _OFFER, header)
 
-    def _receive_address(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
-        self._addresses[sender] = field(header, _ADDRESS, str)
-        if len(self._addresses) == len(self._owed):
-            self._all_known.set()
-
     def _receive_offer(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
         self._confirmed(header)
         key, number = unpack_key(field(header, _KEY, bytes)), field(header, _NUMBER, int)
         plan = self._ways.plan_from(key.message, sender)
-        if number < 0 or sender not in self._addresses or not plan.incoming[sender]:
+        if number < 0 or not plan.incoming[sender]:
             raise MalformedMessage(f"offer {number} of rank {sender} does not fit the message '{key.message}'")
         self._held.add(received=num_bytes_of(plan.incoming[sender]))
         self._workers.submit(
@@ -196,6 +173,8 @@ class TransferRemote(Remote):
 
     def _confirmed(self, header: dict[str, Any]) -> None:
         for number in field(header, _CONFIRMED, list):
+            if type(number) is int and 0 <= number < self._first:  # of a pipeline that has ended
+                continue
             offer = self._offers.pop(number, None) if type(number) is int else None
             if offer is None:
                 raise MalformedMessage(f"offer {number!r:.40} is confirmed, which is not out")
@@ -203,18 +182,10 @@ class TransferRemote(Remote):
 
     # -- on a waiting thread -----------------------------------------------------------------------------------------
 
-    def _connection(self, rank: int) -> Any:
-        with self._connecting:
-            if rank not in self._connections:
-                self._connections[rank] = self._server.connect(self._addresses[rank])
-            return self._connections[rank]
-
     def _fetch(self, plan: EdgePlan, key: Key, sender: int, number: int) -> tuple[list[Any], Any]:
         """The pieces of an offer, and the payload where they are all there is of the message."""
         try:
-            pieces = self._connection(sender).pull(number, self._specs[plan, sender])
-            for piece in pieces:
-                piece.block_until_ready()
+            pieces = self._server.pull(sender, number, self._specs[plan, sender])
         except Exception as error:
             raise TransportFailed(
                 f"rank {self._network.rank} could not fetch the {key.message} (step {key.step}) from rank {sender}: "

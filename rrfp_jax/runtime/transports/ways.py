@@ -51,10 +51,6 @@ class Ways:
             way = self._known[which] = self._make(message)
         return way
 
-    def forget(self) -> None:
-        """Work out every way anew: edges have changed."""
-        self._known.clear()
-
     def expected(self, message: Message) -> Way:
         """The way of a message that has come. Raises MalformedMessage where it is not for a unit of this rank."""
         way = self._known.get(message[:3])

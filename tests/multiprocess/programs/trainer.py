@@ -67,7 +67,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     cluster = join(place, case.as_dict(), ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S))
     _start_jax_once(cluster, num_devices)
     process = Process(case.layout, cluster, transport=case.transport, patience_s=PATIENCE_S)
-    process.connect(case.placement)
+    process.connect()
     process.start_jax("cpu")
     pipeline = make_pipeline(
         make_chunks(case),
