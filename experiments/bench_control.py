@@ -31,6 +31,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     Send,
     StageArbiter,
+    StageSetup,
     StepStarted,
     TaskFinished,
     ready,
@@ -88,7 +89,7 @@ class ControlPlane:
         self.rank, self._network, self._everybody = network.rank, network, everybody
         self._num_ranks = network.num_ranks
         layout = Layout(num_stages=self._num_ranks, num_ranks=self._num_ranks)
-        self.arbiter = StageArbiter(graph, placement, self.rank, consumption=ready(HINTS["bf"]), window=1)
+        self.arbiter = StageArbiter(StageSetup(graph, placement, self.rank, consumption=ready(HINTS["bf"]), window=1))
         self.peers = Peers(network, layout)  # type: ignore[arg-type]  # all that it needs
         self.peers.attach(self)
         self.report = FailureReport(

@@ -20,6 +20,7 @@ from rrfp_jax.arbitration import (
     MessageKind,
     RunTask,
     StageArbiter,
+    StageSetup,
     StepStarted,
     TaskFinished,
     ready,
@@ -59,7 +60,7 @@ def simulation_s(num_stages: int, num_microbatches: int) -> float:
 def event_with_full_window_s(num_microbatches: int) -> float:
     """CPU seconds per event of a first stage whose gradients come only when its window is full."""
     graph, placement = chain(2, num_microbatches), linear(2)
-    arbiter = StageArbiter(graph, placement, 0, consumption=ready(HINTS["bf"]), window=WINDOW, rules=RULES)
+    arbiter = StageArbiter(StageSetup(graph, placement, 0, consumption=ready(HINTS["bf"]), window=WINDOW, rules=RULES))
     events: deque[Event] = deque([StepStarted(0, 0.0)])
     owed: deque[int] = deque()
     num_events, start_s = 0, process_time()

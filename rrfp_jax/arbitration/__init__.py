@@ -44,6 +44,7 @@ from rrfp_jax.arbitration.plan import Agreement as Agreement
 from rrfp_jax.arbitration.plan import StagePlan as StagePlan
 from rrfp_jax.arbitration.plan import StepRules as StepRules
 from rrfp_jax.arbitration.plan import stage_plan as stage_plan
+from rrfp_jax.arbitration.stage_setup import StageSetup as StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan as StepPlan
 from rrfp_jax.arbitration.story import IllegalTransition as IllegalTransition
 from rrfp_jax.arbitration.story import Waiting as Waiting

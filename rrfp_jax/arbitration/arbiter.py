@@ -30,7 +30,6 @@ from collections.abc import Hashable
 from typing import NoReturn
 
 from rrfp_jax.arbitration import story
-from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import (
     Event,
     FinishStep,
@@ -44,44 +43,26 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.hints import Choice
-from rrfp_jax.arbitration.plan import FINISHED, StepRules, stage_plan
+from rrfp_jax.arbitration.plan import FINISHED, stage_plan
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
+from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import RUNNING, IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window
-from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Absences, Task
 from rrfp_jax.timeline import IdleReason
 
 
 class StageArbiter:
-    """Decides what one stage runs next.
+    """Decides what one stage runs next."""
 
-    Args:
-        graph, placement: the pipeline; ``stage`` is this arbiter's stage in it.
-        rules: what a step consists of beyond the graph's tasks.
-        consumption: :func:`ready` with a hint, or :func:`strict` with a table's row.
-        window: how many microbatches the stage may hold; strict consumption ignores it.
-        dispatch_ahead: how many tasks may be dispatched before the running one has finished (hides host latency).
-    """
-
-    def __init__(
-        self,
-        graph: PipelineGraph,
-        placement: Placement,
-        stage: int,
-        *,
-        consumption: Consumption,
-        window: int,
-        rules: StepRules = StepRules(),  # noqa: B008 - frozen
-        dispatch_ahead: int = 0,
-    ) -> None:
-        self.graph, self.placement, self.stage, self.rules = graph, placement, stage, rules
-        self.consumption = consumption
-        self.limit = None if consumption.is_strict else window
-        self.dispatch_ahead = dispatch_ahead
+    def __init__(self, setup: StageSetup) -> None:
+        self.graph, self.placement, self.stage, self.rules = setup.graph, setup.placement, setup.stage, setup.rules
+        self.consumption, self.dispatch_ahead = setup.consumption, setup.dispatch_ahead
+        self.limit = None if self.consumption.is_strict else setup.window
         self.step: int | None = None
         self.is_active = False
-        self._full = StepPlan(stage_plan(graph, placement, stage, rules), consumption)
+        self._full = StepPlan(stage_plan(self.graph, self.placement, self.stage, self.rules), self.consumption)
         self._prepared = self._full
         self._early: dict[int, tuple[InputArrived, ...]] = {}
         self._begin(self._full)

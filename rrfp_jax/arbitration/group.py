@@ -9,12 +9,10 @@ made of the same graph, consumption, window and rules.
 from enum import StrEnum
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
-from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.arbitration.group_member import LEADER
 from rrfp_jax.arbitration.group_rounds import ProposingMember
-from rrfp_jax.arbitration.plan import StepRules
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.arbitration.stage_setup import StageSetup
 
 
 class GroupProtocol(StrEnum):
@@ -29,17 +27,7 @@ class GroupProtocol(StrEnum):
 
 
 def group_arbiter(
-    protocol: GroupProtocol | str,
-    graph: PipelineGraph,
-    placement: Placement,
-    stage: int,
-    *,
-    member: int,
-    num_members: int,
-    consumption: Consumption,
-    window: int,
-    rules: StepRules = StepRules(),  # noqa: B008 - frozen
-    dispatch_ahead: int = 0,
+    protocol: GroupProtocol | str, setup: StageSetup, member: int = LEADER, num_members: int = 1
 ) -> StageArbiter:
     """The arbiter of one of a stage's ``num_members`` processes; a plain one if it is the only one.
 
@@ -54,26 +42,8 @@ def group_arbiter(
             f"group protocol {str(protocol)!r} is unknown: choose one of {', '.join(GroupProtocol)}"
         ) from None
     if num_members == 1 or protocol is GroupProtocol.OFF:
-        return StageArbiter(
-            graph,
-            placement,
-            stage,
-            consumption=consumption,
-            window=window,
-            rules=rules,
-            dispatch_ahead=dispatch_ahead,
-        )
-    return _member_class(protocol, member)(
-        graph,
-        placement,
-        stage,
-        member=member,
-        num_members=num_members,
-        consumption=consumption,
-        window=window,
-        rules=rules,
-        dispatch_ahead=dispatch_ahead,
-    )
+        return StageArbiter(setup)
+    return _member_class(protocol, member)(setup, member, num_members)
 
 
 def _member_class(

@@ -4,10 +4,8 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
-from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
-from rrfp_jax.arbitration.plan import StepRules
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.timeline import IdleReason
 
 LEADER = 0
@@ -23,35 +21,15 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
     A subclass says in ``_hear`` what a note does, and in ``_dispatch`` what runs.
 
     Args:
-        member: its number in the group, which has ``num_members``. All else as for :class:`StageArbiter`, and the same
-            for all members.
+        setup: the same for all members.
+        member: its number in the group, which has ``num_members``.
     """
 
-    def __init__(
-        self,
-        graph: PipelineGraph,
-        placement: Placement,
-        stage: int,
-        *,
-        member: int,
-        num_members: int,
-        consumption: Consumption,
-        window: int,
-        rules: StepRules = StepRules(),  # noqa: B008 - frozen
-        dispatch_ahead: int = 0,
-    ) -> None:
+    def __init__(self, setup: StageSetup, member: int, num_members: int) -> None:
         self.member, self.num_members = member, num_members
         self.others = tuple(other for other in range(num_members) if other != member)
         self._kept: dict[int, dict[Key, Value]] = {}
-        super().__init__(
-            graph,
-            placement,
-            stage,
-            consumption=consumption,
-            window=window,
-            rules=rules,
-            dispatch_ahead=dispatch_ahead,
-        )
+        super().__init__(setup)
 
     def copy(self) -> "GroupMember[Key, Value]":
         twin = super().copy()

@@ -15,6 +15,7 @@ from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement, replicated_table
+from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.schedules import ScheduleTable
@@ -64,21 +65,19 @@ class Order:
             protocol: how the members of a group agree.
         """
         wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
-        return [
-            group_arbiter(
-                protocol,
+        setups = {
+            stage: StageSetup(
                 self.graph,
                 self.placement,
                 stage,
-                member=member,
-                num_members=num_members,
                 consumption=self.consumptions[stage],
                 window=self.windows[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
             )
-            for stage, (member, num_members) in wanted.items()
-        ]
+            for stage in wanted
+        }
+        return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.arbitration.hints import SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 
@@ -55,18 +56,16 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         raise ValueError(f"stage {saved.stage} is none of the {placement.num_stages} stages")
     if (saved.window is None) != saved.is_strict or (saved.window is not None and saved.window < 1):
         raise ValueError(f"stage {saved.stage} has window {saved.window}, which its consumption does not allow")
-    return group_arbiter(
-        saved.protocol,
+    setup = StageSetup(
         graph,
         placement,
         saved.stage,
-        member=saved.member,
-        num_members=saved.num_members,
         consumption=_consumption(saved),
         window=1 if saved.window is None else saved.window,  # strict consumption ignores it
         rules=saved.rules,
         dispatch_ahead=saved.dispatch_ahead,
     )
+    return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 
 
 def _consumption(saved: SavedArbiter) -> Consumption:

@@ -14,6 +14,7 @@ from rrfp_jax.arbitration import (
     GroupProtocol,
     Hint,
     StageArbiter,
+    StageSetup,
     StepRules,
     check_windows,
     group_arbiter,
@@ -107,30 +108,17 @@ class Setting:
     def make_arbiter(self, place: int) -> StageArbiter:
         """A fresh arbiter of one place."""
         stage, member = self.places[place]
-        consumption, window = _consumption(self.policies[stage]), self.windows[stage]
-        rules, dispatch_ahead = self.rules, self.dispatch_ahead
-        if self.group_size(stage) == 1:
-            return self.arbiter(
-                self.graph,
-                self.placement,
-                stage,
-                consumption=consumption,
-                window=window,
-                rules=rules,
-                dispatch_ahead=dispatch_ahead,
-            )
-        return self.make_member(
-            self.protocol,
+        setup = StageSetup(
             self.graph,
             self.placement,
             stage,
-            member=member,
-            num_members=self.group_size(stage),
-            consumption=consumption,
-            window=window,
-            rules=rules,
-            dispatch_ahead=dispatch_ahead,
+            consumption=_consumption(self.policies[stage]),
+            window=self.windows[stage],
+            rules=self.rules,
+            dispatch_ahead=self.dispatch_ahead,
         )
+        num_members = self.group_size(stage)
+        return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
 
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""

@@ -15,6 +15,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     Send,
     StageArbiter,
+    StageSetup,
     StepRules,
     StepStarted,
     TaskFinished,
@@ -35,7 +36,7 @@ class Stage:
     def __init__(self, graph=None, placement=None, stage=0, *, hint="bf", window=4, rules=PIPELINE_ONLY, **more):
         more.setdefault("consumption", ready(HINTS[hint]))
         self.arbiter = StageArbiter(
-            graph or chain(2, 2), placement or linear(2), stage, window=window, rules=rules, **more
+            StageSetup(graph or chain(2, 2), placement or linear(2), stage, window=window, rules=rules, **more)
         )
 
     def handle(self, event):
@@ -459,7 +460,7 @@ def test_copies_keep_their_class():
     class Special(StageArbiter):
         pass
 
-    special = Special(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
+    special = Special(StageSetup(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1))
     assert type(special.copy()) is Special
 
 
@@ -489,6 +490,6 @@ def test_keys_tell_hint_states_steps_and_absent_pairs_apart():
 
 
 def test_rules_default_to_updates_and_full_agreement():
-    arbiter = StageArbiter(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1)
+    arbiter = StageArbiter(StageSetup(chain(1, 1), linear(1), 0, consumption=ready(HINTS["bf"]), window=1))
     assert arbiter.rules == StepRules(ordered=False, updates=True, agreement=Agreement.ALL)
     assert replace(arbiter.rules, ordered=True).ordered

@@ -18,6 +18,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     Send,
     StageArbiter,
+    StageSetup,
     StepRules,
     StepStarted,
     TaskChosen,
@@ -44,13 +45,15 @@ class Group:
         self.members = [
             group_arbiter(
                 protocol,
-                graph,
-                linear(graph.num_chunks),
-                stage,
-                member=member,
-                num_members=num_members,
-                window=window,
-                **more,
+                StageSetup(
+                    graph,
+                    linear(graph.num_chunks),
+                    stage,
+                    window=window,
+                    **more,
+                ),
+                member,
+                num_members,
             )
             for member in range(num_members)
         ]
@@ -437,6 +440,6 @@ def test_copies_share_nothing_that_changes():
 def test_wrong_members_and_protocols_are_named():
     made = {"consumption": ready(HINTS["bf"]), "window": 1, "rules": replace(StepRules(), updates=False)}
     with pytest.raises(ValueError, match="member 2 of a group of 2: members are numbered from 0 to one less"):
-        group_arbiter("leader", chain(1, 1), linear(1), 0, member=2, num_members=2, **made)
+        group_arbiter("leader", StageSetup(chain(1, 1), linear(1), 0, **made), 2, 2)
     with pytest.raises(ValueError, match="protocol 'vote' is unknown: choose one of leader, propose, off"):
-        group_arbiter("vote", chain(1, 1), linear(1), 0, member=0, num_members=2, **made)
+        group_arbiter("vote", StageSetup(chain(1, 1), linear(1), 0, **made), 0, 2)

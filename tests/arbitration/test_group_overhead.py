@@ -15,6 +15,7 @@ from rrfp_jax.arbitration import (
     MessageKind,
     RunTask,
     StageArbiter,
+    StageSetup,
     StepRules,
     StepStarted,
     TaskFinished,
@@ -32,7 +33,7 @@ F0, F1, B0, B1 = map(Task.parse, ("1F0", "1F1", "1B0", "1B1"))
 
 def arbiter(**more):
     more = {"rules": PIPELINE_ONLY, "consumption": ready(HINTS["bf"]), "window": 4, **more}
-    return StageArbiter(chain(2, 2), linear(2), 1, **more)
+    return StageArbiter(StageSetup(chain(2, 2), linear(2), 1, **more))
 
 
 def arrival(time_s, microbatch, step=0):
@@ -95,7 +96,9 @@ def test_with_tasks_dispatched_ahead_a_member_is_idle_earlier():
 
 def test_gates_count():
     """U of the coordinator waits for the other stage's report."""
-    coordinator = StageArbiter(chain(2, 1), linear(2), 0, consumption=ready(HINTS["bf"]), window=1, rules=StepRules())
+    coordinator = StageArbiter(
+        StageSetup(chain(2, 1), linear(2), 0, consumption=ready(HINTS["bf"]), window=1, rules=StepRules())
+    )
     tasks = [Task.parse(text) for text in ("0F0", "0B0", "0R", "0U")]
     log = [(StepStarted(0, 0.0), [run(tasks[0])])]
     log += [(TaskFinished(0, 1.0 + n, tasks[n]), [run(tasks[n + 1])]) for n in (0, 1)]
@@ -110,15 +113,17 @@ def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
     members = [
         group_arbiter(
             protocol,
-            chain(2, 2),
-            linear(2),
-            1,
-            member=member,
-            num_members=num_members,
-            consumption=ready(HINTS["bf"]),
-            window=4,
-            rules=PIPELINE_ONLY,
-            dispatch_ahead=dispatch_ahead,
+            StageSetup(
+                chain(2, 2),
+                linear(2),
+                1,
+                consumption=ready(HINTS["bf"]),
+                window=4,
+                rules=PIPELINE_ONLY,
+                dispatch_ahead=dispatch_ahead,
+            ),
+            member,
+            num_members,
         )
         for member in range(num_members)
     ]

@@ -4,7 +4,17 @@ import random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, RunTask, StageArbiter, StepRules, StepStarted, TaskFinished, Window, ready
+from rrfp_jax.arbitration import (
+    HINTS,
+    RunTask,
+    StageArbiter,
+    StageSetup,
+    StepRules,
+    StepStarted,
+    TaskFinished,
+    Window,
+    ready,
+)
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
 from rrfp_jax.tasks import chain, linear
 
@@ -98,13 +108,15 @@ def test_forwards_that_wait_behind_a_full_window_cost_nothing(monkeypatch):
     per_task = []
     for num_microbatches in (64, 1024):
         arbiter = StageArbiter(
-            chain(1, num_microbatches),
-            linear(1),
-            0,
-            consumption=ready(HINTS["b-priority"]),
-            window=4,
-            rules=StepRules(updates=False),
-            dispatch_ahead=3,
+            StageSetup(
+                chain(1, num_microbatches),
+                linear(1),
+                0,
+                consumption=ready(HINTS["b-priority"]),
+                window=4,
+                rules=StepRules(updates=False),
+                dispatch_ahead=3,
+            )
         )
         CountingWindow.asked = num_tasks = 0
         running = arbiter.handle(StepStarted(0, 0.0))

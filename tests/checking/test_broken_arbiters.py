@@ -210,8 +210,8 @@ class EndsEarly(Answers):
 
 
 class RunsTwo(Answers):
-    def __init__(self, *args, dispatch_ahead, **more):
-        super().__init__(*args, dispatch_ahead=dispatch_ahead + 1, **more)
+    def __init__(self, setup):
+        super().__init__(replace(setup, dispatch_ahead=setup.dispatch_ahead + 1))
 
 
 class RunsTwice(Answers):
@@ -225,13 +225,13 @@ class RunsForeignTasks(Answers):
 
 
 class HoldsOneMore(Answers):
-    def __init__(self, *args, window, **more):
-        super().__init__(*args, window=window + 1, **more)
+    def __init__(self, setup):
+        super().__init__(replace(setup, window=setup.window + 1))
 
 
 class Unordered(Answers):
-    def __init__(self, *args, rules, **more):
-        super().__init__(*args, rules=replace(rules, ordered=False), **more)
+    def __init__(self, setup):
+        super().__init__(replace(setup, rules=replace(setup.rules, ordered=False)))
 
 
 class NumbersStepsWrongly(Answers):
@@ -326,8 +326,9 @@ def test_a_hint_that_drops_a_task_is_caught(forgotten):
 
 def test_a_strict_stage_that_leaves_its_row_is_caught():
     class Eager(StageArbiter):
-        def __init__(self, *args, consumption, **more):
-            super().__init__(*args, consumption=replace(consumption, choose=BF.choose, is_strict=False), **more)
+        def __init__(self, setup):
+            loose = replace(setup.consumption, choose=BF.choose, is_strict=False)
+            super().__init__(replace(setup, consumption=loose))
 
     graph, placement = chain(2, 3), linear(2)
     gpipe = next(t for t in fitting_tables(graph, placement) if t.name == "gpipe")

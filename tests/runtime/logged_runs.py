@@ -13,6 +13,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     Send,
     StageArbiter,
+    StageSetup,
     StepRules,
     StepStarted,
     TaskFinished,
@@ -36,12 +37,14 @@ def first_of(_: int) -> int:
 def arbiter_of(stage: int, *, num_stages: int = 3, num_microbatches: int = 3, hint: str = "bf") -> StageArbiter:
     """One stage of a chain without R and U, window 2."""
     return StageArbiter(
-        chain(num_stages, num_microbatches),
-        linear(num_stages),
-        stage,
-        consumption=ready(hint_by_name(hint)),
-        window=2,
-        rules=StepRules(updates=False, agreement=Agreement.ALL),
+        StageSetup(
+            chain(num_stages, num_microbatches),
+            linear(num_stages),
+            stage,
+            consumption=ready(hint_by_name(hint)),
+            window=2,
+            rules=StepRules(updates=False, agreement=Agreement.ALL),
+        )
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rrfp_jax.arbitration import HINTS, Message, RunTask, StageArbiter, StepRules, ready
+from rrfp_jax.arbitration import HINTS, Message, RunTask, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
@@ -49,7 +49,7 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
     """The next task may replace what is sent; and the stage should not wait while it is being sent."""
     journal = Journal()
     arbiter = StageArbiter(
-        chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2, rules=StepRules(updates=False)
+        StageSetup(chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2, rules=StepRules(updates=False))
     )
     actor = StageActor(arbiter, journal, journal, submit=journal.submit, ended=lambda *_: None, log_steps=1)
     actor.start_step(0, {}, arbiter.graph, arbiter.plan_without(()))

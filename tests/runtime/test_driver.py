@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StepRules, ready
+from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.network import LoopThread
 from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.executor import StageOutcome
@@ -60,12 +60,14 @@ def make_runtime(
     graph, placement = chain(len(stages), num_microbatches), linear(len(stages))
     arbiters = [
         StageArbiter(
-            graph,
-            placement,
-            stage,
-            consumption=ready(HINTS["bf"]),
-            window=2,
-            rules=StepRules(updates=False, agreement=Agreement.ALL),
+            StageSetup(
+                graph,
+                placement,
+                stage,
+                consumption=ready(HINTS["bf"]),
+                window=2,
+                rules=StepRules(updates=False, agreement=Agreement.ALL),
+            )
         )
         for stage in range(len(stages))
     ]

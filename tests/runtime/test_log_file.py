@@ -22,6 +22,7 @@ from rrfp_jax.arbitration import (
     Message,
     MessageKind,
     RunTask,
+    StageSetup,
     StepRules,
     TaskFinished,
     group_arbiter,
@@ -87,15 +88,17 @@ def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
     return {
         (stage, member): group_arbiter(
             protocol,
-            graph,
-            placement,
-            stage,
-            member=member,
-            num_members=num_members,
-            consumption=ready(hints[stage]),
-            window=windows[stage],
-            rules=rules,
-            dispatch_ahead=dispatch_ahead,
+            StageSetup(
+                graph,
+                placement,
+                stage,
+                consumption=ready(hints[stage]),
+                window=windows[stage],
+                rules=rules,
+                dispatch_ahead=dispatch_ahead,
+            ),
+            member,
+            num_members,
         )
         for stage in range(placement.num_stages)
         for num_members in [random.choice((1, 1, 2, 3)) if protocol is not GroupProtocol.OFF else 1]
@@ -281,14 +284,16 @@ def test_the_story_of_a_stage_of_two_processes_tells_what_they_said(protocol: st
     for member in range(2):
         arbiters[1, member] = group_arbiter(
             protocol,
-            alone.graph,
-            alone.placement,
-            1,
-            member=member,
-            num_members=2,
-            consumption=alone.consumption,
-            window=2,
-            rules=alone.rules,
+            StageSetup(
+                alone.graph,
+                alone.placement,
+                1,
+                consumption=alone.consumption,
+                window=2,
+                rules=alone.rules,
+            ),
+            member,
+            2,
         )
     run = LoggedRun(arbiters, log_steps=4).start(1).run()
     replay = replay_run([take_log({1: run.logs[1, m]}, taken_s=run.now_s, rank=m) for m in range(2)])
@@ -404,9 +409,7 @@ def test_a_segment_that_opens_with_an_event_that_cannot_come_early_is_refused() 
 def test_rows_and_names_tell_all_of_a_consumption() -> None:
     row = tuple(chain(3, 3).tasks([1]))
     for consumption in (ready(HINTS["bfw"]), ready(schedule_hint(row)), strict(row)):
-        arbiter = group_arbiter(
-            "off", chain(3, 3), linear(3), 1, member=0, num_members=1, consumption=consumption, window=2
-        )
+        arbiter = group_arbiter("off", StageSetup(chain(3, 3), linear(3), 1, consumption=consumption, window=2), 0, 1)
         twin = rebuild(save_arbiter(arbiter), arbiter.graph, arbiter.placement)
         assert save_arbiter(twin) == save_arbiter(arbiter)
         assert twin._ranked.at == arbiter._ranked.at

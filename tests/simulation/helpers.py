@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from rrfp_jax.arbitration import Agreement, Consumption, StageArbiter, StepRules, hint_by_name, ready, strict
+from rrfp_jax.arbitration import (
+    Agreement,
+    Consumption,
+    StageArbiter,
+    StageSetup,
+    StepRules,
+    hint_by_name,
+    ready,
+    strict,
+)
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import Costs, Simulation, constant, simulate
 from rrfp_jax.tasks import PipelineGraph, Placement
@@ -20,7 +29,9 @@ def arbiters(
     dispatch_ahead: int = 0,
 ) -> list[StageArbiter]:
     return [
-        StageArbiter(graph, placement, s, consumption=c, window=window, rules=rules, dispatch_ahead=dispatch_ahead)
+        StageArbiter(
+            StageSetup(graph, placement, s, consumption=c, window=window, rules=rules, dispatch_ahead=dispatch_ahead)
+        )
         for s, c in enumerate(consumptions)
     ]
 
