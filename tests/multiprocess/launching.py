@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = "RRFP_TEST_MARK"
 PATIENCE_S = 40.0
-_ONE_PROCESS_ONLY = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
+_ONE_PROCESS_ONLY = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
