@@ -97,10 +97,11 @@ def test_a_broken_barrier_lets_everybody_go() -> None:
 
 def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas: StageReplicas | None = None) -> Any:
     """A stage of one chunk with emulated programs."""
-    graph, num_replicas = chain(1, num_microbatches), 1 if replicas is None else 2
+    num_replicas = 1 if replicas is None else 2
+    graph = replicated_graph(chain(1, num_microbatches), num_replicas)
     copies = Replication(num_chunks=1, num_microbatches=num_microbatches, num_replicas=num_replicas)
     stage = ProgramStage(
-        replicated_graph(graph, num_replicas),
+        graph,
         replicated_placement(linear(1), num_replicas),
         replica,
         programs={replica: programs},
@@ -113,7 +114,7 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
         ship=lambda value, receiver, message: value,
         wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
-    stage.begin(0, {}, frozenset())
+    stage.begin(0, {}, graph)
     return stage
 
 
