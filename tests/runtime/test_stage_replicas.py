@@ -11,6 +11,7 @@ import pytest
 
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication, replicated_graph, replicated_placement
+from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
@@ -150,9 +151,9 @@ def test_a_report_may_be_made_while_losses_come_in() -> None:
     before = sys.gettrace()
     sys.settrace(meanwhile)
     try:
-        report = stage.payload(0, Message(MessageKind.REPORT, 0, 0))
+        report = StageReport.from_plain(stage.payload(0, Message(MessageKind.REPORT, 0, 0)))
     finally:
         sys.settrace(before)
-    num_reported = len(report["losses"])
+    num_reported = len(report.losses)
     assert num_reported > 4
-    assert sorted(report["losses"]) == [(m, 0, 1.0, 2.0) for m in range(num_reported)]
+    assert sorted(report.losses) == [(m, 0, 1.0, 2.0) for m in range(num_reported)]
