@@ -20,7 +20,8 @@ def make_setup(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     python.parent.mkdir(exist_ok=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = os.environ | {"CODE": str(code), "ASKED": str(folder / "asked")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment = kept | {"CODE": str(code), "ASKED": str(folder / "asked")}
     command = ["make", f"VENV={folder}", "setup"]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
