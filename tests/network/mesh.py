@@ -130,7 +130,7 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
                     report("files", len(os.listdir("/proc/self/fd")) - inherited + 3, sorted(sys.modules))
                 case ("block", seconds):
                     loop.call_soon_threadsafe(time.sleep, seconds)
-        network.close()
+        network.close(linger_s=5.0)
     report("closed")
     events.put(None)
     writer.join()
