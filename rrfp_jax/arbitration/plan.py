@@ -244,7 +244,8 @@ class _PlanBuilder:
         if remote:
             gate = self._gate(f"gradients of chunk {chunk} complete")
             self._after(gate, *self._accumulations(chunk))
-            self.sends[gate] += [(Message(MessageKind.SHARED, chunk, c), stage_of[c]) for c in remote]
+            for c in remote:
+                self._tell_sharer(gate, chunk, c)
         waiting = reduction if len(copies) == 1 else self._wire_replicas(chunk, copies, reduction)
         self._after(waiting, *complete)
         for c in remote:
@@ -258,17 +259,17 @@ class _PlanBuilder:
         everywhere = self._gate(f"chunk {chunk} complete in all replicas")
         for child in below:
             self._after_message(here, Message(shared, copies[child], chunk))
-            self._tell_replica(everywhere, chunk, copies[child])
+            self._tell_sharer(everywhere, chunk, copies[child])
         if above is None:
             self._after(everywhere, here)
         else:
-            self._tell_replica(here, chunk, copies[above])
+            self._tell_sharer(here, chunk, copies[above])
             self._after_message(everywhere, Message(shared, copies[above], chunk))
         self._after(reduction, everywhere)
         return here
 
-    def _tell_replica(self, gate: int, chunk: int, copy: int) -> None:
-        self.sends[gate].append((Message(MessageKind.SHARED, chunk, copy), self.placement.stage_of_chunk[copy]))
+    def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
+        self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))
 
     def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
         """Who trains the chunk's parameters: the chunks of its own replica, and its copies in all replicas."""
