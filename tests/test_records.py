@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Event, InputArrived, Message, MessageKind, TaskFinished
+from rrfp_jax.arbitration import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.tasks import Placement, Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline
@@ -17,6 +17,7 @@ from rrfp_jax.timeline import IdleReason, Span, Timeline
     [
         (Placement, Placement((0, 1, 0))),
         (Event, TaskFinished(3, 0.5, Task(TaskKind.F, 1, 2))),
+        (Event, DecideNow(3, 0.5, Task(TaskKind.B, 1, 2))),
         (Event, InputArrived(3, 0.5, Message(MessageKind.GRADIENT, 2, 1, 7))),
         (Timeline, Timeline(2, [Span(0, 1, Task(TaskKind.U, 1), 0.25, 1e-3)])),
         (dict[IdleReason, float], {IdleReason.FILL: 0.5, IdleReason.INPUT: 0.25}),

@@ -4,6 +4,7 @@ from rrfp_jax.arbitration.arbiter import StageArbiter as StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption as Consumption
 from rrfp_jax.arbitration.consumption import ready as ready
 from rrfp_jax.arbitration.consumption import strict as strict
+from rrfp_jax.arbitration.events import DecideNow as DecideNow
 from rrfp_jax.arbitration.events import Event as Event
 from rrfp_jax.arbitration.events import FinishStep as FinishStep
 from rrfp_jax.arbitration.events import GroupHeard as GroupHeard

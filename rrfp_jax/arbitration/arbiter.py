@@ -19,6 +19,22 @@ A message of a later step is kept and taken in right at that step's start. One o
 before, changes nothing. A start comes only between steps, one step after the other: the driver keeps a batch that is
 there sooner. The end of a task that does not run, and a message that nothing of its step waits for, are illegal.
 
+Deciding before the end
+-----------------------
+A driver may say that the last task handed over is about to end (:class:`DecideNow`). That task is *due* from then on,
+until it finishes: one more task may run, and if none is admissible yet, the first one that becomes so. What follows on
+the stage itself counts a due task as finished: its dependents here are counted down, its microbatch's slot of the
+window is free, and the hint sees what it would see after the end. That is right where the device runs its queue in
+order: what is handed over behind a task starts after its end, finds its results, and may reuse the memory that it
+frees. What leaves the stage waits for the real end: gates, messages, the end of the step; other stages see nothing of
+it. At most one task is due, so a second decision waits for the first one's end; and no task ends before a due one
+behind which it was handed over. Without these events nothing of this exists.
+
+Nothing new can deadlock. A due task waits for nothing and ends. Where nothing runs nothing is due, and what was started
+while a task was due was ready and admissible with that task counted as finished, as it is by then: so the stage has
+come to a state that it could have reached without deciding early, for which :mod:`rrfp_jax.arbitration.window` has the
+argument.
+
 Why one event at a time is enough
 ---------------------------------
 ``handle`` never calls itself: what an event makes ready is counted down, dispatched and, at the end of the step,
@@ -31,6 +47,7 @@ from typing import NoReturn
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.events import (
+    DecideNow,
     Event,
     FinishStep,
     GroupHeard,
@@ -43,14 +60,16 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.hints import Choice
-from rrfp_jax.arbitration.plan import FINISHED, stage_plan
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan, stage_plan
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.arbitration.story import RUNNING, IllegalTransition, Waiting
+from rrfp_jax.arbitration.story import DUE, RUNNING, IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window
 from rrfp_jax.tasks import Absences, Task
 from rrfp_jax.timeline import IdleReason
+
+_RUNNING_OR_DUE = (RUNNING, DUE)
 
 
 class StageArbiter:
@@ -160,6 +179,8 @@ class StageArbiter:
         self._ready = ReadySet()
         self._window = Window(self.limit, plan.tasks_per_microbatch, plan.first_microbatch)
         self._running: list[int] = []
+        self._due: int | None = None
+        self._capacity = 1 + self.dispatch_ahead
         self._hint_state = self.consumption.initial
         self._left = plan.num_nodes - len(plan.absent)
         self._tasks_left = sum(plan.tasks_per_microbatch)
@@ -173,6 +194,8 @@ class StageArbiter:
             self._arrive(event.message, out)
         elif isinstance(event, TaskFinished):
             self._finish_task(event.task, out)
+        elif isinstance(event, DecideNow):
+            return self._decide_now(event.task, out)
         elif isinstance(event, StepStarted):
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
         else:
@@ -183,12 +206,16 @@ class StageArbiter:
         """Start the event's step, or keep the event for later; tells whether the stage may have something to do."""
         if isinstance(event, GroupHeard):
             self._refuse(event)
-        if isinstance(event, TaskFinished):
+        is_over = self.step is not None and event.step <= self.step
+        if isinstance(event, DecideNow) and is_over:
+            return False
+        if isinstance(event, TaskFinished | DecideNow):
             raise IllegalTransition(
-                f"stage {self.stage}: {event.task} of step {event.step} finished, "
+                f"stage {self.stage}: {event.task} of step {event.step} "
+                f"{'finished' if isinstance(event, TaskFinished) else 'was about to end'}, "
                 f"but the stage is {'in' if self.is_active else 'done with'} step {self.step}"
             )
-        if self.step is not None and event.step <= self.step:
+        if is_over:
             if isinstance(event, StepStarted):
                 raise IllegalTransition(f"stage {self.stage}: step {event.step} was started again after its end")
             return False
@@ -235,23 +262,58 @@ class StageArbiter:
         self._count_down((plan.arrivals[message],), out)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
-        node = self._ranked.plan.index.get(task)
-        if node is None or self._waiting[node] != RUNNING:
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        left = FINISHED if node is None else self._waiting[node]
+        if node is None or left not in _RUNNING_OR_DUE:
             what = f"{task} finished without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if self._due is not None:
+            self._settle_due(node, task)
         self._running.remove(node)
         if task.microbatch >= 0:
             self._tasks_left -= 1
-            self._window.finish(task.microbatch)
-        self._finish_node(node, out)
+            if left == RUNNING:
+                self._window.finish(task.microbatch)
+        dependents = plan.dependents[node]
+        self._finish_node(node, dependents if left == RUNNING else _gates(plan, dependents), out)
 
-    def _finish_node(self, node: int, out: list[Instruction]) -> None:
-        plan = self._ranked.plan
+    def _settle_due(self, node: int, task: Task) -> None:
+        """A task ends while one is due: the due one itself, or one that was handed over before it."""
+        running = self._running
+        assert self._due is not None
+        if node == self._due:
+            self._due = None
+            self._capacity -= 1
+        elif running.index(node) > running.index(self._due):
+            due = self._ranked.plan.tasks[self._due]
+            what = f"{task} finished before {due}, behind which it was handed over on a device that keeps to its order"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+
+    def _finish_node(self, node: int, dependents: tuple[int, ...], out: list[Instruction]) -> None:
+        """``dependents``: those that have waited for it until now."""
         self._waiting[node] = FINISHED
         self._left -= 1
-        for message, stage in plan.sends[node]:
+        for message, stage in self._ranked.plan.sends[node]:
             out.append(Send(self.step, message, stage))  # type: ignore[arg-type]
-        self._count_down(plan.dependents[node], out)
+        self._count_down(dependents, out)
+
+    def _decide_now(self, task: Task, out: list[Instruction]) -> bool:
+        """Mark the last running task as due; tells whether that was news."""
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        if node is None or self._waiting[node] >= 0 or node in plan.absent:
+            what = f"{task} was about to end without having been started"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if self._due is not None or not self._running or self._running[-1] != node:
+            return False
+        self._due = node
+        self._capacity += 1
+        self._waiting[node] = DUE
+        if task.microbatch >= 0:
+            self._window.finish(task.microbatch)
+        self._count_down(_tasks(plan, plan.dependents[node]), out)
+        return True
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
         waiting = self._waiting
@@ -267,10 +329,10 @@ class StageArbiter:
             is_held = not lane and ranked.microbatch_at[position] in self._window.held
             self._ready.add(HELD if is_held else lane, position)
         else:
-            self._finish_node(node, out)
+            self._finish_node(node, ranked.plan.dependents[node], out)
 
     def _dispatch(self, out: list[Instruction]) -> None:
-        while len(self._running) <= self.dispatch_ahead and any(self._ready.lanes):
+        while len(self._running) < self._capacity and any(self._ready.lanes):
             position, state = self._choose()
             if position is None:
                 return
@@ -308,7 +370,7 @@ class StageArbiter:
             return
         for node in set(range(plan.num_nodes)) - plan.absent:
             missing = sum(
-                p not in self._arrived if isinstance(p, Message) else waiting[p] != FINISHED
+                p not in self._arrived if isinstance(p, Message) else not story.is_done(plan, p, node, waiting)
                 for p in plan.prerequisites(node)
             )
             assert waiting[node] == missing or (waiting[node] < 0 and not missing), plan.name(node)
@@ -318,8 +380,10 @@ class StageArbiter:
         assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
         forwards = [(p, is_held) for is_held in (0, 1) for p in self._ready.lanes[is_held * HELD]]
         assert all((self._ranked.microbatch_at[p] in self._window.held) == is_held for p, is_held in forwards)
-        assert set(self._running) == {n for n, left in enumerate(waiting) if left == RUNNING}
-        assert len(self._running) <= self.dispatch_ahead + 1
+        due = [n for n, left in enumerate(waiting) if left == DUE]
+        assert due == ([] if self._due is None else [self._due])
+        assert set(self._running) == {n for n, left in enumerate(waiting) if left in _RUNNING_OR_DUE}
+        assert len(self._running) <= self._capacity == 1 + self.dispatch_ahead + len(due)
         assert self._left == sum(left != FINISHED for left in waiting)
         self._validate_window()
 
@@ -330,7 +394,7 @@ class StageArbiter:
             if task.microbatch >= 0:
                 if waiting[node] < 0:
                     started.add(task.microbatch)
-                if waiting[node] != FINISHED:
+                if waiting[node] not in (FINISHED, DUE):
                     unfinished.add(task.microbatch)
         held = started & unfinished
         assert self._window.held == held
@@ -339,3 +403,11 @@ class StageArbiter:
             assert len(held) <= self.limit
             oldest = min(unfinished, default=None)
             assert oldest is None or oldest in held or len(held) < self.limit
+
+
+def _tasks(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(node for node in nodes if node < len(plan.tasks))
+
+
+def _gates(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(node for node in nodes if node >= len(plan.tasks))

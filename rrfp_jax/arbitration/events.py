@@ -64,6 +64,18 @@ class TaskFinished(NamedTuple):
     task: Task
 
 
+class DecideNow(NamedTuple):
+    """``task``, the last one handed over, is about to end on a device that runs its queue in order: choose the next.
+
+    A driver that posts these hides the host's latency behind the end of each task; when to, it decides. One that comes
+    too late, or twice, changes nothing.
+    """
+
+    step: int
+    time_s: float
+    task: Task
+
+
 class MemberStarted(NamedTuple):
     """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`."""
 
@@ -107,7 +119,7 @@ class GroupHeard(NamedTuple):
     note: Note
 
 
-Event = StepStarted | InputArrived | TaskFinished | GroupHeard
+Event = StepStarted | InputArrived | TaskFinished | DecideNow | GroupHeard
 
 
 class RunTask(NamedTuple):

@@ -8,13 +8,19 @@ dispatches and tells each follower; a follower starts them in the order of their
 Why the ends of a follower's tasks need not be told
 ---------------------------------------------------
 Tasks of the stage itself are prerequisites too, and a follower may be behind with them. Let the leader dispatch task n,
-and let D be those of the tasks 0..n-1 that had finished on the leader then (without ``dispatch_ahead``, all of them).
-Whatever task n waits for on its own stage is in D, and the messages that it waits for have arrived on all members. A
-follower starts 0..n-1 before it, and they end; once all have, it has finished at least D, so task n is ready there too.
-It is also admissible: the leader's window admitted n with D finished, and where more tasks have finished, more slots
-are free and no microbatch that holds one has lost it to a younger one. So by induction every follower starts every
-task, in the leader's order. That holds too where tasks are collectives, which end nowhere before all members have
+and let D be those of the tasks 0..n-1 that had finished on the leader then or were due (without ``dispatch_ahead``, all
+of them). Whatever task n waits for on its own stage is in D, and the messages that it waits for have arrived on all
+members. A follower starts 0..n-1 before it, and they end; once all have, it has finished at least D, so task n is ready
+there too. It is also admissible: the leader's window admitted n with D finished, and where more tasks have finished,
+more slots are free and no microbatch that holds one has lost it to a younger one. So by induction every follower starts
+every task, in the leader's order. That holds too where tasks are collectives, which end nowhere before all members have
 started them: the first task that has not ended everywhere comes after tasks that have, so every member starts it.
+
+Each member hears of its own device alone that a task is about to end (:class:`DecideNow`). The leader's choice may come
+early by that, a follower's start of it too, each by itself: a follower whose task has become due starts choice n behind
+it where n is ready and admissible with that task counted as finished, and otherwise as above, after its end. Where the
+leader decided early and a follower does not, n waits there until D has finished. On every member n is behind 0..n-1 in
+the device's order, in which collectives meet.
 
 And the leader has something to choose while any task is left: once all messages sent have arrived on all members, its
 state is that of a stage that is one process, for which :mod:`rrfp_jax.arbitration.window` has the argument. A leader
@@ -136,7 +142,7 @@ class FollowingMember(GroupMember[int, TaskChosen]):
     def _dispatch(self, out: list[Instruction]) -> None:
         assert self.step is not None
         kept = self._kept.get(self.step)
-        while kept and len(self._running) <= self.dispatch_ahead:
+        while kept and len(self._running) < self._capacity:
             note = kept.get(self._num_started)
             if note is None or not self._can_start(note):
                 return

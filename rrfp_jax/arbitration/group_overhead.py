@@ -1,8 +1,8 @@
 """What agreement costs: from the moment when a task could have started on all members of a group until it had.
 
 A member could have started a task once the task was ready there (its messages had arrived, its own predecessors had
-finished) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow from the
-member's log of events and instructions alone. Times of different members must be of one clock.
+finished or were due) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow
+from the member's log of events and instructions alone. Times of different members must be of one clock.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.events import (
+    DecideNow,
     Event,
     FinishStep,
     InputArrived,
@@ -70,10 +71,14 @@ class _Member:
         self.begin_s: dict[int, float] = {}
         self.arrival_s: dict[tuple[int, Message], float] = {}
         self.finish_s: dict[tuple[int, Task], float] = {}
+        self.due_s: dict[tuple[int, Task], float] = {}
+        """Of the tasks that were due before they finished."""
         self.launch_s: dict[RunTask, float] = {}
         self.idle_s: dict[RunTask, float] = {}
         """Since when the member could have taken a task, for each that it took."""
-        self._num_running, self._idle_since_s = 0, -inf
+        self._running: list[RunTask] = []
+        self._due: RunTask | None = None
+        self._idle_since_s = -inf
         for event, instructions in log:
             self._take(event)
             for instruction in instructions:
@@ -90,9 +95,25 @@ class _Member:
             self.arrival_s.setdefault((event.step, event.message), event.time_s)
         elif isinstance(event, TaskFinished):
             self.finish_s[event.step, event.task] = event.time_s
-            self._num_running -= 1
-            if self._num_running == self.arbiter.dispatch_ahead:
-                self._idle_since_s = event.time_s
+            self._finish(RunTask(event.step, event.task), event.time_s)
+        elif isinstance(event, DecideNow) and self._due is None:
+            run = RunTask(event.step, event.task)
+            if self._running[-1:] == [run]:
+                self._due = run
+                self.due_s[event.step, event.task] = event.time_s
+                self._note_idle(event.time_s, self.arbiter.dispatch_ahead + 1)
+
+    def _finish(self, run: RunTask, time_s: float) -> None:
+        """Where one may follow already on the task that ends, its end lets none run that could not run before."""
+        was_due, self._due = run == self._due, None if run == self._due else self._due
+        if run in self._running:  # otherwise it was started before the log's beginning
+            self._running.remove(run)
+        if not was_due:
+            self._note_idle(time_s, self.arbiter.dispatch_ahead + (self._due is not None))
+
+    def _note_idle(self, time_s: float, most_running: int) -> None:
+        if len(self._running) == most_running:
+            self._idle_since_s = time_s
 
     def _answer(self, instruction: Instruction, time_s: float) -> None:
         if isinstance(instruction, FinishStep):
@@ -100,7 +121,7 @@ class _Member:
         elif isinstance(instruction, RunTask):
             self.launch_s[instruction] = time_s
             self.idle_s[instruction] = self._idle_since_s
-            self._num_running += 1
+            self._running.append(instruction)
             self._idle_since_s = time_s
 
     def _ready_s(self, step: int, node: int) -> float:
@@ -111,7 +132,9 @@ class _Member:
             if isinstance(before, Message):
                 ready_s = max(ready_s, self.arrival_s.get((step, before), -inf))
             elif before < len(plan.tasks):
-                ready_s = max(ready_s, self.finish_s.get((step, plan.tasks[before]), -inf))
+                done = (step, plan.tasks[before])
+                finished_s = self.finish_s.get(done, -inf)
+                ready_s = max(ready_s, self.due_s.get(done, finished_s) if node < len(plan.tasks) else finished_s)
             else:
                 ready_s = max(ready_s, self._ready_s(step, before))
         return ready_s

@@ -20,7 +20,11 @@ they named no task: no member has a candidate. But a stage with a task left whos
 all members start the task of a round that did not fail.
 
 The rounds of a step come to an end: each gives a task, or follows a change of some member's candidate since the last
-one failed, and candidates change only when a message arrives or a task ends.
+one failed, and candidates change only when a message arrives or a task ends or becomes due.
+
+A member whose running task is due proposes already; the others answer once their own task is due or has ended. Until
+the round is over, that member starts nothing else, and its candidate stays ready and admissible: a due task that ends
+takes with it the place that it had given.
 
 Its weakness, which the paper names: with B1 and F4 ready on one member and F4 on another, nothing runs until B1 is
 ready there as well, although F4 could. A leader finds F4.
@@ -73,7 +77,7 @@ class ProposingMember(GroupMember[tuple[int, int], TaskProposed]):
         kept = self._kept.get(self.step, {})
         if (self._round, self.member) in kept:
             return True
-        if len(self._running) > self.dispatch_ahead:
+        if len(self._running) >= self._capacity:
             return False
         candidate = self._candidate()
         if candidate == self._refused and not any((self._round, other) in kept for other in self.others):

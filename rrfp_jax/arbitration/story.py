@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp_jax.arbitration.events import (
+    DecideNow,
     Event,
     GroupHeard,
     InputArrived,
@@ -22,6 +23,9 @@ from rrfp_jax.arbitration.plan import FINISHED, StagePlan
 from rrfp_jax.tasks import Task
 
 RUNNING = -1
+"""In place of what a task waits for, once it has been dispatched."""
+DUE = -3
+"""In place of what a task waits for, once it is about to end and its successor may be dispatched."""
 
 
 class Waiting(NamedTuple):
@@ -53,10 +57,16 @@ def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Me
         if isinstance(prerequisite, Message):
             if prerequisite not in arrived:
                 messages.append(prerequisite)
-        elif waiting[prerequisite] != FINISHED:
+        elif not is_done(plan, prerequisite, node, waiting):
             local.append(plan.name(prerequisite))
     microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
     return Waiting(plan.name(node), microbatch, tuple(messages), tuple(local))
+
+
+def is_done(plan: StagePlan, prerequisite: int, node: int, waiting: Sequence[int]) -> bool:
+    """Whether ``node`` need not wait for another node any more: a task follows on one that is due, a gate does not."""
+    left = waiting[prerequisite]
+    return left == FINISHED or (left == DUE and node < len(plan.tasks))
 
 
 def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microbatch: int) -> str:
@@ -69,6 +79,8 @@ def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microba
             lines.append(f"  {task} has finished")
         elif waiting[node] == RUNNING:
             lines.append(f"  {task} is running")
+        elif waiting[node] == DUE:
+            lines.append(f"  {task} is about to end")
         else:
             lines.append(f"  {describe(plan, node, waiting, arrived)}")
     return "\n".join(lines) or "  this stage has no task with it"
@@ -86,7 +98,7 @@ def of_event(event: Event) -> str:
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):
         return f"member {event.member} said: {_note(event.note)}"
-    return f"{event.task} finished"
+    return f"{event.task} was about to end" if isinstance(event, DecideNow) else f"{event.task} finished"
 
 
 def of_instruction(instruction: Instruction) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from rrfp_jax.arbitration import (
     HINTS,
+    DecideNow,
     FinishStep,
     GroupHeard,
     InputArrived,
@@ -92,6 +93,34 @@ def test_with_tasks_dispatched_ahead_a_member_is_idle_earlier():
         run(F1): 0.5,
         run(B0): 0.5,
     }
+
+
+def test_where_a_task_is_due_its_successor_could_follow_at_once():
+    log = [
+        (StepStarted(0, 0.0), []),
+        (arrival(1.0, 0), [run(F0)]),
+        (DecideNow(0, 3.0, F0), []),
+        (GroupHeard(0, 3.5, 0, None), [run(B0)]),
+        (DecideNow(0, 3.75, B0), []),
+        (TaskFinished(0, 4.0, F0), []),
+        (TaskFinished(0, 8.0, B0), []),
+        (arrival(9.0, 1), []),
+        (GroupHeard(0, 9.5, 0, None), [run(F1)]),
+    ]
+    assert overhead(arbiter(), log) == {run(F0): 0.0, run(B0): 0.5, run(F1): 0.5}
+
+
+def test_a_successor_that_came_late_could_have_followed_since_its_input():
+    log = [
+        (StepStarted(0, 0.0), []),
+        (arrival(1.0, 0), [run(F0)]),
+        (TaskFinished(0, 2.0, F0), [run(B0)]),
+        (DecideNow(0, 3.0, B0), []),
+        (TaskFinished(0, 4.0, B0), []),
+        (arrival(5.0, 1), []),
+        (GroupHeard(0, 5.25, 0, None), [run(F1)]),
+    ]
+    assert overhead(arbiter(), log) == {run(F0): 0.0, run(B0): 0.0, run(F1): 0.25}
 
 
 def test_gates_count():

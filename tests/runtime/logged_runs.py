@@ -5,6 +5,7 @@ from math import inf
 
 from rrfp_jax.arbitration import (
     Agreement,
+    DecideNow,
     Event,
     GroupHeard,
     InputArrived,
@@ -53,6 +54,8 @@ class LoggedRun:
 
     Args:
         lost: messages that never arrive.
+        decides_early: tell a stage of each task once that it is about to end, at any moment from its start on; tasks
+            then end in the order in which they were started.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class LoggedRun:
         log_steps: int = 2,
         draw: Draw = first_of,
         lost: frozenset[Message] = frozenset(),
+        decides_early: bool = False,
     ) -> None:
         self.arbiters, self.draw, self.lost = arbiters, draw, lost
+        self.decides_early = decides_early
         self.logs = {place: EventLog(arbiter, log_steps) for place, arbiter in arbiters.items()}
         self.pending: list[tuple[Place, Event]] = []
         self.now_s = 0.0
@@ -85,7 +90,7 @@ class LoggedRun:
         return any(not (isinstance(e, StepStarted) and self.arbiters[p].is_active) for p, e in self.pending)
 
     def draw_event(self) -> tuple[Place, Event]:
-        """What happens next; the starts of a place come in their order, whichever of them is drawn."""
+        """What happens next; of a place some events come in their order, whichever of them is drawn."""
         possible = [
             n
             for n, (p, e) in enumerate(self.pending)
@@ -93,8 +98,8 @@ class LoggedRun:
         ]
         number = possible[self.draw(len(possible))]
         place, event = self.pending[number]
-        if isinstance(event, StepStarted):
-            number = next(n for n, (p, e) in enumerate(self.pending) if p == place and isinstance(e, StepStarted))
+        if isinstance(event, StepStarted) or (isinstance(event, TaskFinished) and self.decides_early):
+            number = next(n for n, (p, e) in enumerate(self.pending) if p == place and type(e) is type(event))
         self.now_s += 1.0
         place, event = self.pending.pop(number)
         return place, event._replace(time_s=self.now_s)
@@ -113,6 +118,8 @@ class LoggedRun:
         match instruction:
             case RunTask(step, task):
                 self.pending.append((place, TaskFinished(step, 0.0, task)))
+                if self.decides_early:
+                    self.pending.append((place, DecideNow(step, 0.0, task)))
             case Send(step, message, receiver) if message not in self.lost:
                 self.pending += [(p, InputArrived(step, 0.0, message)) for p in self._deliveries(receiver, member)]
             case TellGroup(step, other, note):

@@ -60,11 +60,13 @@ def through_a_file(log: RunLog, folder: Path) -> RunLog:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dispatch_ahead", [0, 1])
-def test_every_order_replays_as_recorded(order: dict[str, Any], dispatch_ahead: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dispatch_ahead", "decides_early"), [(0, False), (1, False), (0, True)])
+def test_every_order_replays_as_recorded(
+    order: dict[str, Any], dispatch_ahead: int, decides_early: bool, tmp_path: Path
+) -> None:
     resolved = Ordering(**order).resolve(num_stages=3, num_microbatches=6)
     arbiters = {(a.stage, 0): a for a in resolved.arbiters(StepRules(), dispatch_ahead=dispatch_ahead)}
-    run = LoggedRun(arbiters, draw=Random(0).randrange).start(4).run()
+    run = LoggedRun(arbiters, draw=Random(0).randrange, decides_early=decides_early).start(4).run()
     log = log_of(run)
     replay = replay_run([through_a_file(log, tmp_path)])
     assert replay.logs == (log,)
@@ -113,7 +115,7 @@ def test_an_arbiter_rebuilt_between_steps_goes_on_as_if_nothing_had_been(seed: i
     arbiters = random_arbiters(random)
     graph = next(iter(arbiters.values())).graph
     absences = tuple(random_absences(random, graph) for _ in range(2))
-    run = LoggedRun(arbiters, draw=random.randrange).start(3, absences)
+    run = LoggedRun(arbiters, draw=random.randrange, decides_early=random.random() < 0.5).start(3, absences)
     twins = {place: arbiter.copy() for place, arbiter in arbiters.items()}
     while run.pending:
         place, event = run.draw_event()
@@ -138,7 +140,8 @@ def test_an_arbiter_rebuilt_between_steps_goes_on_as_if_nothing_had_been(seed: i
 def test_random_runs_replay_from_their_files_wherever_they_end(seed: int, num_events: int) -> None:
     random = Random(seed)
     arbiters = random_arbiters(random)
-    run = LoggedRun(arbiters, draw=random.randrange).start(4).run(num_events)
+    decides_early = random.random() < 0.5
+    run = LoggedRun(arbiters, draw=random.randrange, decides_early=decides_early).start(4).run(num_events)
     for member in range(max(member for _, member in arbiters) + 1):
         logs = {stage: log for (stage, m), log in run.logs.items() if m == member}
         log = take_log(logs, taken_s=run.now_s, rank=member)
