@@ -170,6 +170,7 @@ def assemble(planned: PlannedRun) -> Run:
         configuration=planned.training,
         cluster=config.cluster,
         platform=config.run.platform,
+        devices=config.run.devices,
         pinned=layout.deterministic,
         transport=cast(Selection, layout.transport),
         progress_deadline_s=layout.progress_deadline_s,

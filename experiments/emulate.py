@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 silence_deadline_s=arguments.silence_deadline_s, encrypt_arrays=arguments.encrypt_arrays == "true"
             ),
             platform="cpu",
+            devices=arguments.devices,
             transport=arguments.transport,
         )
 
@@ -111,6 +112,12 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--data", type=int, default=1, metavar="N", help="replicas of the whole pipeline")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices of each stage")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="devices of each process, which its stages share where they are fewer (default: one for each)",
+    )
     parser.add_argument(
         "--chunks-per-stage",
         type=int,

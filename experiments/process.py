@@ -12,8 +12,6 @@ from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 
 if TYPE_CHECKING:
-    import jax
-
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.runtime.process import Process
     from rrfp_jax.runtime.transports import Selection
@@ -30,6 +28,7 @@ def enter(
     configuration: Mapping[str, Any],
     cluster: ClusterConfig,
     platform: str | None,
+    devices: int | None = None,
     pinned: bool = False,
     transport: "Selection" = "auto",
     progress_deadline_s: float = 0.0,
@@ -38,7 +37,9 @@ def enter(
 
     Args:
         configuration: what must be the same in all processes.
-        platform, pinned: as for :func:`stage_devices`.
+        platform: ``cpu`` for virtual devices, else what JAX finds.
+        devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
+        pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
 
     Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
@@ -50,12 +51,14 @@ def enter(
     num_ranks = 1 if membership is None else membership.num_ranks
     layout = Layout(num_stages=num_stages, data=data, tensor=tensor, num_ranks=num_ranks)
     if membership is None:
-        process = Process(layout)
-        process.use_devices(stage_devices(layout, platform=platform, pinned=pinned))
+        process = Process(layout, num_devices=devices)
+        _use_platform(process.num_devices, platform, pinned=pinned)
+        process.use_devices(process.devices)
         return process
     process = Process(
         layout,
         join(membership, configuration, cluster),
+        num_devices=devices,
         transport=transport,
         patience_s=max(cluster.start_deadline_s, progress_deadline_s),
         on_failure=_end_soon,
@@ -72,28 +75,13 @@ def _end_soon(failure: "RunFailed") -> None:
     timer.start()
 
 
-def stage_devices(layout: Layout, *, platform: str | None, pinned: bool = False) -> "tuple[jax.Device, ...]":
-    """The devices of a run of one process: virtual ones on ``cpu``, else the first that JAX finds.
-
-    ``pinned`` as for :func:`use_cpu`. Raises ValueError if they are too few.
-    """
-    import jax
-
+def _use_platform(num_devices: int, platform: str | None, *, pinned: bool) -> None:
     from rrfp_jax.runtime.start_jax import pin_threads
 
-    wanted = layout.num_devices
     if platform == "cpu":
-        use_cpu(wanted, pinned=pinned)
+        use_cpu(num_devices, pinned=pinned)
     elif pinned:
-        pin_threads(wanted)
-    found = jax.local_devices()
-    if len(found) < wanted:
-        raise ValueError(
-            f"{len(found)} {found[0].platform} {'device' if len(found) == 1 else 'devices'} for {layout.num_stages} "
-            f"stages x data {layout.data} x tensor {layout.tensor}: lower them to {len(found)} in all, or take "
-            "platform cpu for virtual devices"
-        )
-    return tuple(found[:wanted])
+        pin_threads(num_devices)
 
 
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.field_rules import SECONDS, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, check_fields
 
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
@@ -24,11 +24,14 @@ class ClusterConfig:
     """Address or name (``eth0``) of the network interface that the processes listen on."""
     encrypt_arrays: bool = True
     """False sends arrays authenticated only by their head and not encrypted: faster, for networks that are trusted."""
+    processes_per_device: int = 1
+    """Processes of a host that share an accelerator; each takes an equal part of its memory."""
     detect: bool = False
     """Ask JAX (SLURM, Kubernetes, Open MPI) for this process's rank and the number of ranks."""
 
     def __post_init__(self) -> None:
         check_fields(self, SECONDS, "silence_deadline_s", "start_deadline_s")
+        check_fields(self, AT_LEAST_1, "processes_per_device")
         if self.silence_deadline_s > (limit := HEARTBEAT_TIMEOUT_S / 24):
             raise ValueError(
                 f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "

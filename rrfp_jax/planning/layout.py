@@ -8,6 +8,7 @@ the same number to each. So a rank may host several units, and a unit may span s
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
@@ -78,6 +79,31 @@ class Layout:
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold devices of any replica of a stage, ascending."""
         return tuple(sorted({rank for unit in self.units_of_stage(stage) for rank in self._ranks_of[unit]}))
+
+    def shared_devices(self, rank: int, num_devices: int) -> tuple[int, ...]:
+        """For each device that the layout asks of a rank, which of the ``num_devices`` that it has stands for it.
+
+        Where these are fewer, stages share them evenly, consecutive ones together; the replicas and tensor parts of one
+        stage keep to devices of their own. Raises ValueError where they are too few even for that.
+        """
+        wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
+        if num_devices >= len(wanted):
+            return tuple(range(len(wanted)))
+        stages = [
+            len(list(devices)) for _, devices in groupby(wanted, lambda device: device // self._devices_per_stage)
+        ]
+        num_sets = num_devices // max(stages)
+        if not num_sets:
+            raise ValueError(
+                f"rank {rank} has {num_devices} devices, and stages may share them, but data {self.data} x tensor "
+                f"{self.tensor} need {max(stages)} of their own: lower these degrees, or give more devices"
+            )
+        firsts = [number * num_sets // len(stages) * max(stages) for number in range(len(stages))]
+        return tuple(first + i for first, size in zip(firsts, stages, strict=True) for i in range(size))
+
+    @property
+    def _devices_per_stage(self) -> int:
+        return self.data * self.tensor
 
     @cached_property
     def _ranks_of(self) -> tuple[tuple[int, ...], ...]:

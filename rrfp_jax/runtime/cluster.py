@@ -186,7 +186,13 @@ class Cluster(AbstractContextManager["Cluster"]):
                 listen_on=self._own_host(),
                 timeout_s=self._config.start_deadline_s,
                 pinned=pinned,
+                per_device=self._config.processes_per_device,
             )
+
+    @property
+    def processes_per_device(self) -> int:
+        """How many processes of a host share an accelerator."""
+        return self._config.processes_per_device
 
     @contextmanager
     def losses_first(self) -> Iterator[None]:

@@ -37,11 +37,14 @@ class Process:
         layout: the degrees of parallelism and the number of processes.
         cluster: this process's place among several, joined and not yet connected; None: it is the only one.
         devices: those of the layout, see :meth:`use_devices`.
+        num_devices: how many devices each process takes; None: one for each that the layout asks of it. Where they are
+            fewer, stages share them.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
         patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
-    Raises ValueError where the cluster is not of the layout's size, or for a transport that does not exist.
+    Raises ValueError where the cluster is not of the layout's size, and for a transport or number of devices that
+    cannot be.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Process:
         cluster: Cluster | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        num_devices: int | None = None,
         transport: Selection = "auto",
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
@@ -59,6 +63,10 @@ class Process:
         if layout.num_ranks != num_ranks:
             raise ValueError(f"the layout is for {layout.describe()}, but {num_ranks} have been started")
         self.layout, self.cluster = layout, cluster
+        if num_devices is not None and num_devices < 1:
+            raise ValueError(f"{num_devices} devices are asked of each process: give at least 1")
+        self.num_devices = min(layout.devices_per_rank, num_devices or layout.devices_per_rank)
+        """How many devices each process takes."""
         self.rank = 0 if cluster is None else cluster.rank
         self.units = layout.units_of(self.rank)
         """The units of which this process hosts devices."""
@@ -78,9 +86,8 @@ class Process:
     def alone(cls, num_stages: int) -> "Process":
         """The only process, with a device for each stage; stages share devices evenly where these are fewer."""
         known = jax.local_devices()
-        num_used = min(num_stages, len(known))
-        devices = [known[stage * num_used // num_stages] for stage in range(num_stages)]
-        return cls(Layout(num_stages=num_stages), devices=devices)
+        layout = Layout(num_stages=num_stages)
+        return cls(layout, devices=[known[index] for index in layout.shared_devices(0, len(known))])
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -99,11 +106,23 @@ class Process:
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
         """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
         if self.cluster is not None:
-            self.cluster.initialize_jax(platform, self.layout.devices_per_rank, pinned=pinned)
+            self._check_sharing(platform)
+            self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
             if self._selection == "transfer":
                 from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not in every build of JAX
 
                 self._server = TransferServer(self.cluster.network, self._patience_s)
+
+    def _check_sharing(self, platform: str | None) -> None:
+        """GPUs' collectives know no two processes on one device."""
+        assert self.cluster is not None
+        spans = any(len(self.layout.ranks_of_stage(stage)) > 1 for stage in range(self.layout.num_stages))
+        if platform != "cpu" and self.cluster.processes_per_device > 1 and spans:
+            raise ValueError(
+                f"processes_per_device is {self.cluster.processes_per_device}, but a stage's replicas or tensor parts "
+                f"lie in several processes ({self.layout.describe()}), whose collectives need devices of their own: "
+                "start fewer processes, or lower data and tensor"
+            )
 
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
@@ -119,7 +138,7 @@ class Process:
     def devices(self) -> tuple[jax.Device, ...]:
         """Every device of the layout, those of other processes included."""
         if self._devices is None:
-            self._devices = _first_devices(self.layout)
+            self._devices = _first_devices(self.layout, self.num_devices)
         return self._devices
 
     def devices_of(self, unit: int) -> list[jax.Device]:
@@ -309,15 +328,19 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
     return list(ways.values())
 
 
-def _first_devices(layout: Layout) -> tuple[jax.Device, ...]:
+def _first_devices(layout: Layout, num_devices: int) -> tuple[jax.Device, ...]:
+    """The layout's devices, of the first ``num_devices`` of every process."""
     by_rank: dict[int, list[jax.Device]] = {}
     for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
         by_rank.setdefault(device.process_index, []).append(device)
-    wanted = layout.devices_per_rank
     for rank in range(layout.num_ranks):
-        if len(by_rank.get(rank, ())) < wanted:
+        found = by_rank.get(rank, [])
+        if len(found) < num_devices:
+            platform = f" {found[0].platform}" if found else ""
             raise ValueError(
-                f"{layout.describe()} need {wanted} devices for each process, but rank {rank} has "
-                f"{len(by_rank.get(rank, ()))}: lower the degrees of parallelism, or take platform cpu for virtual ones"
+                f"{layout.describe()} need {num_devices} devices for each process, but rank {rank} has {len(found)}"
+                f"{platform} {'device' if len(found) == 1 else 'devices'}: lower the degrees of parallelism, let "
+                f"stages share devices (run.devices {max(1, len(found))}), or take platform cpu for virtual ones"
             )
-    return tuple(device for rank in range(layout.num_ranks) for device in by_rank[rank][:wanted])
+    shared = {rank: layout.shared_devices(rank, num_devices) for rank in range(layout.num_ranks)}
+    return tuple(by_rank[rank][index] for rank, indices in shared.items() for index in indices)

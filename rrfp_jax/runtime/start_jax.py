@@ -7,7 +7,7 @@ connects a client only, hence the use of ``jax._src`` here, which works with JAX
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,10 @@ from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.membership import Membership
 
 _CPU, _TPU = "cpu", "tpu"
+_MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""What tells JAX how much of a GPU's memory to reserve; the second is the former name."""
+_SHARED_MEMORY = 0.9
+"""The part of a GPU's memory that processes which share it reserve together; the rest holds their contexts."""
 
 
 def start_jax(
@@ -29,6 +33,7 @@ def start_jax(
     listen_on: str,
     timeout_s: float,
     pinned: bool,
+    per_device: int = 1,
 ) -> tuple[jax.Device, ...]:
     """See :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax`; ``listen_on`` is this host's address."""
     rank, num_ranks = membership.rank, membership.num_ranks
@@ -38,9 +43,11 @@ def start_jax(
         jax.config.update("jax_platforms", platform)
     if platform == _CPU:
         use_virtual_devices(num_local)
-    elif platform != _TPU and (visible := visible_devices(rank, hosts, num_local, os.environ)) is not None:
-        jax.config.update("jax_cuda_visible_devices", visible)
-        jax.config.update("jax_rocm_visible_devices", visible)
+    elif platform != _TPU:
+        take_part_of_memory(per_device, os.environ)
+        if (visible := visible_devices(rank, hosts, num_local, os.environ, per_device=per_device)) is not None:
+            jax.config.update("jax_cuda_visible_devices", visible)
+            jax.config.update("jax_rocm_visible_devices", visible)
     use_gloo(listen_on)
     connect_client(membership.coordinator, rank, num_ranks, timeout_s=timeout_s)
     check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
@@ -66,11 +73,21 @@ def pin_threads(num_devices: int) -> None:
     os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))
 
 
-def visible_devices(rank: int, hosts: Sequence[str], num_local: int, environ: Mapping[str, str]) -> str | None:
+def take_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> None:
+    """Let JAX reserve this process's part of a GPU that ``per_device`` processes share, unless the user has said how
+    much. It is read when the first device is made."""
+    if per_device > 1 and not any(name in environ for name in _MEMORY_FRACTIONS):
+        environ[_MEMORY_FRACTIONS[0]] = f"{_SHARED_MEMORY / per_device:.3f}"
+
+
+def visible_devices(
+    rank: int, hosts: Sequence[str], num_local: int, environ: Mapping[str, str], *, per_device: int = 1
+) -> str | None:
     """The GPUs of a rank as ``0,1``, where several ranks share its host; None where it may see all.
 
-    The ranks of a host divide its GPUs in order of rank. Where ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES``
-    already names exactly ``num_local`` devices, a scheduler has done that before.
+    The ranks of a host divide its GPUs in order of rank, ``per_device`` consecutive ranks having the same ones. Where
+    ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES`` already names exactly ``num_local`` devices, a scheduler has
+    done that before.
     """
     neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     if len(neighbours) == 1:
@@ -78,7 +95,7 @@ def visible_devices(rank: int, hosts: Sequence[str], num_local: int, environ: Ma
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ and len([part for part in environ[name].split(",") if part.strip()]) == num_local:
             return None
-    first = neighbours.index(rank) * num_local
+    first = neighbours.index(rank) // per_device * num_local
     return ",".join(str(device) for device in range(first, first + num_local))
 
 
@@ -103,7 +120,8 @@ def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: in
         counts = ", ".join(f"rank {r} has {count}" for r, count in short.items())
         raise ValueError(
             f"the layout needs {num_local} devices on each of {num_ranks} ranks ({num_local * num_ranks} in all), but "
-            f"{counts}: start more processes, or lower the degrees of parallelism"
+            f"{counts}: start more processes, lower the degrees of parallelism, or let stages share devices "
+            "(run.devices) or processes one (cluster.processes_per_device)"
         )
 
 

@@ -21,7 +21,7 @@ class PipelineConfig:
     """The cut of the model, its placement, and the order of tasks."""
 
     num_stages: int
-    """Stages, each on devices of its own."""
+    """Stages, each on devices of its own unless ``run.devices`` is fewer."""
     data: int = 1
     """Replicas of the whole pipeline, each with an equal part of the microbatches."""
     tensor: int = 1
@@ -117,6 +117,9 @@ class RunConfig:
     """How many of the last steps the timeline shows."""
     platform: str | None = None
     """``cpu``: virtual CPU devices, one per stage; None: the devices that JAX finds, the first one for stage 0."""
+    devices: int | None = None
+    """Devices that each process takes, evenly shared by its stages where they are fewer; None: one for each stage,
+    replica and tensor part that it hosts."""
     checkpoint_every: int | None = None
     """Save after every so many steps; None: by time only."""
     checkpoint_minutes: float | None = 30.0
@@ -127,7 +130,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
-        check_fields(self, AT_LEAST_1, "keep_checkpoints")
+        check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices")
         if self.platform not in (None, "cpu"):
             raise ValueError(
                 f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"

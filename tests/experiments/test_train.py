@@ -101,8 +101,8 @@ def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_pat
     assert rows_of(run)[0]["loss"] == before[0]["loss"]
 
 
-def test_a_split_backward_trains(tmp_path: Path) -> None:
-    order = ("--consume", "strict", "--schedule", "zb-h1", "--remat", "dots", "--num-stages", 2)
+def test_a_split_backward_trains_on_one_device(tmp_path: Path) -> None:
+    order = ("--consume", "strict", "--schedule", "zb-h1", "--remat", "dots", "--num-stages", 2, "--devices", 1)
     result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)
     assert result.returncode == 0, result.stderr
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
@@ -126,7 +126,9 @@ def test_a_split_backward_trains(tmp_path: Path) -> None:
         (("--steps", 0), "steps is 0"),
         (("--num-heads", 5), "head"),
         (("--layers-per-chunk", 4), "1 numbers for 4 chunks"),
-        (("--platform", "null"), "1 cpu device for 4 stages"),
+        (("--platform", "null"), "rank 0 has 1 cpu device"),
+        (("--platform", "null"), "run.devices 1"),
+        (("--devices", 0), "devices is 0"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_and_leaves_nothing(

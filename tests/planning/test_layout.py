@@ -54,3 +54,29 @@ def test_what_cannot_be_dealt_out_is_refused_with_the_numbers() -> None:
         Layout(num_stages=3, tensor=2, num_ranks=4)
     with pytest.raises(ValueError, match="data is 0: give at least 1"):
         Layout(num_stages=3, data=0)
+
+
+@given(layouts(), st.integers(1, 16))
+def test_stages_share_devices_evenly_and_what_belongs_to_one_stage_never_does(layout: Layout, num_devices: int) -> None:
+    for rank in range(layout.num_ranks):
+        try:
+            shared = layout.shared_devices(rank, num_devices)
+        except ValueError:
+            assert num_devices < min(layout.data * layout.tensor, layout.devices_per_rank)
+            continue
+        assert len(shared) == layout.devices_per_rank
+        assert set(shared) <= set(range(num_devices))
+        first = rank * layout.devices_per_rank
+        places = [((first + i) // (layout.data * layout.tensor), device) for i, device in enumerate(shared)]
+        assert len(set(places)) == len(places), "a stage has a device twice"
+        if num_devices >= len(shared):
+            assert shared == tuple(range(len(shared)))
+
+
+def test_how_stages_share_devices() -> None:
+    assert Layout(num_stages=4).shared_devices(0, 1) == (0, 0, 0, 0)
+    assert Layout(num_stages=5).shared_devices(0, 2) == (0, 0, 0, 1, 1)
+    assert Layout(num_stages=4, num_ranks=2).shared_devices(1, 1) == (0, 0)
+    assert Layout(num_stages=4, tensor=2).shared_devices(0, 5) == (0, 1, 0, 1, 2, 3, 2, 3)
+    with pytest.raises(ValueError, match=r"data 2 x tensor 2 need 4 of their own"):
+        Layout(num_stages=4, data=2, tensor=2).shared_devices(0, 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.runtime.start_jax import check_devices, visible_devices
+from rrfp_jax.runtime.start_jax import check_devices, take_part_of_memory, visible_devices
 
 HOSTS = ("a", "b", "a", "b", "c")
 
@@ -21,6 +21,29 @@ HOSTS = ("a", "b", "a", "b", "c")
 )
 def test_ranks_of_a_host_divide_its_devices(rank: int, environ: dict[str, str], expected: str | None):
     assert visible_devices(rank, HOSTS, 2, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("per_device", "expected"), [(1, ["0", "1", "2", "3"]), (2, ["0", "0", "1", "1"]), (4, ["0"] * 4)]
+)
+def test_ranks_that_share_a_device_see_the_same(per_device: int, expected: list[str]):
+    seen = [visible_devices(rank, ("a",) * 4, 1, {}, per_device=per_device) for rank in range(4)]
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("per_device", "environ", "expected"),
+    [
+        (1, {}, {}),
+        (4, {}, {"XLA_CLIENT_MEM_FRACTION": "0.225"}),
+        (4, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}),
+    ],
+)
+def test_processes_that_share_a_device_share_its_memory(
+    per_device: int, environ: dict[str, str], expected: dict[str, str]
+):
+    take_part_of_memory(per_device, environ)
+    assert environ == expected
 
 
 def test_missing_devices_are_named_on_every_rank():
