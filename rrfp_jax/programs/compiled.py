@@ -7,6 +7,9 @@ accumulators: the caller forgets what it passed and keeps what it got. ``forward
 is owed to a weight gradient holds some arrays of the stash, and the gradients that came and went, by reference: the
 rest is freed when the caller drops the stash. For R and U see :mod:`rrfp_jax.programs.updates`.
 
+What accumulates is taken over by the next call that does, and cannot be waited for then. So ``backward`` and
+``weight_gradient`` return a *token* too, a scalar that is complete when they are and that nothing takes over.
+
 Derived values
 --------------
 What costs work and depends on parameters alone, such as weights cast to bfloat16, is computed once per update by
@@ -15,12 +18,13 @@ What costs work and depends on parameters alone, such as weights cast to bfloat1
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
@@ -157,7 +161,8 @@ class CompiledChunk:
             return plan
         if not plan.is_split:
             specs, at_sums = ((sums, stash.donated), *rest), self.shardings.params
-            self._backward = self._compile("backward", plan.backward, *specs, results=(at_sums, at_boundary))
+            lying = ((at_sums, at_boundary), at_boundary)
+            self._backward = self._compile("backward", _with_token(plan.backward), *specs, results=lying)
             return plan
         made: Any = ()
         if jax.tree.leaves((plan.input_grads, plan.made)):
@@ -167,7 +172,10 @@ class CompiledChunk:
         if jax.tree.leaves(params):
             specs = (sums, params, derived, plan.owed.specs)
             self._weight_gradient = self._compile(
-                "weight_gradient", plan.weight_gradient, *specs, results=self.shardings.params
+                "weight_gradient",
+                _with_token(plan.weight_gradient),
+                *specs,
+                results=(self.shardings.params, at_boundary),
             )
         return plan
 
@@ -248,20 +256,20 @@ class CompiledChunk:
         accumulators: Any,
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> tuple[tuple[Any, ...], Any]:
+    ) -> tuple[tuple[Any, ...], Any, Any]:
         """Run one microbatch backward, with the parameters that its forward had.
 
         ``output_grads`` has one entry per gradient successor, ascending, None for one that the microbatch skips, and is
         empty for a chunk that computes a loss. Returns one gradient per gradient predecessor, ascending, with None in
-        place of leaves that have no gradient, and the accumulators with this microbatch's gradient of the summed loss.
-        Only for a chunk whose backward is not split.
+        place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
+        the token. Only for a chunk whose backward is not split.
         """
         if self._backward is None:
             raise self._refusal()
         derived = self.prepare(params) if derived is None else derived
         owned, rest = (accumulators, stash.donated), (stash.saved, stash.kept)
-        accumulators, input_grads = self._backward(owned, params, derived, rest, self._complete(output_grads))
-        return input_grads, accumulators
+        (accumulators, input_grads), token = self._backward(owned, params, derived, rest, self._complete(output_grads))
+        return input_grads, accumulators, token
 
     def input_gradient(
         self,
@@ -285,14 +293,16 @@ class CompiledChunk:
 
     def weight_gradient(
         self, params: Params, owed: Owed, accumulators: Any, *, derived: tuple[Any, ...] | None = None
-    ) -> Any:
-        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss."""
+    ) -> tuple[Any, Any]:
+        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss, and
+        the token, which is empty where there is no program."""
         if not self.plan.is_split:
             raise self._refusal()
         if self._weight_gradient is None:
-            return accumulators
+            return accumulators, ()
         derived = self.prepare(params) if derived is None else derived
-        return self._weight_gradient(accumulators, params, derived, owed)
+        accumulators, token = self._weight_gradient(accumulators, params, derived, owed)
+        return accumulators, token
 
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """The accumulators that the chunks which share parameters with this one need for R."""
@@ -316,6 +326,15 @@ def temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:
     """Temporary bytes of compiled programs by name, as the backend's memory analysis has them."""
     analyses = {name: program.memory_analysis() for name, program in compiled.items()}
     return {name: int(getattr(analysis, "temp_size_in_bytes", None) or 0) for name, analysis in analyses.items()}
+
+
+def _with_token(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The same, with a token as a second result: the results of a program are complete together."""
+
+    def program(*arguments: Any) -> tuple[Any, Any]:
+        return function(*arguments), jnp.zeros((), jnp.int32)
+
+    return program
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,41 +1,78 @@
-"""A stage's compute thread: launches programs and waits for them, so that the event loop never does."""
+"""A stage's threads: they launch its tasks and wait for them, so that the event loop never does.
+
+There are two ways. With one task at a time, one thread launches and waits (:class:`ComputeThread`): no hop between
+threads comes in between. Where the next task is launched while one runs, one thread launches only, and another waits
+and reports, in the order of launches (:class:`LaunchAndWait`): the devices' queue need not run empty.
+
+What a span says
+----------------
+A task starts when its launch has reached the devices (``Launched.begun_s``) or, if that is later, when the task before
+it was seen to end; it ends when it is seen to have ended. The host sees an end as late as its thread wakes up, some
+0.05 to 0.1 ms. So a span of a task that the devices had ahead of time is as long as the task but for the difference of
+two such delays, while one that found them idle is longer by one.
+"""
 
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
 from rrfp_jax.arbitration import RunTask
+from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.tasks import Task
 
+Launch = Callable[[int, Task], Launched]
+"""Gives a task of a step to the devices."""
 Done = Callable[[RunTask, float, float, BaseException | None], None]
-"""Called on the compute thread with the instruction, its start and end (``time.perf_counter``) and an error, if any."""
+"""Called with the instruction, its start and end (``time.perf_counter``) and an error, if any."""
+Started = tuple[RunTask, float]
+"""An instruction and its start."""
+
+
+class StageThreads(Protocol):
+    """What carries out a stage's instructions, one after another."""
+
+    submit: Callable[[RunTask], None]
+    """Enqueue an instruction."""
+
+    @property
+    def started(self) -> Started | None:
+        """The instruction that the devices run, or that is being launched, and its start; for reports."""
+
+    def start(self) -> None:
+        """Start the threads."""
+
+    def ask_to_stop(self) -> None:
+        """End after the queued work."""
+
+    def is_alive(self) -> bool:
+        """Whether a thread has not ended."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; False if there still is work after ``timeout_s``."""
 
 
 class ComputeThread:
-    """Runs instructions one after another and reports each completion."""
+    """Runs instructions one after another and reports each completion, all in one thread."""
 
-    def __init__(self, name: str, run: Callable[[int, Task], None], done: Done) -> None:
-        self._run, self._done = run, done
+    def __init__(self, name: str, launch: Launch, done: Done) -> None:
+        self._launch, self._done = launch, done
         self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.submit: Callable[[RunTask], None] = self._queue.put
-        """Enqueue an instruction."""
-        self.started: tuple[RunTask, float] | None = None
-        """The instruction that is running and its start, for reports from other threads."""
+        self.started: Started | None = None
 
     def start(self) -> None:
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """End after the queued work."""
         self._queue.put(None)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; False if the thread is still busy after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -46,9 +83,79 @@ class ComputeThread:
             start = clock()
             self.started = (instruction, start)
             try:
-                self._run(instruction.step, instruction.task)
+                start, wait = self._launch(instruction.step, instruction.task)
+                wait()
             except BaseException as caught:
                 error = caught
             end = clock()
             self.started = None
             self._done(instruction, start, end, error)
+
+
+class LaunchAndWait:
+    """Launches instructions in one thread; waits for them, and reports each completion, in another."""
+
+    def __init__(self, name: str, launch: Launch, done: Done) -> None:
+        self._launch, self._done = launch, done
+        self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException] | None] = SimpleQueue()
+        self._threads = (
+            threading.Thread(target=self._launch_all, name=name, daemon=True),
+            threading.Thread(target=self._wait_for_all, name=f"{name}-wait", daemon=True),
+        )
+        self.submit: Callable[[RunTask], None] = self._queue.put
+        self._launching: Started | None = None
+        self._running: Started | None = None
+
+    @property
+    def started(self) -> Started | None:
+        return self._running or self._launching
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def ask_to_stop(self) -> None:
+        self._queue.put(None)
+
+    def is_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout_s: float) -> bool:
+        until_s = time.perf_counter() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.perf_counter()))
+        return not self.is_alive()
+
+    def _launch_all(self) -> None:
+        while (instruction := self._queue.get()) is not None:
+            self._launching = (instruction, time.perf_counter())
+            result: Launched | BaseException
+            try:
+                result = self._launch(instruction.step, instruction.task)
+            except BaseException as caught:
+                result = caught
+            self._launching = None
+            self._launched.put((instruction, result))
+        self._launched.put(None)
+
+    def _wait_for_all(self) -> None:
+        clock = time.perf_counter
+        free_s = 0.0
+        while (item := self._launched.get()) is not None:
+            instruction, result = item
+            error: BaseException | None = None
+            start = free_s
+            if isinstance(result, Launched):
+                start = max(result.begun_s, free_s)
+                self._running = (instruction, start)
+                try:
+                    result.wait()
+                except BaseException as caught:
+                    error = caught
+            else:  # reported in its turn, behind what may have caused it
+                error = result
+            free_s = clock()
+            self._running = None
+            self._done(instruction, start, free_s, error)
+            del item, result  # they hold what the task made

@@ -18,7 +18,7 @@ from typing import Any
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.runtime.actor import StageActor
-from rrfp_jax.runtime.compute import ComputeThread
+from rrfp_jax.runtime.compute import ComputeThread, LaunchAndWait, StageThreads
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
@@ -117,7 +117,7 @@ class PipelineRuntime:
         self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
         self.transport = make_transport(self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
-        self._threads: dict[int, ComputeThread] = {}
+        self._threads: dict[int, StageThreads] = {}
         self._pending: dict[int, _Pending] = {}
         self._completions: deque[_Completion] = deque()
         self._is_waking = False
@@ -135,7 +135,8 @@ class PipelineRuntime:
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
         stage = arbiter.stage
-        thread = ComputeThread(f"rrfp-stage-{stage}", executor.run, partial(self._completed, stage))
+        kind = LaunchAndWait if arbiter.dispatch_ahead else ComputeThread
+        thread = kind(f"rrfp-stage-{stage}", executor.launch, partial(self._completed, stage))
         self._threads[stage] = thread
         self._actors[stage] = StageActor(
             arbiter,
@@ -150,7 +151,7 @@ class PipelineRuntime:
     def _completed(
         self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
     ) -> None:
-        """Have the loop take what has completed; called on compute threads.
+        """Have the loop take what has completed; called on the stages' threads.
 
         A wake-up costs two system calls, so one that is on its way serves all completions until it arrives: the loop
         clears the flag before it looks.

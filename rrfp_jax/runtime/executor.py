@@ -1,11 +1,12 @@
 """What the runtime asks of a stage: carry out tasks, hand out what messages carry, take what messages bring.
 
 One implementation runs the compiled programs of real chunks (:mod:`rrfp_jax.runtime.program_stage`), another emulates
-them (:mod:`rrfp_jax.testing.emulated_stage`). ``run`` is called on the stage's compute thread and everything else on
-the event loop, so ``run`` alone may wait for a device; all others must return within microseconds.
+them (:mod:`rrfp_jax.testing.emulated_stage`). ``launch`` is called on the stage's compute thread, and what it returns
+is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.compute`). Everything else is called on the
+event loop and must return within microseconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.arbitration import Message
@@ -13,6 +14,20 @@ from rrfp_jax.tasks import PipelineGraph, Task
 
 Batch = Mapping[str, Any]
 """A step's batch: leaves of shape [num_microbatches, ...]."""
+
+
+def _nothing() -> None:
+    return
+
+
+class Launched(NamedTuple):
+    """A task that the stage's devices have been given."""
+
+    begun_s: float
+    """When they can have begun it, unless they were busy (``time.perf_counter``)."""
+    wait: Callable[[], None] = _nothing
+    """Waits, without holding up other threads, until the task has ended, and raises what it failed with. Called once,
+    in the order of launches."""
 
 
 class StageOutcome(NamedTuple):
@@ -30,11 +45,14 @@ class StageExecutor(Protocol):
     def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
         """The batch of a step is here; the step itself may start later. ``graph`` is the step's own."""
 
-    def run(self, step: int, task: Task) -> None:
-        """Run one task to its end; called on the compute thread, one task at a time."""
+    def launch(self, step: int, task: Task) -> Launched:
+        """Give one task to the devices; they run a stage's tasks one after another, in the order of launches.
+
+        The tasks before may still be running, so what they made may be used here and not waited for.
+        """
 
     def payload(self, step: int, message: Message) -> Any:
-        """What this message carries; called once, after the task that produces it has finished."""
+        """What this message carries; called once, after the task that produces it has ended and was waited for."""
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
         """A message's content; it may belong to a step that has not begun here, and it may be a second delivery."""

@@ -51,7 +51,7 @@ class Mailbox:
             self._accepted_bytes += num_bytes
 
     def post(self, step: int, message: Message, value: Any) -> None:
-        """A chunk of this stage has produced ``value``, which is ready, for the chunk that ``message`` names."""
+        """A chunk of this stage has produced ``value`` for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
         shipped = self._ship(value, receiver, message)
         if receiver == self._stage:

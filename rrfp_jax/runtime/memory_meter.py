@@ -59,7 +59,7 @@ def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
 
 
 class MemoryMeter:
-    """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by its compute thread."""
+    """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by one thread."""
 
     def __init__(self, programs: Mapping[int, CompiledChunk], device: Any) -> None:
         self._device = device
@@ -84,7 +84,7 @@ class MemoryMeter:
         }
 
     def ran(self, task: Task, inbox_bytes: int) -> None:
-        """A task has run: count what it took and freed, with what lay in the inbox and was on its way meanwhile."""
+        """A task has run or was launched: count what it took and freed, and what lay in inbox and was on its way."""
         which = task.kind, task.chunk
         before = self._held
         self._held += self._taken.get(which, 0)

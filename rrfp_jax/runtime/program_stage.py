@@ -1,12 +1,21 @@
 """A stage that runs the compiled programs of its chunks; implements the runtime's ``StageExecutor``.
 
-The compute thread alone touches parameters, optimizer state, accumulators and stashes. What it hands to the event loop
-(messages, reports) is complete before the task that produces it is reported finished.
+The compute thread alone touches parameters, optimizer state, accumulators and stashes, and waits for none of them: a
+task may be launched on what the tasks before it are still making. What reaches the event loop (messages, losses, norms)
+is complete before the task that produces it is reported finished.
+
+What a task is waited for by
+----------------------------
+By results that nothing takes over: all results of one program are complete together, and a program that takes over
+what another returned (the accumulators, from microbatch to microbatch) may be launched before that one was waited for.
+A program that returns nothing else returns a scalar for it.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,11 +25,12 @@ from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.executor import Batch, StageOutcome
+from rrfp_jax.runtime.executor import Batch, Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
@@ -33,13 +43,24 @@ class _Step:
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
-    losses: list[tuple[int, int, float, float]] = field(default_factory=list)
-    """(microbatch, chunk, loss sum, weight), appended on the compute thread and read on the loop."""
-    squared_norms: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[tuple[int, int, Any, Any]] = field(default_factory=list)
+    """(microbatch, chunk, loss sum, weight), appended once they are complete, and read on the loop."""
+    squared_norms: list[tuple[int, Any]] = field(default_factory=list)
     """(chunk, squared norm), likewise."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
     """Shared accumulators of this stage's chunks as they were before any R: each R replaces its own by the sum."""
     verdict: Verdict | None = None
+
+
+class _Enqueued(NamedTuple):
+    """What a task leaves to be done once it has been launched."""
+
+    awaited: Any
+    """Arrays that are complete when the task is."""
+    posts: Sequence[tuple[Message, Any]] = ()
+    """What other chunks get."""
+    record: Callable[[], None] | None = None
+    """Called once the task has ended."""
 
 
 class ProgramStage:
@@ -86,7 +107,9 @@ class ProgramStage:
         self._steps: dict[int, _Step] = {}
         self._above = parent(stage, step_rules.tree_degree)
         self._below = children(stage, placement.num_stages, step_rules.tree_degree)
-        self._run: dict[TaskKind, Callable[[int, int, int], None]] = {
+        self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
+        """Elsewhere other stages get a view of a value, for which it must be there."""
+        self._enqueue: dict[TaskKind, Callable[[int, int, int], _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
             TaskKind.I: self._input_gradient,
@@ -133,8 +156,12 @@ class ProgramStage:
     def _report(self, step: int) -> dict[str, bytes]:
         """What this stage and those below it contribute, as one report."""
         state = self._steps[step]
-        # copies in one go: the compute thread may be appending
-        own = StageReport(squared_norms=tuple(sorted(state.squared_norms)), losses=tuple(state.losses))
+        # copies in one go: another thread may be appending
+        norms, losses = tuple(state.squared_norms), tuple(state.losses)
+        own = StageReport(
+            squared_norms=tuple(sorted((chunk, float(norm)) for chunk, norm in norms)),
+            losses=tuple((microbatch, chunk, float(loss), float(weight)) for microbatch, chunk, loss, weight in losses),
+        )
         messages = (Message(MessageKind.REPORT, child, self._stage) for child in self._below)
         return merged([own.as_plain(), *(self._mailbox.read(step, message) for message in messages)])
 
@@ -157,18 +184,51 @@ class ProgramStage:
                 state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
 
-    # -- on the compute thread ---------------------------------------------------------------------------------------
+    # -- on the compute thread, but for waiting ----------------------------------------------------------------------
 
-    def run(self, step: int, task: Task) -> None:
+    def launch(self, step: int, task: Task) -> Launched:
+        begun_s = time.perf_counter()
         try:
-            self._run[task.kind](step, task.chunk, task.microbatch)
+            enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch)
+            if self._posts_at_once:  # otherwise a program may run within its launch
+                begun_s = time.perf_counter()
+            for message, value in enqueued.posts:
+                if self._posts_at_once or self._stays(message):
+                    self._mailbox.post(step, message, value)
+            if self._posts_at_once:
+                self._measure(task)
         except BaseException as error:
-            if self._replicas is not None:  # the others must not wait for this one
-                self._replicas.abort(error)
+            self._abort(error)
             raise
+        return Launched(begun_s, partial(self._wait, step, task, enqueued))
+
+    def _wait(self, step: int, task: Task, enqueued: _Enqueued) -> None:
+        """Wait for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
+        try:
+            _wait(enqueued.awaited)
+            if not self._posts_at_once:
+                for message, value in enqueued.posts:
+                    if not self._stays(message):
+                        self._mailbox.post(step, message, value)
+                self._measure(task)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        if enqueued.record is not None:
+            enqueued.record()
+
+    def _stays(self, message: Message) -> bool:
+        """Whether a message is for this stage, whose next task may be launched before this one has ended."""
+        return self._placement.stage_of_chunk[message.target] == self._stage
+
+    def _measure(self, task: Task) -> None:
         self._meter.ran(task, self._mailbox.held_bytes + self._in_transit())
 
-    def _forward(self, step: int, chunk: int, microbatch: int) -> None:
+    def _abort(self, error: BaseException) -> None:
+        if self._replicas is not None:  # the others must not wait for this one
+            self._replicas.abort(error)
+
+    def _forward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
         graph = state.graph
         inputs = tuple(
@@ -179,40 +239,40 @@ class ProgramStage:
         )
         leaves = {name: state.batch[name][microbatch] for name in programs.chunk.leaves}
         outputs, stash = programs.forward(held.params, inputs, leaves, step, microbatch, derived=held.derived)
-        _wait(outputs)
         if graph.has_backward(chunk):
             state.stashes[chunk, microbatch] = stash
-        for successor in graph.successors(chunk):
-            if graph.exists(successor, microbatch):
-                self._mailbox.post(step, Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
         if not graph.successors(chunk):
-            loss_sum, weight = outputs
-            state.losses.append((microbatch, chunk, float(loss_sum), float(weight)))
+            _start_copies(outputs)
+            return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, *outputs)))
+        posts = [
+            (Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
+            for successor in graph.successors(chunk)
+            if graph.exists(successor, microbatch)
+        ]
+        return _Enqueued(outputs, posts)
 
-    def _backward(self, step: int, chunk: int, microbatch: int) -> None:
+    def _backward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
         output_grads = self._output_grads(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
-        input_grads, held.accumulators = programs.backward(
+        input_grads, held.accumulators, done = programs.backward(
             held.params, stash, output_grads, held.accumulators, derived=held.derived
         )
-        _wait((input_grads, held.accumulators))
-        self._post_input_grads(step, chunk, microbatch, input_grads)
+        return _Enqueued(done, self._input_grads(step, chunk, microbatch, input_grads))
 
-    def _input_gradient(self, step: int, chunk: int, microbatch: int) -> None:
+    def _input_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
         output_grads = self._output_grads(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, owed = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
-        _wait((input_grads, owed))
         state.owed[chunk, microbatch] = owed
-        self._post_input_grads(step, chunk, microbatch, input_grads)
+        return _Enqueued((input_grads, owed), self._input_grads(step, chunk, microbatch, input_grads))
 
-    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> None:
+    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         programs, held = self._programs[chunk], self.states[chunk]
         owed = self._steps[step].owed.pop((chunk, microbatch))
-        held.accumulators = programs.weight_gradient(held.params, owed, held.accumulators, derived=held.derived)
-        _wait(held.accumulators)
+        held.accumulators, done = programs.weight_gradient(held.params, owed, held.accumulators, derived=held.derived)
+        return _Enqueued(done)
 
     def _output_grads(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
         """The gradient from every successor that returns one, None from those that the microbatch skips."""
@@ -224,13 +284,18 @@ class ProgramStage:
             for s in graph.gradient_successors(chunk)
         )
 
-    def _post_input_grads(self, step: int, chunk: int, microbatch: int, input_grads: tuple[Any, ...]) -> None:
+    def _input_grads(
+        self, step: int, chunk: int, microbatch: int, input_grads: tuple[Any, ...]
+    ) -> list[tuple[Message, Any]]:
+        """The gradient for every predecessor that gets one, but for those that the microbatch skips."""
         graph = self._steps[step].graph
-        for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True):
-            if graph.exists(predecessor, microbatch):
-                self._mailbox.post(step, Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
+        return [
+            (Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
+            for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True)
+            if graph.exists(predecessor, microbatch)
+        ]
 
-    def _reduce(self, step: int, chunk: int, _: int) -> None:
+    def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held = self._programs[chunk], self.states[chunk]
         tied = self._copies.of_replica(self._graph.sharing(chunk), self._replica)
         shared = tuple(self._shared_layers(step, other, chunk) for other in tied) if len(tied) > 1 else ()
@@ -239,9 +304,10 @@ class ProgramStage:
         else:
             base = self._copies.base(chunk)
             held.accumulators, norm = self._replicas.reduce(step, base, self._replica, held.accumulators, shared)
-        squared_norm = float(norm)  # waits for the sums
-        if not self._replica:  # they are everybody's, and are counted once
-            self._steps[step].squared_norms.append((chunk, squared_norm))
+        if self._replica:  # the sums are everybody's, and are counted once
+            return _Enqueued(norm)
+        _start_copies(norm)
+        return _Enqueued(norm, record=partial(self._steps[step].squared_norms.append, (chunk, norm)))
 
     def _shared_layers(self, step: int, source: int, chunk: int) -> Any:
         if source in self._programs:
@@ -251,7 +317,7 @@ class ProgramStage:
             return known[source]
         return self._mailbox.read(step, Message(MessageKind.SHARED, source, chunk))
 
-    def _update(self, step: int, chunk: int, _: int) -> None:
+    def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
         base = self._copies.base(chunk)
         if self._replicas is not None and self._replicas.shares_optimizer(base):
@@ -261,7 +327,14 @@ class ProgramStage:
                 held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
             )
         held.derived = programs.prepare(held.params)
-        _wait((held.params, held.derived))
+        return _Enqueued((held.params, held.derived))
+
+
+def _start_copies(tree: Any) -> None:
+    """Begin to bring numbers to the host that a report will ask for."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
 
 
 def _wait(tree: Any) -> None:

@@ -1,7 +1,10 @@
 """The kit that our own tests use, for users' tests as well: emulated stages for the real runtime."""
 
+from rrfp_jax.testing.accelerator import AcceleratedStage as AcceleratedStage
+from rrfp_jax.testing.accelerator import EmulatedAccelerator as EmulatedAccelerator
 from rrfp_jax.testing.delayed import DelayedStage as DelayedStage
 from rrfp_jax.testing.emulated_stage import EmulatedStage as EmulatedStage
 from rrfp_jax.testing.emulation import Emulation as Emulation
 from rrfp_jax.testing.emulation import dispatch_overhead_ms as dispatch_overhead_ms
 from rrfp_jax.testing.emulation import emulate as emulate
+from rrfp_jax.testing.emulation import idle_shares as idle_shares

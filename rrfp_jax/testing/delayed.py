@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
 from rrfp_jax.tasks import PipelineGraph, Task
 
 Delay = Callable[[int, Task], float]
@@ -21,9 +21,10 @@ class DelayedStage:
     def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
         self._inner.begin(step, batch, graph)
 
-    def run(self, step: int, task: Task) -> None:
+    def launch(self, step: int, task: Task) -> Launched:
+        begun_s = time.perf_counter()
         time.sleep(self._delay(step, task))
-        self._inner.run(step, task)
+        return self._inner.launch(step, task)._replace(begun_s=begun_s)
 
     def payload(self, step: int, message: Message) -> Any:
         return self._inner.payload(step, message)

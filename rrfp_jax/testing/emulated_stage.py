@@ -6,8 +6,6 @@ stages run on few cores. With all durations zero the callback is left out, and w
 runtime.
 """
 
-import ctypes
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,16 +18,14 @@ import numpy as np
 from jax.experimental import buffer_callback
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.runtime.executor import Batch, StageOutcome
+from rrfp_jax.runtime.executor import Batch, Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.testing.sleeping import Sleeper
 
 DEFAULT_ACTIVATION_BYTES = 32
 _ITEM_BYTES = 4
-_PR_SET_TIMERSLACK = 29
-_LATENESS_GAIN = 0.1
-_MAX_LATENESS_S = 2e-4
 
 
 class EmulatedStage:
@@ -55,8 +51,7 @@ class EmulatedStage:
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
         self._absent = graph.absent
-        self._durations_ms = of_tasks(durations_ms)
-        self._num_rows = len(durations_ms)
+        self._duration_ms = duration_of(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
         self.accept = self._mailbox.accept
         self._is_alone = num_devices == 1
@@ -71,10 +66,10 @@ class EmulatedStage:
             raise ValueError("emulated stages take their absent pairs from the graph, not from the step")
         self._mailbox.begin(step)
 
-    def run(self, step: int, task: Task) -> None:
-        kind, chunk, microbatch = task
-        duration_ms = self._durations_ms[kind][step % self._num_rows][chunk][microbatch]
-        if duration_ms:
+    def launch(self, step: int, task: Task) -> Launched:
+        """Run the task to its end: a program that sleeps in a callback runs in the thread that launches it."""
+        begun_s = time.perf_counter()
+        if duration_ms := self._duration_ms(step, task):
             self._wake.after(duration_ms)
         value: Any = self._source
         for message in self._inputs.get(task, ()):  # the last of them goes into the program
@@ -84,6 +79,7 @@ class EmulatedStage:
             result.block_until_ready()
         for message in self._outputs.get(task, ()):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
+        return Launched(begun_s)
 
     def payload(self, step: int, message: Message) -> Any:
         if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
@@ -93,6 +89,17 @@ class EmulatedStage:
     def finish(self, step: int) -> StageOutcome:
         self._mailbox.finish(step)
         return StageOutcome()
+
+
+def duration_of(durations_ms: np.ndarray) -> Callable[[int, Task], float]:
+    """How long a task of a step takes, from an array as :class:`EmulatedStage` has it."""
+    by_kind, num_rows = of_tasks(durations_ms), len(durations_ms)
+
+    def duration(step: int, task: Task) -> float:
+        kind, chunk, microbatch = task
+        return by_kind[kind][step % num_rows][chunk][microbatch]
+
+    return duration
 
 
 @lru_cache(maxsize=1)  # all stages of a process have the same graph
@@ -110,30 +117,18 @@ def _traffic(graph: PipelineGraph) -> tuple[dict[Task, list[Message]], dict[Task
 
 
 class _WakeTime:
-    """Until when the running task sleeps; a stage runs one task at a time.
-
-    A sleep ends some 0.05 to 0.1 ms late, which no device would. So the usual lateness is taken off the next sleeps:
-    tasks last what they should on average, and what the runtime costs between them stays as it is.
-    """
+    """Until when the running task sleeps; a stage runs one task at a time."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
-        self._usual_lateness_s = 0.0
-        self._precise = threading.local()
+        self._sleeper = Sleeper()
 
     def after(self, milliseconds: float) -> None:
         self._at_s = time.perf_counter() + milliseconds * 1e-3
 
     def sleep(self) -> None:
         """Called within the program, on whichever thread XLA runs callbacks on."""
-        if not hasattr(self._precise, "timer"):
-            self._precise.timer = _reduce_timer_slack()
-        remaining_s = self._at_s - time.perf_counter() - self._usual_lateness_s
-        if remaining_s > 0:
-            time.sleep(remaining_s)
-            late_s = time.perf_counter() - self._at_s
-            corrected_s = self._usual_lateness_s + _LATENESS_GAIN * late_s
-            self._usual_lateness_s = min(max(0.0, corrected_s), _MAX_LATENESS_S)
+        self._sleeper.until(self._at_s)
 
 
 def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:
@@ -162,11 +157,3 @@ def _warm_up(program: Any, value: np.ndarray) -> None:
     """The first calls of a compiled program are slower than all others."""
     for _ in range(2):
         program(value).block_until_ready()
-
-
-def _reduce_timer_slack() -> bool:
-    """Let this thread's sleeps end within a microsecond of their time on Linux, instead of 50."""
-    try:
-        return ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1) == 0
-    except (AttributeError, OSError):
-        return False

@@ -6,7 +6,7 @@ Also what the runtime added to the durations that the run was given.
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -17,12 +17,14 @@ from rrfp_jax.arbitration import Message, StageArbiter
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.simulation.costs import of_tasks
-from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec
+from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
+from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
 from rrfp_jax.timeline import IdleReason, Span, Timeline
 from rrfp_jax.waiting import result_of
 
@@ -40,6 +42,8 @@ class Emulation:
     """Processor time of all processes, user and system, from the end of the first step to that of the last."""
     peak_transport_bytes: int
     """The most that this process's transport held of messages under way."""
+    on_device: Timeline | None = None
+    """With emulated accelerators, the spans in their own time; ``timeline`` has what the host saw of them."""
 
 
 def emulate(
@@ -49,17 +53,20 @@ def emulate(
     *,
     process: Process | None = None,
     activation_bytes: int = DEFAULT_ACTIVATION_BYTES,
+    launch_ms: float | None = None,
     progress_deadline_s: float = 60.0,
     log_steps: int = 2,
     events: Path | None = None,
 ) -> Emulation:
-    """Run ``num_steps`` steps, one after another, on stages that sleep.
+    """Run ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
     Args:
         arbiters: one per stage hosted here, in order, fresh; without R and U tasks.
         durations_ms: [steps, chunks, microbatches, 3]; see :class:`EmulatedStage`.
         process: this process's part in a run of several; None: all stages are here, and share its devices.
         activation_bytes: the size of what travels between chunks.
+        launch_ms: what handing a task over costs the host; every stage has an :class:`EmulatedAccelerator`. None: tasks
+            run where they are launched, as small programs do on a CPU.
         log_steps: how many steps of the event logs are kept.
         events: where to write the event logs in the end, however the run ends; of several processes each writes its
             own, with the rank in the name.
@@ -72,17 +79,24 @@ def emulate(
     shardings = [StageDevices([process.devices_of(unit)]).unit_sharding(0) for unit in range(process.layout.num_units)]
     activation = activation_spec(activation_bytes)
 
-    def make_stage(stage: int, ship: Ship) -> EmulatedStage:
-        return EmulatedStage(
+    accelerated: list[AcceleratedStage] = []
+
+    def make_stage(stage: int, ship: Ship) -> StageExecutor:
+        emulated = EmulatedStage(
             graph,
             placement,
             stage,
-            durations_ms=durations_ms,
+            durations_ms=durations_ms if launch_ms is None else np.zeros_like(durations_ms),
             ship=ship,
             device=process.own_device(stage),
             activation=activation,
             num_devices=process.layout.tensor,
         )
+        if launch_ms is None:
+            return emulated
+        accelerator = EmulatedAccelerator(launch_ms=launch_ms)
+        accelerated.append(AcceleratedStage(emulated, accelerator, duration_of(durations_ms), stage=stage))
+        return accelerated[-1]
 
     def edge(message: Message) -> Edge:
         stage_of = placement.stage_of_chunk
@@ -96,11 +110,26 @@ def emulate(
         arbiters, make_stage, edge=edge, progress_deadline_s=progress_deadline_s, log_steps=log_steps
     )
     try:
-        return _run(runtime, process, num_steps)
+        emulation = _run(runtime, process, num_steps)
     finally:
         if events is not None:
             write_log(runtime.event_log(), _own_file(events, process))
         runtime.close()
+    if launch_ms is None:
+        return emulation
+    on_device = Timeline(process.layout.num_units, [span for stage in accelerated for span in stage.spans])
+    return replace(emulation, on_device=process.whole_timeline(on_device))
+
+
+def idle_shares(on_device: Timeline) -> list[float]:
+    """For every stage the share of its own time that its device was idle, from the first start of a step's tasks to the
+    last end; the mean over the steps, without the first of several, which warms up."""
+    shares = []
+    for stage in range(on_device.num_stages):
+        steps = on_device.of_stage(stage).by_step()
+        sums = [step.sums() for step in steps]
+        shares.append(fmean(1 - own.work_s / own.cost_s for own in sums[1:] or sums))
+    return shares
 
 
 def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:

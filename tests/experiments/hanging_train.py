@@ -19,13 +19,13 @@ class HangingStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def run(self, step: int, task: Any) -> None:
+    def launch(self, step: int, task: Any) -> Any:
         if step == 2:
             # the interpreter would wait for such a thread before it ends
             hung = threading.Thread(target=threading.Event().wait, daemon=False)
             hung.start()
             hung.join()
-        self._stage.run(step, task)
+        return self._stage.launch(step, task)
 
 
 if __name__ == "__main__":

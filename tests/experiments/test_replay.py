@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from experiments.errors import BadInput
 from experiments.ordering import Ordering
 from rrfp_jax.arbitration import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
-from rrfp_jax.runtime.executor import StageOutcome
+from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.log_file import log_name, take_log, write_log
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import emulate
@@ -69,7 +71,10 @@ class StuckStage:
 
     def begin(self, step: int, batch: Any, graph: Any) -> None: ...
 
-    def run(self, step: int, task: Task) -> None:
+    def launch(self, step: int, task: Task) -> Launched:
+        return Launched(time.perf_counter(), partial(self.wait, step, task))
+
+    def wait(self, step: int, task: Task) -> None:
         if (self.stage, step, str(task)) == (1, 1, "1F2"):
             if self.how == "fails":
                 raise RuntimeError("broken arithmetic")

@@ -123,13 +123,13 @@ class GridTrainer:
             if c in self.graph.split:
                 grads, owed[c] = programs.input_gradient(held.params, stashes.pop(c), grads, derived=held.derived)
             else:
-                grads, held.accumulators = programs.backward(
+                grads, held.accumulators, _ = programs.backward(
                     held.params, stashes.pop(c), grads, held.accumulators, derived=held.derived
                 )
             grads = views(grads)
         for c, debt in owed.items():
             programs, held = self.programs[replica, c], self.held[replica, c]
-            held.accumulators = programs.weight_gradient(held.params, debt, held.accumulators, derived=held.derived)
+            held.accumulators, _ = programs.weight_gradient(held.params, debt, held.accumulators, derived=held.derived)
         loss, weight = outputs
         return last, float(loss), float(weight)
 

@@ -47,10 +47,23 @@ def middle() -> CompiledChunk:
 def test_everything_lies_on_the_device_of_the_sharding(middle: CompiledChunk) -> None:
     params = initial([middle]).params
     outputs, stash = middle.forward(params, (ONES,), {})
-    grads, accumulators = middle.backward(params, stash, (ONES,), middle.zeros())
+    grads, accumulators, _ = middle.backward(params, stash, (ONES,), middle.zeros())
     state = initial([middle]).optimizer_state
     for leaf in jax.tree.leaves((params, outputs, grads, accumulators, state)):
         assert leaf.devices() == {jax.devices()[1]}
+
+
+def test_a_backward_can_be_waited_for_when_the_next_has_taken_its_results_over(middle: CompiledChunk) -> None:
+    params, accumulators, tokens = initial([middle]).params, middle.zeros(), []
+    for _ in range(3):
+        _, stash = middle.forward(params, (ONES,), {})
+        before = jax.tree.leaves(accumulators)
+        _, accumulators, token = middle.backward(params, stash, (ONES,), accumulators)
+        tokens.append(token)
+    assert all(leaf.is_deleted() for leaf in before)
+    for token in tokens:
+        assert token.devices() == {jax.devices()[1]}
+        token.block_until_ready()
 
 
 def test_backward_takes_over_accumulators_and_stash(middle: CompiledChunk) -> None:
@@ -58,7 +71,7 @@ def test_backward_takes_over_accumulators_and_stash(middle: CompiledChunk) -> No
     _, stash = middle.forward(params, (ONES,), {})
     accumulators = middle.zeros()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(accumulators)]
-    _, summed = middle.backward(params, stash, (ONES,), accumulators)
+    _, summed, _ = middle.backward(params, stash, (ONES,), accumulators)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(accumulators))
     assert all(leaf.is_deleted() for leaf in stash.donated)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(summed)] == addresses
@@ -105,7 +118,7 @@ def test_an_input_passed_through_is_not_spoilt_by_the_backward() -> None:
     given = jax.device_put(2 * ONES, programs.sharding)
     outputs, stash = programs.forward(params, (given,), {})
     kept = jax.tree.map(np.array, outputs)
-    (grads,), accumulators = programs.backward(params, stash, (outputs,), programs.zeros())
+    (grads,), accumulators, _ = programs.backward(params, stash, (outputs,), programs.zeros())
     assert_close(outputs, kept, tolerance=0.0)
     np.testing.assert_array_equal(given, 2 * ONES)
     np.testing.assert_allclose(grads, kept[0] + kept[1] * np.exp(2), rtol=1e-6)
@@ -195,7 +208,9 @@ def test_a_chunk_that_computes_the_loss_without_parameters_or_inputs_with_gradie
     (programs,) = compile_all([lonely], graph, make_batch(1))
     outputs, stash = programs.forward({}, (), {"weights": make_batch(1)["weights"][0]})
     assert float(outputs[1]) == 2
-    assert programs.backward({}, stash, (), programs.zeros()) == ((), {})
+    grads, accumulators, token = programs.backward({}, stash, (), programs.zeros())
+    assert (grads, accumulators) == ((), {})
+    assert token.shape == ()
 
 
 def test_seed_must_fit_32_bits() -> None:

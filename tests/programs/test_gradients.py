@@ -203,7 +203,7 @@ def test_bfloat16_edges_keep_their_dtype_and_gradients_add_up_in_float32() -> No
     assert [p.shapes.outputs.dtype for p in programs[:3]] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
     ones = np.ones((3, 5, WIDTH), jnp.bfloat16)
     stash = programs[2].forward(params[2], (ones,), {})[1]
-    (grad,), _ = programs[2].backward(params[2], stash, (ones,), programs[2].zeros())
+    (grad,), _, _ = programs[2].backward(params[2], stash, (ones,), programs[2].zeros())
     assert grad.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(reduced)} == {jnp.dtype(jnp.float32)}
 

@@ -259,10 +259,10 @@ def run_gradients(
             if c in graph.split:
                 outgoing, owed[c] = programs[c].input_gradient(*given, derived=derived[c])
             else:
-                outgoing, accumulators[c] = programs[c].backward(*given, accumulators[c], derived=derived[c])
+                outgoing, accumulators[c], _ = programs[c].backward(*given, accumulators[c], derived=derived[c])
             grads |= {(c, p): grad for p, grad in zip(graph.gradient_predecessors(c), outgoing, strict=True)}
         for c, debt in owed.items():
-            accumulators[c] = programs[c].weight_gradient(params[c], debt, accumulators[c], derived=derived[c])
+            accumulators[c], _ = programs[c].weight_gradient(params[c], debt, accumulators[c], derived=derived[c])
     return Gradients(accumulators, tuple(losses))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rrfp_jax.arbitration import HINTS, Message, RunTask, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.runtime.actor import StageActor
-from rrfp_jax.runtime.executor import StageOutcome
+from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -17,7 +17,7 @@ class Journal:
     def begin(self, step: int, batch: Any, graph: Any) -> None:
         self.lines.append("begin")
 
-    def run(self, step: int, task: Task) -> None:
+    def launch(self, step: int, task: Task) -> Launched:
         raise AssertionError("tasks run on the compute thread")
 
     def accept(self, step: int, message: Message, payload: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.network import LoopThread
 from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
-from rrfp_jax.runtime.executor import StageOutcome
+from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 
 
@@ -26,8 +26,9 @@ class CountingStage:
     def begin(self, step: int, batch: Any, graph: Any) -> None:
         pass
 
-    def run(self, step: int, task: Task) -> None:
+    def launch(self, step: int, task: Task) -> Launched:
         self.ran.append(f"{step}:{task}")
+        return Launched(time.perf_counter())
 
     def payload(self, step: int, message: Message) -> Any:
         if self.fails:

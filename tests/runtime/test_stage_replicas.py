@@ -6,8 +6,10 @@ from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication, replicated_graph, replicated_placement
@@ -120,18 +122,25 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
 
 
 def programs_with(forward: Callable[..., Any]) -> Any:
-    return SimpleNamespace(prepare=lambda params: (), forward=forward, chunk=SimpleNamespace(leaves=()))
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    return SimpleNamespace(
+        prepare=lambda params: (), forward=forward, chunk=SimpleNamespace(leaves=()), sharding=sharding
+    )
 
 
-def test_a_task_that_fails_lets_the_other_replicas_go() -> None:
-    def forward(*_: Any, **__: Any) -> Any:
-        raise ValueError("a forward failed")
+def fail(*_: Any, **__: Any) -> Any:
+    raise ValueError("a forward failed")
 
+
+@pytest.mark.parametrize("when", ["launched", "waited for"])
+def test_a_task_that_fails_lets_the_other_replicas_go(when: str) -> None:
+    broken = SimpleNamespace(is_ready=lambda: False, block_until_ready=fail, copy_to_host_async=lambda: None)
     replicas = StageReplicas({0: SimpleNamespace()}, {}, (0, 1))
+    forward = fail if when == "launched" else lambda *_, **__: ((broken, broken), ())
     first, second = (make_stage(programs_with(forward), 1, replica, replicas) for replica in (0, 1))
-    waiting = Caught(lambda: first.run(0, Task(TaskKind.R, 0)))
+    waiting = Caught(lambda: first.launch(0, Task(TaskKind.R, 0)))
     with pytest.raises(ValueError, match="a forward failed"):
-        second.run(0, Task(TaskKind.F, 1, 1))
+        second.launch(0, Task(TaskKind.F, 1, 1)).wait()
     assert str(waiting.end().error) == "a forward failed"
 
 
@@ -141,11 +150,11 @@ def test_a_report_may_be_made_while_losses_come_in() -> None:
     stage = make_stage(programs_with(lambda *_, **__: (tuple(map(np.asarray, outputs)), ())), 40)
     microbatches = iter(range(40))
     for _ in range(4):
-        stage.run(0, Task(TaskKind.F, 0, next(microbatches)))
+        stage.launch(0, Task(TaskKind.F, 0, next(microbatches))).wait()
 
     def meanwhile(frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename.endswith("program_stage.py") and (m := next(microbatches, None)) is not None:
-            stage.run(0, Task(TaskKind.F, 0, m))
+            stage.launch(0, Task(TaskKind.F, 0, m)).wait()
         return meanwhile
 
     before = sys.gettrace()

@@ -69,14 +69,14 @@ class FaultyStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def run(self, step: int, task: Any) -> None:
+    def launch(self, step: int, task: Any) -> Any:
         if self._fault is slow_down:
             self._fault()
         elif step == 1 and not self._has_run:
             self._has_run = True
             print("running", os.getpid(), flush=True)
             self._fault()
-        self._stage.run(step, task)
+        return self._stage.launch(step, task)
 
 
 def make_stages_faulty(fault: Callable[[], None]) -> None:

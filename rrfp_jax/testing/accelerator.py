@@ -1,0 +1,108 @@
+"""An emulated accelerator: a device with a queue of its own, to measure how well the host keeps it busy.
+
+What distinguishes it from virtual CPU devices: a task is handed over and runs later, behind those handed over before
+it; handing it over costs the host time; and nobody learns of its end before it has come. The device's own times are
+exact, however late the host's threads wake up, so that what is idle is told in the device's time.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
+from rrfp_jax.tasks import PipelineGraph, Task
+from rrfp_jax.testing.sleeping import Sleeper, sleep_exactly
+from rrfp_jax.timeline import Span
+
+
+@dataclass(frozen=True)
+class DeviceTask:
+    """A task that the device was given, in the device's time (``time.perf_counter``)."""
+
+    start_s: float
+    end_s: float
+
+    def wait(self) -> None:
+        """Return once the task has ended."""
+        while (remaining_s := self.end_s - time.perf_counter()) > 0:
+            sleep_exactly(remaining_s)
+
+
+class EmulatedAccelerator:
+    """A device that runs what it is given one after another; it may be shared by several stages.
+
+    Args:
+        launch_ms: how long handing over a task occupies the thread that does it.
+    """
+
+    def __init__(self, *, launch_ms: float = 0.0) -> None:
+        if not 0 <= launch_ms < float("inf"):
+            raise ValueError(f"launch_ms is {launch_ms}: give 0 or more milliseconds")
+        self._launch_s = launch_ms * 1e-3
+        self._sleeper = Sleeper()
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def launch(self, duration_ms: float, *, since_s: float | None = None) -> DeviceTask:
+        """Hand over a task that takes so long; ``since_s``: when its launch began, now by default."""
+        self._sleeper.until((time.perf_counter() if since_s is None else since_s) + self._launch_s)
+        with self._lock:
+            start_s = max(time.perf_counter(), self._free_s)
+            self._free_s = start_s + duration_ms * 1e-3
+            return DeviceTask(start_s, self._free_s)
+
+
+class AcceleratedStage:
+    """Wraps a stage's executor so that its tasks take given times on an emulated accelerator.
+
+    For emulated stages, and for those of a model: give
+    ``lambda stage: AcceleratedStage(stage, EmulatedAccelerator(launch_ms=0.3), duration_ms)`` as
+    ``RuntimeOptions.wrap_stage``, and every stage has an accelerator of its own. The programs themselves run on the CPU
+    meanwhile; a task should be given at least the time that its program takes there.
+
+    Args:
+        inner: what the stage does.
+        accelerator: where its tasks take their time.
+        duration_ms: how long a task of a step takes.
+        stage: the number of the stage in the recorded spans.
+    """
+
+    def __init__(
+        self,
+        inner: StageExecutor,
+        accelerator: EmulatedAccelerator,
+        duration_ms: Callable[[int, Task], float],
+        *,
+        stage: int = 0,
+    ) -> None:
+        self._inner, self._accelerator, self._duration_ms, self._stage = inner, accelerator, duration_ms, stage
+        self.spans: list[Span] = []
+        """When the device ran each task: exact, and complete for steps that have ended."""
+
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+        self._inner.begin(step, batch, graph)
+
+    def launch(self, step: int, task: Task) -> Launched:
+        since_s = time.perf_counter()
+        inner = self._inner.launch(step, task)
+        on_device = self._accelerator.launch(self._duration_ms(step, task), since_s=since_s)
+        self.spans.append(Span(step, self._stage, task, on_device.start_s, on_device.end_s))
+        return Launched(time.perf_counter(), partial(_wait, inner, on_device))
+
+    def payload(self, step: int, message: Message) -> Any:
+        return self._inner.payload(step, message)
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        self._inner.accept(step, message, payload)
+
+    def finish(self, step: int) -> StageOutcome:
+        return self._inner.finish(step)
+
+
+def _wait(inner: Launched, on_device: DeviceTask) -> None:
+    on_device.wait()
+    inner.wait()
