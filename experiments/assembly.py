@@ -7,10 +7,12 @@ from typing import cast
 
 import jax
 
+from experiments.config import TrainConfig
 from experiments.planned import PlannedRun
 from experiments.process import enter
 from experiments.resuming import check_same_training
 from experiments.training_console import TrainingConsole
+from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.data import prefetched
 from rrfp_jax.models import language_model
@@ -18,6 +20,7 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
@@ -30,10 +33,17 @@ from rrfp_jax.training.saving import RunSaver
 class Run:
     """A run that is ready to begin: this process's share of it."""
 
-    def __init__(self, planned: PlannedRun, pipeline: Pipeline, process: Process, directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        planned: PlannedRun,
+        pipeline: Pipeline,
+        process: Process,
+        directory: RunDirectory,
+        cache: CompileCache | None,
+    ) -> None:
         self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
-        self._training = planned.training
+        self._training, self._cache = planned.training, cache
         self.console = TrainingConsole(self.config.run.steps, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
@@ -81,6 +91,8 @@ class Run:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
             self.pipeline.prepare(self.dataset.batch(0), progress=progress)
+        if self._cache is not None:
+            self.console.say(self._cache.describe())
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
 
     def _start_directory(self, *, fresh: bool) -> None:
@@ -163,6 +175,7 @@ def assemble(planned: PlannedRun) -> Run:
     """
     config, ordering, order = planned.config, planned.ordering, planned.order
     layout, path = config.pipeline, planned.path
+    cache = _compile_cache(config)
     process = enter(
         num_stages=layout.num_stages,
         data=layout.data,
@@ -197,7 +210,14 @@ def assemble(planned: PlannedRun) -> Run:
         ),
     )
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
-    return Run(planned, pipeline, process, RunDirectory(path))
+    return Run(planned, pipeline, process, RunDirectory(path), cache)
+
+
+def _compile_cache(config: TrainConfig) -> CompileCache | None:
+    size = config.run.compile_cache_size
+    return use_compile_cache(
+        config.run.compile_cache, parse_bytes(size, "compile_cache_size") if isinstance(size, str) else size
+    )
 
 
 def _chunks(planned: PlannedRun) -> list[Chunk]:

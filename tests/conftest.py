@@ -23,6 +23,8 @@ os.environ["NPROC"] = str(NUM_VIRTUAL_DEVICES)
 # Most of what tests take is compiling, and a quarter of that is spent on making small programs fast. `make test-slow`
 # compiles as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Nothing of what tests compile is kept for the user's runs.
+os.environ["RRFP_COMPILE_CACHE"] = "none"
 # Pictures are drawn into files only.
 os.environ["MPLBACKEND"] = "Agg"
 

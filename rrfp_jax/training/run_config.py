@@ -5,6 +5,7 @@ Plain records, validated once; nothing here imports JAX, so that bad input is re
 
 from dataclasses import dataclass
 
+from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
@@ -13,6 +14,10 @@ _MEMORY = Rule("at least 1 byte", lambda value: isinstance(value, str) or value 
 _TASKS = Rule("0 or more tasks", NOT_NEGATIVE.holds)
 _NORM = Rule("a positive number, or null for no clipping", POSITIVE.holds)
 _INTERVAL = Rule("a positive number, or null", POSITIVE.holds)
+_CACHE = Rule(
+    "auto, none, or the absolute path of a directory",
+    lambda value: value in ("auto", "none") or value[:1] in ("/", "~"),
+)
 _DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
@@ -127,8 +132,17 @@ class RunConfig:
     when it is told to stop (SIGTERM)."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
+    compile_cache: str = "auto"
+    """Where compiled programs are kept for later starts: ``auto`` (the user's cache directory), ``none``, or an
+    absolute path; the environment variable RRFP_COMPILE_CACHE goes before it."""
+    compile_cache_size: int | str = "4GiB"
+    """About how much is kept there, in bytes or as ``4GiB``; what was not used for longest goes first."""
 
     def __post_init__(self) -> None:
+        check_fields(self, _CACHE, "compile_cache")
+        check_fields(self, _MEMORY, "compile_cache_size")
+        if isinstance(self.compile_cache_size, str):
+            parse_bytes(self.compile_cache_size, "compile_cache_size")
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
         check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices")
         if self.platform not in (None, "cpu"):
