@@ -55,21 +55,27 @@ dev: $(VENV)/.installed-dev ## the same with the tools for tests, lint and types
 
 # -------------------------------------------------------------------------------------------------------- use
 
-.PHONY: train bench
+.PHONY: train bench bench-gpu bench-tpu
 train: setup ## train a byte-level language model through a 4-stage pipeline on 4 virtual CPU devices
 	@$(BIN)/python -m experiments.train --config "$(CONFIG)" $(ARGS)
 
 bench: setup ## measure what the runtime itself costs
 	@$(BIN)/python -m experiments.bench $(ARGS)
 
+bench-gpu bench-tpu: setup ## measure a pipeline on one accelerator beside a plain jitted loop
+	@$(BIN)/python -m experiments.bench_device --accelerator $(ARGS)
+
 # ----------------------------------------------------------------------------------------------------- checks
 
-.PHONY: test test-slow check lint types imports format
+.PHONY: test test-slow test-gpu test-tpu check lint types imports format
 test: dev ## run the fast tests, on all cores
 	@$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
+
+test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one that JAX finds
+	@RRFP_ACCELERATOR=$(@:test-%=%) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest tests/accelerators --timeout 900 -o faulthandler_timeout=900 $(ARGS)
 
 check: lint types imports ## lint, types and import rule together
 

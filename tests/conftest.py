@@ -1,13 +1,15 @@
 """Set up once for every test: eight virtual CPU devices, pinned thread pools, reproducible random examples.
 
-The environment must be complete before JAX is imported for the first time, hence the assignments at module level.
+The environment must be complete before JAX is imported for the first time, hence the assignments at module level. The
+tests of ``tests/accelerators`` take JAX as it is: ``make test-gpu`` sets ``RRFP_ACCELERATOR``.
 """
 
 import os
 
 NUM_VIRTUAL_DEVICES = 8
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+if "RRFP_ACCELERATOR" not in os.environ:
+    os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         *(

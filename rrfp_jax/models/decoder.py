@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from rrfp_jax.models.attention import causal_attention
 from rrfp_jax.models.config import LanguageModelConfig
 
 
@@ -81,7 +82,7 @@ class Attention(nnx.Module):
         """``[batch, length, hidden]`` to the same shape and dtype."""
         query = rotate(self._heads(self.query(x)), self.rope_theta)
         key = rotate(self._heads(self.key(x)), self.rope_theta)
-        mixed = jax.nn.dot_product_attention(query, key, self._heads(self.value(x)), is_causal=True)
+        mixed = causal_attention(query, key, self._heads(self.value(x)))
         return self.output(mixed.reshape(*x.shape[:-1], -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
