@@ -25,7 +25,7 @@ install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_inf
 
 .PHONY: help
 help: ## list every target
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ------------------------------------------------------------------------------------------------ environment
 

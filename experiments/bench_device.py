@@ -97,7 +97,7 @@ def _setting(device: jax.Device) -> tuple[LanguageModelConfig, tuple[int, int, i
     """The model, and a batch's microbatches, rows of each, and tokens of each row."""
     if device.platform != "cpu":
         return _LARGE, (16, 2, 1024)
-    debug = load_train_config(_DEBUG, {})
+    debug = load_train_config(str(_DEBUG), {})
     return debug.model, (debug.data.num_microbatches, debug.data.batch_size // debug.data.num_microbatches, 128)
 
 
