@@ -4,7 +4,9 @@
 
     python -m experiments.emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10
 
-With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself. Started by
+With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself. With
+``--accelerator`` every stage has an emulated accelerator, with a queue of its own and a launch cost on the host, and
+the table tells how much of its own time it was idle. Started by
 ``python -m experiments.launch --processes N -- experiments.emulate ...`` the stages are spread over N processes.
 """
 
@@ -22,7 +24,8 @@ from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, parse_ordering
 from experiments.outputs import check_outputs, draw, last_steps
 from experiments.process import enter
-from rrfp_jax.arbitration import Agreement, GroupProtocol, Order, StepRules
+from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
+from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
@@ -36,6 +39,7 @@ EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 _PRIVATE = ("events", "json", "timeline", "trace")
 """What ranks may be told differently."""
 _LOG_STEPS = 10
+_LAUNCH_MS = 0.3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"progress-deadline-s is {arguments.progress_deadline_s}: give a positive number of seconds"
             )
+        dispatch = _dispatch(arguments)
         resolved = _resolve(arguments)
         durations_ms = _durations(arguments, resolved)
         num_steps = _num_steps(arguments, durations_ms)
@@ -65,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         )
 
     from experiments.emulate_figures import agreement_us_per_task, process_figures
-    from rrfp_jax.testing import dispatch_overhead_ms, emulate
+    from rrfp_jax.testing import dispatch_overhead_ms, emulate, idle_shares
 
     arbiters = resolved.arbiters(
         EMULATED_STEP,
-        dispatch_ahead=arguments.dispatch_ahead,
+        dispatch_ahead=dispatch.ahead,
         members=process.members(),
         protocol=GroupProtocol(arguments.group_protocol),
     )
@@ -79,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         num_steps,
         process=process,
         activation_bytes=arguments.activation_bytes,
+        launch_ms=arguments.launch_ms if arguments.accelerator else None,
+        just_in_time=dispatch.just_in_time,
         progress_deadline_s=arguments.progress_deadline_s,
         log_steps=_LOG_STEPS,
         events=arguments.events and Path(arguments.events),
@@ -93,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }
+    if emulation.on_device is not None:
+        figures["device_idle"] = idle_shares(emulation.on_device)
     if agreement_us is not None:
         figures["agreement_us_per_task"] = agreement_us
     if arguments.json:
@@ -140,10 +149,19 @@ def make_parser() -> CommandParser:
     )
     work.add_argument(
         "--dispatch-ahead",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tasks handed to a stage before the running one has ended (default 0)",
+        default=AUTO,
+        metavar="auto|just-in-time|N",
+        help="when a stage is handed its next task: shortly before the running one ends, or so many tasks before "
+        "(default auto: just-in-time with --accelerator, else 0)",
+    )
+    work.add_argument(
+        "--accelerator", action="store_true", help="tasks run on emulated accelerators, which have queues of their own"
+    )
+    work.add_argument(
+        "--launch-ms",
+        type=float,
+        metavar="MS",
+        help="with --accelerator, what handing over a task costs the host (default 0.3)",
     )
     work.add_argument(
         "--progress-deadline-s",
@@ -184,9 +202,17 @@ def make_parser() -> CommandParser:
     return parser
 
 
+def _dispatch(arguments: argparse.Namespace) -> Dispatch:
+    if arguments.launch_ms is None:
+        arguments.launch_ms = _LAUNCH_MS
+    elif not arguments.accelerator:
+        raise ValueError("launch-ms is what handing a task to an accelerator costs: give --accelerator too")
+    elif not 0 <= arguments.launch_ms < math.inf:
+        raise ValueError(f"launch-ms is {arguments.launch_ms}: give 0 or more milliseconds")
+    return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=not arguments.accelerator)
+
+
 def _resolve(arguments: argparse.Namespace) -> Order:
-    if arguments.dispatch_ahead < 0:
-        raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
     ordering = parse_ordering(
         schedule=arguments.schedule,
         consume=arguments.consume,
@@ -230,10 +256,12 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
 
 
 def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> None:
-    headings = ("stage", "bubble", "peak in flight", "window")
+    idle = figures.get("device_idle")
+    headings = ["stage", "bubble", "peak in flight", "window"] + ["device idle"] * (idle is not None)
     table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, numeric=True)
     for stage, bubble in enumerate(metrics.stage_bubbles):
-        table.add_row(str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage]))
+        row = [str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage])]
+        table.add_row(*row, *([] if idle is None else [f"{idle[stage]:.1%}"]))
     console = make_console()
     console.print(table)
     for line in figures_in_words(metrics, figures):
@@ -250,6 +278,13 @@ def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterato
         f"dispatch overhead {figures['dispatch_overhead_ms']:.3f} ms per task: what the host took between two tasks, "
         "and what tasks took beyond their durations; none of it is work, and other load on the machine adds to it"
     )
+    if "device_idle" in figures:
+        idle = figures["device_idle"]
+        busiest = min(range(len(idle)), key=idle.__getitem__)
+        yield (
+            f"device idle {idle[busiest]:.1%} on the busiest stage ({busiest}): of its own time, from its first task "
+            "of a step to its last, waits for other stages included"
+        )
     if "wall_us_per_rank_task" in figures:
         yield (
             f"per task of a process: {figures['wall_us_per_rank_task']:.1f} us of wall time, work, waits and overhead "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Ordering
+from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
@@ -51,6 +52,16 @@ def test_orders_and_timing_leave_every_bit_alone(
 ) -> None:
     options = RuntimeOptions(wrap_stage=(lambda stage: DelayedStage(stage, random_delay)) if delayed else None)
     losses, params = train(base.reordered(Ordering(**order), options=options), NUM_STEPS)
+    assert losses == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, params, expected[1])
+
+
+@pytest.mark.parametrize("dispatch_ahead", [1, JUST_IN_TIME])
+def test_tasks_handed_over_early_leave_every_bit_alone(
+    base: Pipeline, expected: tuple[list[float], dict[str, Any]], dispatch_ahead: int | str
+) -> None:
+    options = RuntimeOptions(dispatch_ahead=dispatch_ahead, wrap_stage=lambda stage: DelayedStage(stage, random_delay))
+    losses, params = train(base.reordered(Ordering(hint="bfw"), options=options), NUM_STEPS)
     assert losses == expected[0]
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 

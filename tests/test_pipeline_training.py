@@ -9,12 +9,15 @@ import optax
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Ordering
+from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped
+from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, plain_model
 
@@ -148,8 +151,19 @@ def test_a_regression_with_default_arguments_is_what_a_plain_loop_makes_of_it() 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), trained, params)
 
 
-def test_tasks_dispatched_ahead_train_the_same_model(tied_linear: Case) -> None:
-    tied_linear.check(hint="bf", window=3, options=RuntimeOptions(dispatch_ahead=1))
+def on_accelerator(stage: StageExecutor) -> StageExecutor:
+    """Tasks end a while after their programs have, so the next one is launched before."""
+    return AcceleratedStage(stage, EmulatedAccelerator(launch_ms=0.1), lambda step, task: 0.5)
+
+
+@pytest.mark.parametrize("wrap_stage", [None, on_accelerator])
+@pytest.mark.parametrize("dispatch_ahead", [0, 1, JUST_IN_TIME])
+def test_tasks_handed_over_early_train_the_same_model(
+    tied_linear: Case, untied_looped: Case, dispatch_ahead: int | str, wrap_stage: Any
+) -> None:
+    options = RuntimeOptions(dispatch_ahead=dispatch_ahead, wrap_stage=wrap_stage)
+    tied_linear.check(hint="bf", window=3, options=options)
+    untied_looped.check(hint="bfw", window=2, options=options)
 
 
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:

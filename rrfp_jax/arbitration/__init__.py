@@ -4,6 +4,10 @@ from rrfp_jax.arbitration.arbiter import StageArbiter as StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption as Consumption
 from rrfp_jax.arbitration.consumption import ready as ready
 from rrfp_jax.arbitration.consumption import strict as strict
+from rrfp_jax.arbitration.decision_timer import DecisionTimer as DecisionTimer
+from rrfp_jax.arbitration.decision_timer import TimingRule as TimingRule
+from rrfp_jax.arbitration.dispatch import Dispatch as Dispatch
+from rrfp_jax.arbitration.dispatch import dispatch_of as dispatch_of
 from rrfp_jax.arbitration.events import DecideNow as DecideNow
 from rrfp_jax.arbitration.events import Event as Event
 from rrfp_jax.arbitration.events import FinishStep as FinishStep

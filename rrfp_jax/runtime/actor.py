@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp_jax.arbitration import (
+    DecideNow,
     Event,
     FinishStep,
     GroupHeard,
@@ -87,6 +88,10 @@ class StageActor:
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         self._recorder.ran(instruction, start_s, end_s)
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
+
+    def decide(self, instruction: RunTask) -> None:
+        """This task is about to end."""
+        self._handle(DecideNow(instruction.step, time.perf_counter(), instruction.task))
 
     def _handle(self, event: Event) -> None:
         instructions: list[Instruction] = []

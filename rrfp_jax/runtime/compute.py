@@ -2,7 +2,7 @@
 
 There are two ways. With one task at a time, one thread launches and waits (:class:`ComputeThread`): no hop between
 threads comes in between. Where the next task is launched while one runs, one thread launches only, and another waits
-and reports, in the order of launches (:class:`LaunchAndWait`): the devices' queue need not run empty.
+and reports, in the order of launches (:mod:`rrfp_jax.runtime.launching`): the devices' queue need not run empty.
 
 What a span says
 ----------------
@@ -33,8 +33,9 @@ Started = tuple[RunTask, float]
 class StageThreads(Protocol):
     """What carries out a stage's instructions, one after another."""
 
-    submit: Callable[[RunTask], None]
-    """Enqueue an instruction."""
+    @property
+    def submit(self) -> Callable[[RunTask], None]:
+        """Enqueue an instruction."""
 
     @property
     def started(self) -> Started | None:
@@ -90,72 +91,3 @@ class ComputeThread:
             end = clock()
             self.started = None
             self._done(instruction, start, end, error)
-
-
-class LaunchAndWait:
-    """Launches instructions in one thread; waits for them, and reports each completion, in another."""
-
-    def __init__(self, name: str, launch: Launch, done: Done) -> None:
-        self._launch, self._done = launch, done
-        self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException] | None] = SimpleQueue()
-        self._threads = (
-            threading.Thread(target=self._launch_all, name=name, daemon=True),
-            threading.Thread(target=self._wait_for_all, name=f"{name}-wait", daemon=True),
-        )
-        self.submit: Callable[[RunTask], None] = self._queue.put
-        self._launching: Started | None = None
-        self._running: Started | None = None
-
-    @property
-    def started(self) -> Started | None:
-        return self._running or self._launching
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def ask_to_stop(self) -> None:
-        self._queue.put(None)
-
-    def is_alive(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
-    def join(self, timeout_s: float) -> bool:
-        until_s = time.perf_counter() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - time.perf_counter()))
-        return not self.is_alive()
-
-    def _launch_all(self) -> None:
-        while (instruction := self._queue.get()) is not None:
-            self._launching = (instruction, time.perf_counter())
-            result: Launched | BaseException
-            try:
-                result = self._launch(instruction.step, instruction.task)
-            except BaseException as caught:
-                result = caught
-            self._launching = None
-            self._launched.put((instruction, result))
-        self._launched.put(None)
-
-    def _wait_for_all(self) -> None:
-        clock = time.perf_counter
-        free_s = 0.0
-        while (item := self._launched.get()) is not None:
-            instruction, result = item
-            error: BaseException | None = None
-            start = free_s
-            if isinstance(result, Launched):
-                start = max(result.begun_s, free_s)
-                self._running = (instruction, start)
-                try:
-                    result.wait()
-                except BaseException as caught:
-                    error = caught
-            else:  # reported in its turn, behind what may have caused it
-                error = result
-            free_s = clock()
-            self._running = None
-            self._done(instruction, start, free_s, error)
-            del item, result  # they hold what the task made

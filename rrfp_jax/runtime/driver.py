@@ -18,11 +18,12 @@ from typing import Any
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.runtime.actor import StageActor
-from rrfp_jax.runtime.compute import ComputeThread, LaunchAndWait, StageThreads
+from rrfp_jax.runtime.compute import ComputeThread, StageThreads
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
+from rrfp_jax.runtime.launching import LaunchAndWait
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import check_running
@@ -71,6 +72,8 @@ class StepOutcome:
 
 _Completion = tuple[int, RunTask, float, float, BaseException | None]
 """Stage, instruction, start, end and error of a task that has run."""
+_Due = tuple[int, RunTask, float]
+"""Stage and instruction of a task that is about to end, and when what follows it should have been decided."""
 
 
 @dataclass
@@ -92,6 +95,7 @@ class PipelineRuntime:
             message to a hosted stage and that end the run for a transport that fails.
         progress_deadline_s: how long no task may finish, and no message arrive, while a step is under way.
         log_steps: how many steps of each stage's event log are kept.
+        just_in_time: choose a stage's next task when the running one may end within the host's latency.
         loop: the event loop that the transport's messages come in on; None: one of its own.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
         on_failure: called on the loop when the run is given up, beside the futures that fail.
@@ -105,6 +109,7 @@ class PipelineRuntime:
         *,
         progress_deadline_s: float,
         log_steps: int = 2,
+        just_in_time: bool = False,
         loop: LoopThread | None = None,
         peers: Peers | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
@@ -119,7 +124,7 @@ class PipelineRuntime:
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, StageThreads] = {}
         self._pending: dict[int, _Pending] = {}
-        self._completions: deque[_Completion] = deque()
+        self._completions: deque[_Completion | _Due] = deque()
         self._is_waking = False
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Calls that were asked for within one, with their arguments."""
@@ -130,13 +135,19 @@ class PipelineRuntime:
         """When the first step that is under way was submitted, or a step ended elsewhere."""
         self._num_stages, self._graph = arbiters[0].placement.num_stages, arbiters[0].graph
         for arbiter in arbiters:
-            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), log_steps)
+            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), log_steps, just_in_time)
         self._start()
 
-    def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int) -> None:
+    def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int, just_in_time: bool) -> None:
         stage = arbiter.stage
-        kind = LaunchAndWait if arbiter.dispatch_ahead else ComputeThread
-        thread = kind(f"rrfp-stage-{stage}", executor.launch, partial(self._completed, stage))
+        name, done = f"rrfp-stage-{stage}", partial(self._completed, stage)
+        thread: StageThreads
+        if just_in_time:
+            thread = LaunchAndWait(name, executor.launch, done, decide=partial(self._due, stage))
+        elif arbiter.dispatch_ahead:
+            thread = LaunchAndWait(name, executor.launch, done)
+        else:
+            thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread
         self._actors[stage] = StageActor(
             arbiter,
@@ -151,17 +162,23 @@ class PipelineRuntime:
     def _completed(
         self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
     ) -> None:
-        """Have the loop take what has completed; called on the stages' threads.
-
-        A wake-up costs two system calls, so one that is on its way serves all completions until it arrives: the loop
-        clears the flag before it looks.
-        """
+        """Have the loop take what has completed; called on the stages' threads."""
         self._completions.append((stage, instruction, start_s, end_s, error))
+        self._wake()
+
+    def _due(self, stage: int, instruction: RunTask, due_s: float) -> None:
+        """Have the loop decide what follows a task that is about to end; called on the stages' threads."""
+        self._completions.append((stage, instruction, due_s))
+        self._wake()
+
+    def _wake(self) -> None:
+        """A wake-up costs two system calls, so one that is on its way serves everything until it arrives: the loop
+        clears the flag before it looks."""
         if not self._is_waking:
             self._is_waking = True
             try:  # noqa: SIM105 - for every task, and ``suppress`` is three calls
                 self._loop.call_soon_threadsafe(self._take_completions)
-            except RuntimeError:  # the loop was closed while the task ran
+            except RuntimeError:  # the loop was closed meanwhile
                 pass
 
     def _start(self) -> None:
@@ -272,12 +289,22 @@ class PipelineRuntime:
     def _take_completions(self) -> None:
         self._is_waking = False
         while self._completions:
-            stage, instruction, start_s, end_s, error = self._completions.popleft()
+            item = self._completions.popleft()
+            if len(item) == 3:
+                self._decide(*item)
+                continue
+            stage, instruction, start_s, end_s, error = item
             if error is None:
                 self._pump(self._actors[stage].completed, instruction, start_s, end_s)
             else:
                 what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
                 self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+
+    def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
+        thread = self._threads[stage]
+        assert isinstance(thread, LaunchAndWait)
+        with thread.answering(due_s):
+            self._pump(self._actors[stage].decide, instruction)
 
     def _pump(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call this, unless the run is being given up; what asks for more within a call has it called afterwards."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules
+from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.programs.agreement import check_clip_norm
 
@@ -48,9 +49,10 @@ class RuntimeOptions:
     memory_limit: int | str | None = None
     """Memory that each stage may take, in bytes or as ``16GiB``; None: what its device has, if that is known. A run
     that is predicted to need more is refused before its first step."""
-    dispatch_ahead: int = 0
-    """How many tasks a stage may be handed before the running one has ended: hides the host's latency, and lets a task
-    go ahead of a better one that becomes ready meanwhile."""
+    dispatch_ahead: int | str = AUTO
+    """When a stage is handed its next task. A number: so many before the running one has ended, which hides the host's
+    latency, and lets a task go ahead of a better one that becomes ready meanwhile. ``just-in-time``: one, when the
+    running one may end within the host's latency. ``auto``: 0 on CPU devices, elsewhere ``just-in-time``."""
     group_protocol: GroupProtocol | str = GroupProtocol.LEADER
     """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
     progress_deadline_s: float = 600.0
@@ -63,8 +65,8 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         if self.group_protocol not in tuple(GroupProtocol):
             raise ValueError(f"group_protocol is {self.group_protocol!r}: give {', '.join(GroupProtocol)}")
-        if self.dispatch_ahead < 0:
-            raise ValueError(f"dispatch_ahead is {self.dispatch_ahead}: give 0 or more tasks")
+        if not is_dispatch(self.dispatch_ahead):
+            raise ValueError(f"dispatch_ahead is {self.dispatch_ahead!r}: give {DISPATCH_WORDS}")
         if (limit := self.memory_limit_bytes) is not None and limit < 1:
             raise ValueError(f"memory_limit is {self.memory_limit}: give at least 1 byte")
         check_running(self.progress_deadline_s, self.log_steps)

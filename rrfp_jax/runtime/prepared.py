@@ -11,7 +11,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
-from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StepRules
+from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
 from rrfp_jax.programs.batches import BatchSpec, num_microbatches
@@ -76,10 +76,11 @@ def prepare(
     copies, rules = replication(graph, data), model.updates.step_rules(data)
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)
+    dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
     runtime = process.start(
         order.arbiters(
             rules,
-            dispatch_ahead=options.dispatch_ahead,
+            dispatch_ahead=dispatch.ahead,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
         ),
@@ -87,6 +88,7 @@ def prepare(
         edge=lambda message: model.edge(message, programs.shapes),
         progress_deadline_s=options.progress_deadline_s,
         log_steps=options.log_steps,
+        just_in_time=dispatch.just_in_time,
     )
     return Prepared(batch=batch, order=order, copies=copies, forecast=tuple(forecast), runtime=runtime)
 

@@ -164,6 +164,7 @@ class Process:
         edge: EdgeOf,
         progress_deadline_s: float,
         log_steps: int,
+        just_in_time: bool = False,
     ) -> PipelineRuntime:
         """Start the hosted units' actors, and wait until all processes have started theirs.
 
@@ -171,6 +172,7 @@ class Process:
             arbiters: one for each hosted unit.
             make_stage: builds a unit's executor.
             edge: what a message carries and how it lies at both ends; None for plain data.
+            just_in_time: choose a stage's next task when the running one may end within the host's latency.
 
         Raises RunFailed where another process is lost meanwhile.
         """
@@ -187,6 +189,7 @@ class Process:
             make_transport,
             progress_deadline_s=progress_deadline_s,
             log_steps=log_steps,
+            just_in_time=just_in_time,
             loop=None if self.cluster is None else self.cluster.loop,
             peers=self.peers,
             on_failure=self._on_failure,

@@ -35,6 +35,8 @@ from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
 
+_ON_HOST = (np.ndarray, np.generic)
+
 
 @dataclass
 class _Step:
@@ -48,7 +50,8 @@ class _Step:
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
     """(chunk, squared norm), likewise."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
-    """Shared accumulators of this stage's chunks as they were before any R: each R replaces its own by the sum."""
+    """Shared accumulators of this stage's chunks as they were before any R: each R keeps its own here, and then
+    replaces them by the sum."""
     verdict: Verdict | None = None
 
 
@@ -132,7 +135,7 @@ class ProgramStage:
     def payload(self, step: int, message: Message) -> Any:
         kind = message.kind
         if kind is MessageKind.SHARED:
-            return self._tie(message)
+            return self._tie(step, message)
         if kind is MessageKind.REPORT:
             return self._report(step)
         if kind is MessageKind.VERDICT:
@@ -146,11 +149,11 @@ class ProgramStage:
         self._mailbox.finish(step)
         return outcome
 
-    def _tie(self, message: Message) -> Any:
+    def _tie(self, step: int, message: Message) -> Any:
         """Accumulators for a chunk of the same replica; the word that they are complete for another replica."""
         if self._copies.replica(message.target) != self._replica:
             return None
-        layers = self._programs[message.source].shared_layers(self.states[message.source].accumulators)
+        layers = self._layers_before_reduction(step, message.source)
         return self._ship(layers, self._placement.stage_of_chunk[message.target], message)
 
     def _report(self, step: int) -> dict[str, bytes]:
@@ -297,8 +300,10 @@ class ProgramStage:
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held = self._programs[chunk], self.states[chunk]
-        tied = self._copies.of_replica(self._graph.sharing(chunk), self._replica)
-        shared = tuple(self._shared_layers(step, other, chunk) for other in tied) if len(tied) > 1 else ()
+        shared: tuple[Any, ...] = ()
+        if len(tied := self._copies.of_replica(self._graph.sharing(chunk), self._replica)) > 1:
+            self._steps[step].shared_layers[chunk] = programs.shared_layers(held.accumulators)
+            shared = tuple(self._shared_layers(step, other, chunk) for other in tied)
         if self._replicas is None:
             held.accumulators, norm = programs.updates.reduce(held.accumulators, shared)
         else:
@@ -311,11 +316,13 @@ class ProgramStage:
 
     def _shared_layers(self, step: int, source: int, chunk: int) -> Any:
         if source in self._programs:
-            known = self._steps[step].shared_layers
-            if source not in known:
-                known[source] = self._programs[source].shared_layers(self.states[source].accumulators)
-            return known[source]
+            return self._layers_before_reduction(step, source)
         return self._mailbox.read(step, Message(MessageKind.SHARED, source, chunk))
+
+    def _layers_before_reduction(self, step: int, chunk: int) -> Any:
+        """Shared accumulators of a chunk of this stage, on any thread: its R may be under way meanwhile."""
+        now = self._programs[chunk].shared_layers(self.states[chunk].accumulators)
+        return self._steps[step].shared_layers.get(chunk, now)
 
     def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
@@ -340,5 +347,5 @@ def _start_copies(tree: Any) -> None:
 def _wait(tree: Any) -> None:
     """Wait until all arrays are there; asking one that is ready costs a tenth of a microsecond."""
     for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, np.ndarray) and not leaf.is_ready():
+        if not isinstance(leaf, _ON_HOST) and not leaf.is_ready():
             leaf.block_until_ready()

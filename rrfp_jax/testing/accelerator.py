@@ -14,8 +14,8 @@ from typing import Any
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
+from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
 from rrfp_jax.tasks import PipelineGraph, Task
-from rrfp_jax.testing.sleeping import Sleeper, sleep_exactly
 from rrfp_jax.timeline import Span
 
 

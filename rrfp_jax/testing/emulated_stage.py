@@ -20,9 +20,9 @@ from jax.experimental import buffer_callback
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.executor import Batch, Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
+from rrfp_jax.runtime.sleeping import Sleeper
 from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.testing.sleeping import Sleeper
 
 DEFAULT_ACTIVATION_BYTES = 32
 _ITEM_BYTES = 4

@@ -54,6 +54,7 @@ def emulate(
     process: Process | None = None,
     activation_bytes: int = DEFAULT_ACTIVATION_BYTES,
     launch_ms: float | None = None,
+    just_in_time: bool = False,
     progress_deadline_s: float = 60.0,
     log_steps: int = 2,
     events: Path | None = None,
@@ -67,6 +68,7 @@ def emulate(
         activation_bytes: the size of what travels between chunks.
         launch_ms: what handing a task over costs the host; every stage has an :class:`EmulatedAccelerator`. None: tasks
             run where they are launched, as small programs do on a CPU.
+        just_in_time: choose a stage's next task when the running one may end within the host's latency.
         log_steps: how many steps of the event logs are kept.
         events: where to write the event logs in the end, however the run ends; of several processes each writes its
             own, with the rank in the name.
@@ -107,7 +109,12 @@ def emulate(
         )
 
     runtime = process.start(
-        arbiters, make_stage, edge=edge, progress_deadline_s=progress_deadline_s, log_steps=log_steps
+        arbiters,
+        make_stage,
+        edge=edge,
+        progress_deadline_s=progress_deadline_s,
+        log_steps=log_steps,
+        just_in_time=just_in_time,
     )
     try:
         emulation = _run(runtime, process, num_steps)

@@ -5,13 +5,14 @@ Plain records, validated once; nothing here imports JAX, so that bad input is re
 
 from dataclasses import dataclass
 
+from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
 _PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))
 _MEMORY = Rule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
-_TASKS = Rule("0 or more tasks", NOT_NEGATIVE.holds)
+_TASKS = Rule(DISPATCH_WORDS, is_dispatch)
 _NORM = Rule("a positive number, or null for no clipping", POSITIVE.holds)
 _INTERVAL = Rule("a positive number, or null", POSITIVE.holds)
 _CACHE = Rule(
@@ -61,8 +62,9 @@ class PipelineConfig:
     """Leave out steps whose loss or gradients are not finite."""
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
-    dispatch_ahead: int = 0
-    """Tasks that a stage is handed before the running one has ended; hides the host's latency."""
+    dispatch_ahead: int | str = AUTO
+    """When a stage is handed its next task: a number, so many before the running one has ended; ``just-in-time``, when
+    that may end within the host's latency; or ``auto``, which is 0 on CPU devices and elsewhere ``just-in-time``."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
     transport: str = "auto"

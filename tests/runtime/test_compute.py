@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import RunTask
-from rrfp_jax.runtime.compute import ComputeThread, LaunchAndWait
+from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.executor import Launched
+from rrfp_jax.runtime.launching import LaunchAndWait
 from rrfp_jax.tasks import Task
 
 TASKS = [RunTask(0, Task.parse(f"0F{m}")) for m in range(4)]
@@ -121,5 +122,61 @@ def test_tasks_are_launched_while_one_runs_and_begin_when_it_ends() -> None:
     assert second[1] == first[2]
     for end in device.ends.values():
         end.set()
+    threads.ask_to_stop()
+    assert threads.join(10)
+
+
+class Asked:
+    """What is asked for on behalf of the running task, and how long before its end."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[tuple[RunTask, float, float]] = SimpleQueue()
+
+    def decide(self, instruction: RunTask, due_s: float) -> None:
+        self.tasks.put((instruction, due_s, time.perf_counter()))
+
+
+def run_timed(duration_s: float, num_tasks: int) -> tuple[list[tuple[RunTask, float, float]], list[Report]]:
+    """Tasks of this duration one after another, each launched by the answer to a decision."""
+    asked, reports = Asked(), SimpleQueue[Report]()
+
+    def launch(step: int, task: Task) -> Launched:
+        begun_s = time.perf_counter()
+        return Launched(begun_s, lambda: time.sleep(max(0.0, begun_s + duration_s - time.perf_counter())))
+
+    threads = LaunchAndWait("stage", launch, lambda *report: reports.put(report), decide=asked.decide)
+    threads.start()
+    decisions, due_s = [], time.perf_counter()
+    for m in range(num_tasks):
+        with threads.answering(due_s):
+            threads.submit(RunTask(0, Task.parse(f"0F{m}")))
+        decisions.append(asked.tasks.get(timeout=10))
+        eventually(lambda m=m: reports.qsize() == m + 1)
+        due_s = decisions[-1][1]
+    threads.ask_to_stop()
+    assert threads.join(10)
+    return decisions, [reports.get() for _ in range(num_tasks)]
+
+
+def test_a_decision_is_asked_for_once_a_task_and_before_its_end_once_lengths_are_known() -> None:
+    decisions, reports = run_timed(0.05, 4)
+    assert [instruction for instruction, *_ in decisions] == [instruction for instruction, *_ in reports]
+    for (_, due_s, asked_s), (_, start_s, end_s, _) in zip(decisions, reports, strict=True):
+        assert start_s <= due_s <= asked_s < end_s
+    _, first_due_s, _ = decisions[0]
+    assert first_due_s == reports[0][1], "of a kind that is unknown the first decides as it starts"
+
+
+def test_no_decision_is_asked_for_when_the_task_has_ended() -> None:
+    asked, device = Asked(), Device()
+    threads = LaunchAndWait("stage", device.launch, lambda *report: None, decide=asked.decide)
+    threads.start()
+    clock = threads._clock
+    assert clock is not None
+    clock._timer.ended(TASKS[0].task, 0.2)
+    threads.submit(TASKS[0])
+    device.ends[TASKS[0].task].set()
+    time.sleep(0.3)
+    assert asked.tasks.empty()
     threads.ask_to_stop()
     assert threads.join(10)

@@ -3,13 +3,15 @@
 import threading
 import time
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.ordering import Ordering
-from rrfp_jax.arbitration import Agreement, Order, StepRules
+from rrfp_jax.arbitration import Agreement, DecideNow, Order, StepRules, dispatch_of
+from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, Emulation, emulate, idle_shares
@@ -91,14 +93,23 @@ def order(num_stages: int = 1, num_microbatches: int = 8) -> Order:
     return ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=1)
 
 
-def run(resolved: Order, dispatch_ahead: int, duration_ms: float = 4.0, num_steps: int = 2) -> Emulation:
+def run(
+    resolved: Order,
+    dispatch_ahead: int | str,
+    *,
+    duration_ms: float = 4.0,
+    launch_ms: float = 1.0,
+    num_steps: int = 2,
+) -> Emulation:
     shape = (1, resolved.graph.num_chunks, resolved.graph.num_microbatches, 3)
     durations_ms = np.broadcast_to(np.array([1.0, 0.5, 0.5]) * duration_ms, shape)
-    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead)
-    return emulate(arbiters, durations_ms, num_steps, launch_ms=1.0, log_steps=num_steps + 1)
+    dispatch = dispatch_of(dispatch_ahead, on_host=False)
+    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch.ahead)
+    early = dispatch.just_in_time
+    return emulate(arbiters, durations_ms, num_steps, launch_ms=launch_ms, just_in_time=early, log_steps=num_steps + 1)
 
 
-@pytest.mark.parametrize("dispatch_ahead", [0, 1, 2])
+@pytest.mark.parametrize("dispatch_ahead", [0, 1, 2, JUST_IN_TIME])
 def test_every_task_runs_once_on_the_device_and_the_host_sees_no_end_before_it_has_come(dispatch_ahead: int) -> None:
     resolved = order(num_stages=2)
     emulation = run(resolved, dispatch_ahead, duration_ms=0.5)
@@ -115,10 +126,32 @@ def test_every_task_runs_once_on_the_device_and_the_host_sees_no_end_before_it_h
             assert segment.replay() == segment.entries
 
 
+def least_idle(emulation: Emulation) -> float:
+    """Of the step that other load on the machine disturbed least."""
+    assert emulation.on_device is not None
+    return min(idle_shares(step)[0] for step in emulation.on_device.by_step())
+
+
 def test_the_device_waits_for_the_host_unless_tasks_are_handed_over_ahead() -> None:
-    """Of a task of 4 ms and a launch of 1 ms, a fifth is lost; ahead of time nothing is, but where the host stalls."""
-    at_completion, ahead = (run(order(), depth, num_steps=6).on_device for depth in (0, 2))
-    assert at_completion is not None
-    assert ahead is not None
-    assert min(idle_shares(step)[0] for step in at_completion.by_step()) > 0.17
-    assert min(idle_shares(step)[0] for step in ahead.by_step()) < 0.03
+    """Of a task of 12 ms and a launch of 3 ms, a fifth is lost; ahead of time nothing is, but where the host stalls."""
+    at_completion, ahead, just_in_time = (
+        least_idle(run(order(num_microbatches=4), when, duration_ms=12.0, num_steps=6, launch_ms=3.0))
+        for when in (0, 1, JUST_IN_TIME)
+    )
+    assert at_completion > 0.18
+    assert ahead < 0.03
+    assert just_in_time < 0.06
+
+
+def test_just_in_time_the_next_task_is_chosen_late_and_launched_before_the_end() -> None:
+    emulation = run(order(num_microbatches=6), JUST_IN_TIME, duration_ms=30.0, num_steps=6)
+    assert emulation.on_device is not None
+    ends_s = {(span.step, span.task): span.end_s for span in emulation.on_device.spans}
+    events = [entry for segment in emulation.logs[0].segments for entry in segment.entries]
+    early_ms = [
+        (ends_s[event.step, event.task] - event.time_s) * 1e3
+        for event, instructions in events
+        if isinstance(event, DecideNow) and instructions and event.step >= 2
+    ]
+    assert len(early_ms) > 4 * 6, "nearly every task but the last of a step is followed by another"
+    assert 1.0 < median(early_ms) < 20.0, "not before the launch of 1 ms asks for it, nor when the task has just begun"

@@ -32,14 +32,14 @@ class Sleeper:
 def sleep_exactly(seconds: float) -> None:
     """Sleep at least so long, and not longer than waking up takes."""
     if not hasattr(_thread, "is_exact"):
-        _thread.is_exact = _reduce_timer_slack()
+        _thread.is_exact = reduce_timer_slack()
     time.sleep(seconds)
 
 
 _thread = threading.local()
 
 
-def _reduce_timer_slack() -> bool:
+def reduce_timer_slack() -> bool:
     """Let this thread's sleeps end within a microsecond of their time on Linux, instead of 50."""
     try:
         return ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1) == 0
