@@ -10,9 +10,9 @@ backward 20 ms, strict 1F1B and BF against the time that the work alone needs; l
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``fidelity``: emulated against simulated step
 times. ``deterministic``: what accumulating in microbatch order costs. ``split``: what splitting a backward costs.
 ``device``: four stages on one device beside a plain jitted loop (``make bench-gpu`` on an accelerator).
-``transport``: what a message between two processes costs. ``processes``: what a pipeline in several processes costs,
-whether transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several
-times; medians are printed.
+``transport``: what a message between two processes costs. ``throughput``: bytes per second between two processes,
+beside gloo's. ``processes``: what a pipeline in several processes costs, whether transfers overlap compute, and what
+agreement within a stage costs. What is compared runs in turn, several times; medians are printed.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
+from experiments.bench_throughput import bench_throughput
 from experiments.bench_transport import bench_transport
 from experiments.console import make_console
 from experiments.emulate import EMULATED_STEP
@@ -54,10 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         "split": bench_split,
         "device": bench_device,
         "transport": bench_transport,
+        "throughput": lambda console: bench_throughput(console, arguments.torch_python),
         "processes": bench_processes,
     }
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(parts), help="default: all")
+    parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for 'throughput'")
     arguments = parser.parse_args(argv)
     use_cpu(NUM_STAGES)
     console = make_console()

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_transport
+from experiments import bench_transport, transport_pair
 from experiments.emulate import EMULATED_STEP
 from experiments.ordering import parse_ordering
 from rrfp_jax.simulation import Costs, Links, Machine, simulate
@@ -72,10 +72,9 @@ def launch(num_processes: int, *arguments: str) -> dict[str, Any]:
 
 def _show_overlap(console: Console) -> None:
     """Do transfers overlap compute? Tasks last four times as long as a message is under way."""
-    for transport, encrypt_arrays in bench_transport.WAYS:
-        one_way_ms = {
-            size: us * 1e-3 for size, us, _ in bench_transport.measure(transport, encrypt_arrays=encrypt_arrays)
-        }
+    for way in transport_pair.WAYS:
+        transport, encrypt_arrays = way
+        one_way_ms = {size: us * 1e-3 for size, us, _ in bench_transport.measure(way)}
         latency_ms = one_way_ms["4 MiB"]
         task_ms = _TASKS_PER_TRANSFER * latency_ms
         size = ("--activation-bytes", str(_LARGE_BYTES), "--encrypt-arrays", str(encrypt_arrays).lower())
@@ -83,7 +82,7 @@ def _show_overlap(console: Console) -> None:
         run = launch(2, *work, *size, "--transport", transport, "--steps", "4")
         measured_ms, ideal_ms = median(run["makespan_ms"]), _ideal_ms(task_ms, latency_ms)
         console.print(
-            f"2 processes, 4 MiB activations, {transport}, {'encrypted' if encrypt_arrays else 'clear'}: one way "
+            f"2 processes, 4 MiB activations, {transport_pair.name_of(way)}: one way "
             f"{latency_ms:.2f} ms, tasks of {task_ms:.1f} ms, step {measured_ms:.1f} ms, ideal {ideal_ms:.1f} ms, "
             f"ratio {measured_ms / ideal_ms:.3f}, at most {run['peak_transport_bytes'] / _LARGE_BYTES:.0f} held at once"
         )

@@ -6,10 +6,7 @@ from rrfp_jax.network.keys import KEY_VARIABLE as KEY_VARIABLE
 from rrfp_jax.network.keys import RunKey as RunKey
 from rrfp_jax.network.loop_thread import LoopThread as LoopThread
 from rrfp_jax.network.membership import Membership as Membership
-from rrfp_jax.network.peers import NetworkSettings as NetworkSettings
-from rrfp_jax.network.peers import PeerAddress as PeerAddress
 from rrfp_jax.network.peers import PeerNetwork as PeerNetwork
-from rrfp_jax.network.peers import Traffic as Traffic
 from rrfp_jax.network.plain import MalformedMessage as MalformedMessage
 from rrfp_jax.network.rendezvous import LauncherLink as LauncherLink
 from rrfp_jax.network.rendezvous import meet as meet
@@ -18,4 +15,7 @@ from rrfp_jax.network.rendezvous_server import RendezvousServer as RendezvousSer
 from rrfp_jax.network.roll_call import Bulletin as Bulletin
 from rrfp_jax.network.roll_call import Hello as Hello
 from rrfp_jax.network.roll_call import Member as Member
+from rrfp_jax.network.settings import NetworkSettings as NetworkSettings
+from rrfp_jax.network.settings import PeerAddress as PeerAddress
+from rrfp_jax.network.settings import Traffic as Traffic
 from rrfp_jax.network.topics import Handler as Handler

@@ -11,12 +11,12 @@ import struct
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from rrfp_jax.network.link import Link
+from rrfp_jax.network.link import Message
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
 from rrfp_jax.network.send_queue import Outgoing, SendQueue
-from rrfp_jax.network.sockets import QuietLog, descriptor
+from rrfp_jax.network.sockets import QuietLog
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,6 +33,36 @@ _RECEIPT_DELAY_S = 0.05
 _WELCOME_S = 0.005
 _LAST_WORDS_S = 3.0
 """How long what a rank has sent before its farewell may take to arrive."""
+
+
+class Carrier(Protocol):
+    """What a channel needs of a link."""
+
+    @property
+    def descriptor(self) -> int:
+        """Readable where messages may have arrived."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody is to be welcomed any more."""
+
+    def connect(self, rank: int, address: str) -> None:
+        """Begin to exchange messages with a rank that listens there."""
+
+    def welcome(self) -> list[int]:
+        """Learn who has connected."""
+
+    def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
+        """Send a message; never blocks. Messages to a rank arrive in order."""
+
+    def receive(self) -> Message | None:
+        """The next message, if one has arrived."""
+
+    def disconnect(self, rank: int) -> None:
+        """Send nothing more to a rank, and expect nothing."""
+
+    def close(self, linger_s: float) -> None:
+        """Free what can be freed at once."""
 
 
 @dataclass
@@ -54,7 +84,7 @@ class Channel:
 
     def __init__(
         self,
-        link: Link,
+        link: Carrier,
         loop: AbstractEventLoop,
         deliver: Deliver,
         high_water_bytes: int,
@@ -64,7 +94,7 @@ class Channel:
         self._peers: dict[int, _Peer] = {}
         self._receipts_due = False
         self._is_closed = self._is_welcoming = False
-        self._descriptor = descriptor(link.inbound)
+        self._descriptor = link.descriptor
         self._garbage = QuietLog(_LOG)
         self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
 
@@ -150,11 +180,7 @@ class Channel:
         for _ in range(_MESSAGES_PER_TURN):
             if self._is_closed:
                 return
-            try:
-                received = self._link.receive()
-            except MalformedMessage as error:
-                self._drop_message("a message was dropped: %s", error)
-                continue
+            received = self._link.receive()
             if received is None:
                 self._receipt_soon()
                 return

@@ -7,6 +7,7 @@ from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, check_fields
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
 after :class:`ClusterConfig`'s ``silence_deadline_s``, so that the ranks notice first and end by themselves."""
+MAX_ARRAY_CONNECTIONS = 16
 PINNED_THREADS = 8
 """The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,
 since XLA cuts long sums by it."""
@@ -23,7 +24,10 @@ class ClusterConfig:
     interface: str = "127.0.0.1"
     """Address or name (``eth0``) of the network interface that the processes listen on."""
     encrypt_arrays: bool = True
-    """False sends arrays authenticated only by their head and not encrypted: faster, for networks that are trusted."""
+    """False sends large arrays authenticated only by their head and not encrypted: faster, for networks that are
+    trusted."""
+    array_connections: int = 2
+    """Over how many connections the arrays between two processes travel, and on how many cores they are encrypted."""
     processes_per_device: int = 1
     """Processes of a host that share an accelerator; each takes an equal part of its memory."""
     detect: bool = False
@@ -36,6 +40,10 @@ class ClusterConfig:
             raise ValueError(
                 f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "
                 "which ends processes without a report, must come later"
+            )
+        if not 1 <= self.array_connections <= MAX_ARRAY_CONNECTIONS:
+            raise ValueError(
+                f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}, 2 if in doubt"
             )
         if not self.interface.strip():
             raise ValueError("interface is empty: give an address or a name as eth0, or 127.0.0.1 for one machine")

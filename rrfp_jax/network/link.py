@@ -4,12 +4,9 @@ So whoever reaches a port can say nothing there but a short greeting: what liste
 make a rank allocate memory. What may be large comes only over connections that this rank has made itself, to addresses
 of its run. A receiver greets when it connects; from then on the sender knows the connection by its proven rank.
 
-:class:`SecureLink` encrypts everything and proves both ends in the handshake. :class:`ClearLink` proves the sender by a
-code over each message's head, and leaves the frames as they are.
+Everything is encrypted, and both ends are proven in the handshake (CURVE).
 """
 
-import hmac
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,16 +14,18 @@ from typing import Any
 import zmq
 
 from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.plain import MalformedMessage
-from rrfp_jax.network.sockets import Context, bind, connect_as, new_socket, rank_role, serve_as
+from rrfp_jax.network.sockets import Context, bind, connect_as, descriptor, new_socket, rank_role, serve_as
 
-COPY_BELOW_BYTES = 1 << 16
+_COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
 
 _GREETING_BYTES = 1 << 10
 """The most that a listening socket reads in one: what a handshake says is no longer either."""
 _GREETINGS = 4
 """How many of a connection may wait to be read."""
+
+_HELLO = b"hello"
+"""What a rank says where it connects to another."""
 
 _RECONNECT_MS = 20
 """Where a port refuses a connection that has just closed, its process has ended; so that is tried soon."""
@@ -55,36 +54,17 @@ class Link:
         self.inbound.router_mandatory = self.outbound.router_mandatory = 1
         self.inbound.reconnect_ivl = _RECONNECT_MS
         self.outbound.maxmsgsize, self.outbound.rcvhwm = _GREETING_BYTES, _GREETINGS
-        self._serve()
+        serve_as(self.outbound, key.pair(rank_role(rank)))
         self.address = bind(self.outbound, interface)
         self._senders: dict[bytes, int] = {}
         self._places: dict[int, str] = {}
         self._receivers: dict[int, bytes] = {}
         self._early: dict[int, list[tuple[bytes, Sequence[Any]]]] = {}
 
-    # -- what differs ------------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        """Before the outbound socket listens."""
-
-    def _prove(self, rank: int) -> None:
-        """Before the inbound socket connects to a rank."""
-
-    def _greeting(self, rank: int) -> bytes:
-        """What this rank says where it connects to another."""
-        raise NotImplementedError
-
-    def _greeter(self, frame: zmq.Frame) -> int | None:
-        """The proven rank of who greets; None where nothing is proven."""
-        raise NotImplementedError
-
-    def _sealed(self, rank: int, head: bytes, frames: Sequence[Any]) -> bytes:  # noqa: ARG002
-        return head
-
-    def _opened(self, rank: int, frames: list[memoryview]) -> list[memoryview]:  # noqa: ARG002
-        return frames
-
-    # -- what does not -----------------------------------------------------------------------------------------------
+    @property
+    def descriptor(self) -> int:
+        """Readable where messages may have arrived; tells of changes only."""
+        return descriptor(self.inbound)
 
     def connect(self, rank: int, address: str) -> None:
         """Begin to receive from a rank that listens there, and to send to it once it has connected likewise."""
@@ -92,7 +72,7 @@ class Link:
         self._senders[name], self._places[rank] = rank, address
         if rank not in self._receivers:
             self._early[rank] = []
-        self._prove(rank)
+        connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
         self.inbound.setsockopt(zmq.CONNECT_ROUTING_ID, name)
         self.inbound.connect(address)
         self.greet(rank)
@@ -100,7 +80,7 @@ class Link:
     def greet(self, rank: int) -> None:
         """Say who connects; again where the connection was made anew."""
         with suppress(zmq.ZMQError):
-            self.inbound.send_multipart([rank_role(rank).encode(), self._greeting(rank)], zmq.NOBLOCK)
+            self.inbound.send_multipart([rank_role(rank).encode(), _HELLO], zmq.NOBLOCK)
 
     def welcome(self) -> list[int]:
         """Learn who has connected since the last call, and send what waited for them."""
@@ -112,7 +92,7 @@ class Link:
                 return came
             except ValueError:  # not one frame
                 continue
-            rank = self._greeter(frame)
+            rank = _greeter(frame)
             if rank is not None:
                 self._receivers[rank] = name.bytes
                 for head, frames in self._early.pop(rank, ()):
@@ -145,21 +125,17 @@ class Link:
             return
         try:
             _send_frame(self.outbound, name, _MORE)
-            _send_frame(self.outbound, self._sealed(rank, head, frames), _MORE if frames else _NO_WAIT)
+            _send_frame(self.outbound, head, _MORE if frames else _NO_WAIT)
             num_left = len(frames)
             for frame in frames:
                 num_left -= 1
-                small = memoryview(frame).nbytes < COPY_BELOW_BYTES
+                small = memoryview(frame).nbytes < _COPY_BELOW_BYTES
                 _send_frame(self.outbound, frame, _MORE if num_left else _NO_WAIT, copy=small)
         except zmq.ZMQError:
             return
 
     def receive(self) -> Message | None:
-        """The next message, if one has arrived.
-
-        Raises:
-            MalformedMessage: where the sender is not proven.
-        """
+        """The next message, if one has arrived."""
         try:
             name = self.inbound.recv(_NO_WAIT)
         except zmq.Again:
@@ -170,31 +146,12 @@ class Link:
             frames.append(frame.buffer)
             if not frame.more:
                 break
-        rank = self._senders[name]
-        return rank, self._opened(rank, frames)
+        return self._senders[name], frames
 
     def close(self, linger_s: float) -> None:
         """Free the sockets; what is under way is sent for up to ``linger_s``."""
         self.outbound.close(linger=round(linger_s * 1000))
         self.inbound.close(linger=0)
-
-
-class SecureLink(Link):
-    """CURVE on every connection: who connects proves to be a rank, and accepts only the one that it expects."""
-
-    def _serve(self) -> None:
-        serve_as(self.outbound, self.key.pair(rank_role(self.rank)))
-
-    def _prove(self, rank: int) -> None:
-        connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
-
-    def _greeting(self, rank: int) -> bytes:  # noqa: ARG002
-        return b"hello"
-
-    def _greeter(self, frame: zmq.Frame) -> int | None:
-        """Whose key the handshake has proven; the gate has told ZeroMQ, and ZeroMQ tells us."""
-        user = frame.get("User-Id")
-        return rank_of(user) if isinstance(user, str) else None
 
 
 def rank_of(role: str) -> int | None:
@@ -203,48 +160,7 @@ def rank_of(role: str) -> int | None:
     return int(number) if number.isdecimal() and rank_role(int(number)) == role else None
 
 
-_SEAL = struct.Struct("<16sIQ")
-"""The code, the sender's rank and the number of the message."""
-
-
-class ClearLink(Link):
-    """Plain TCP for arrays. The head carries a code that only a holder of the run key can compute, over the sender, the
-    receiver, a running number, the sizes of the frames and the head itself: nothing can be forged or replayed, but who
-    controls the wire can read frames, and alter them."""
-
-    def __init__(self, context: Context, rank: int, key: RunKey, interface: str) -> None:
-        self._mac_key = key.mac_key("arrays")
-        self._num_sent: dict[int, int] = {}
-        self._last_seen: dict[int, int] = {}
-        super().__init__(context, rank, key, interface)
-
-    def _greeting(self, rank: int) -> bytes:
-        return _SEAL.pack(self._code(self.rank, rank, 0, [], b"hello"), self.rank, 0)
-
-    def _greeter(self, frame: zmq.Frame) -> int | None:
-        """Only the first greeting of a rank counts: another could be one replayed."""
-        if len(frame) != _SEAL.size:
-            return None
-        code, rank, _ = _SEAL.unpack(frame.bytes)
-        is_new = rank not in self._receivers and rank in self._early
-        return rank if is_new and hmac.compare_digest(code, self._code(rank, self.rank, 0, [], b"hello")) else None
-
-    def _sealed(self, rank: int, head: bytes, frames: Sequence[Any]) -> bytes:
-        number = self._num_sent[rank] = self._num_sent.get(rank, 0) + 1
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        return _SEAL.pack(self._code(self.rank, rank, number, sizes, head), self.rank, number) + head
-
-    def _opened(self, rank: int, frames: list[memoryview]) -> list[memoryview]:
-        if frames[0].nbytes < _SEAL.size:
-            raise MalformedMessage("it is shorter than a seal")
-        code, sender, number = _SEAL.unpack_from(frames[0])
-        head = frames[0][_SEAL.size :]
-        right = self._code(rank, self.rank, number, [frame.nbytes for frame in frames[1:]], bytes(head))
-        if sender != rank or not hmac.compare_digest(code, right) or number <= self._last_seen.get(rank, 0):
-            raise MalformedMessage("its seal is not of this run")
-        self._last_seen[rank] = number
-        return [head, *frames[1:]]
-
-    def _code(self, sender: int, receiver: int, number: int, sizes: list[int], head: bytes) -> bytes:
-        subject = f"{sender} {receiver} {number} {sizes} ".encode() + head
-        return hmac.digest(self._mac_key, subject, "sha256")[:16]
+def _greeter(frame: zmq.Frame) -> int | None:
+    """Whose key the handshake has proven; the gate has told ZeroMQ, and ZeroMQ tells us. None: nothing is proven."""
+    user = frame.get("User-Id")
+    return rank_of(user) if isinstance(user, str) else None

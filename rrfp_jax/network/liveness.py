@@ -26,7 +26,7 @@ import zmq
 
 from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.judgement import Accusation, Broken, Judgement, Left, Lost
-from rrfp_jax.network.link import SecureLink
+from rrfp_jax.network.link import Link
 from rrfp_jax.network.plain import MalformedMessage, field, pack, unpack
 from rrfp_jax.network.pulse import Pulse
 from rrfp_jax.network.sockets import ConnectionEvent, QuietLog, Socket, connection_events, watch
@@ -66,7 +66,7 @@ class Liveness:
     """
 
     def __init__(
-        self, link: SecureLink, gate: Gate, data_sockets: Sequence[Socket], *, deadline_s: float, watchers: Watchers
+        self, link: Link, gate: Gate, data_sockets: Sequence[Socket], *, deadline_s: float, watchers: Watchers
     ) -> None:
         self._rank, self._link, self._gate, self._watchers = link.rank, link, gate, watchers
         self._deadline_s = deadline_s
@@ -110,6 +110,10 @@ class Liveness:
     def accused(self, accuser: int, reason: str) -> None:
         """A message says that ``accuser`` takes this rank for lost; heartbeats with that may not get through."""
         self._command(lambda: self._take_up(Accusation(accuser, self._rank, reason)))
+
+    def suspect(self, rank: int) -> None:
+        """A connection to ``rank`` that is not watched here has ended: it may leave, be gone, or be cut off."""
+        self._command(lambda: self._suspect(rank))
 
     def stop(self, timeout_s: float) -> None:
         """Say farewell and end the thread; the gate is closed with it."""
@@ -245,14 +249,18 @@ class Liveness:
 
     def _disconnected(self, rank: int, *, is_data: bool) -> None:
         """It may have said farewell, be gone, or be alive behind a connection that broke; soon it is known which."""
-        until_s = self._pulse.awake_s + _SUSPICION_S
         if is_data:
-            self._suspects.setdefault(rank, until_s)
+            self._suspect(rank)
             return
+        until_s = self._pulse.awake_s + _SUSPICION_S
         self._hear()  # a farewell came before the end of the same connection
         if rank in self._judgement.present:
             self._closed.setdefault(rank, until_s)
             self._link.greet(rank)
+
+    def _suspect(self, rank: int) -> None:
+        if rank in self._judgement.present:
+            self._suspects.setdefault(rank, self._pulse.awake_s + _SUSPICION_S)
 
     def _accuse(self, rank: int, reason: str, *, is_certain: bool = False) -> None:
         accusation = Accusation(self._rank, rank, reason, is_certain)

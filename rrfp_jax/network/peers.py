@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -15,11 +14,13 @@ from rrfp_jax.network.channel import MAX_TOPIC_BYTES, Channel
 from rrfp_jax.network.descriptors import require_descriptors
 from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.link import COPY_BELOW_BYTES, ClearLink, Link, SecureLink
+from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes
+from rrfp_jax.network.link import Link
 from rrfp_jax.network.liveness import Liveness, Watchers
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, pack
 from rrfp_jax.network.roll_call import name_ranks
-from rrfp_jax.network.sockets import LOOPBACK, QuietLog, rank_role
+from rrfp_jax.network.settings import NetworkSettings, PeerAddress, Traffic, host_of
+from rrfp_jax.network.sockets import QuietLog, rank_role
 from rrfp_jax.network.topics import Handler, PackedHandler, Topics, unpacked
 from rrfp_jax.network.watch_graph import watched
 from rrfp_jax.waiting import wait_for
@@ -30,61 +31,9 @@ _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
 _NUM_OWN_FILES = 30
 """What sockets and threads need before anything is connected."""
+_LANES = "lanes"
 _MORE_LOSSES_S = 0.3
 """How long others may be missed after the first, which may have ended for the loss of one of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings:
-    """How the ranks talk to each other; the same on all."""
-
-    interface: str = LOOPBACK
-    """Address or name (``eth0``) of the network interface to listen on."""
-    silence_deadline_s: float = 60.0
-    """Within how long a peer counts as lost that is silent, or whose event loop stands still."""
-    high_water_bytes: int = 256 << 20
-    """How much may be unconfirmed per peer before further messages wait at the sender, and how much is kept for topics
-    that nobody has subscribed to yet."""
-    encrypt_arrays: bool = True
-    """False sends messages of 64 KiB and more over connections of their own, authenticated but not encrypted: four to
-    five times as fast, but who controls the network can read arrays, and alter them."""
-
-    def __post_init__(self) -> None:
-        if self.silence_deadline_s <= 0 or self.high_water_bytes <= 0:
-            raise ValueError(
-                f"silence_deadline_s is {self.silence_deadline_s} and high_water_bytes {self.high_water_bytes}: "
-                "both must be positive"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerAddress:
-    """Where a rank listens (``tcp://...``), to be told to all others by the rendezvous."""
-
-    heartbeats: str
-    messages: str
-    arrays: str | None = None
-    """Where arrays are not encrypted."""
-
-    def as_dict(self) -> dict[str, str]:
-        """The address as plain data; ``PeerAddress(**data)`` is the way back."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What a :class:`PeerNetwork` has sent and still holds."""
-
-    num_sent: int
-    num_received: int
-    num_dropped: int
-    """Malformed messages, and messages to ranks that are gone."""
-    unconfirmed_bytes: int
-    """Sent, but not confirmed yet."""
-    waiting_bytes: int
-    """Behind the high-water mark."""
-    peak_bytes: int
-    """The most that was held for any one peer, unconfirmed and waiting together."""
 
 
 class PeerNetwork:
@@ -101,9 +50,13 @@ class PeerNetwork:
         self.rank, self.num_ranks = rank, num_ranks
         self._settings = settings or NetworkSettings()
         self._connections: frozenset[int] = frozenset()
-        self._places: dict[int, tuple[str, ...]] = {}
+        self._places: dict[int, tuple[str, str]] = {}
+        self._hosts: dict[int, str] = {}
         self._gone: set[int] = set()
         self._channels: list[Channel] = []
+        """For messages, and for arrays."""
+        self._lanes: Lanes | None = None
+        self._lanes_wanted: frozenset[int] = frozenset()
         self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_lost: Callable[[int, str], None] | None = None
@@ -115,33 +68,27 @@ class PeerNetwork:
         require_descriptors(_NUM_OWN_FILES, "the network of a run")
         self._context = zmq.Context()
         try:
-            self._links = self._open(key)
+            self._link = self._open(key)
         except (ValueError, zmq.ZMQError):
             self._context.destroy(linger=0)
             raise
 
-    def _open(self, key: RunKey) -> list[Link]:
+    def _open(self, key: RunKey) -> Link:
         ranks, settings = range(self.num_ranks), self._settings
         roles = {key.pair(rank_role(r)).public: rank_role(r) for r in ranks if r != self.rank}
         gate = Gate(self._context, roles, QuietLog(_LOG))
-        heartbeats = SecureLink(self._context, self.rank, key, settings.interface)
-        kinds = (SecureLink,) if settings.encrypt_arrays else (SecureLink, ClearLink)
-        links: list[Link] = [kind(self._context, self.rank, key, settings.interface) for kind in kinds]
+        heartbeats, messages = (Link(self._context, self.rank, key, settings.interface) for _ in range(2))
         self._liveness = Liveness(
             heartbeats,
             gate,
-            [link.inbound for link in links],
+            [messages.inbound],
             deadline_s=settings.silence_deadline_s,
             watchers=Watchers(
                 connected=self._decided.set, lost=self._tell_lost, left=self._tell_left, broken=self._tell_broken
             ),
         )
-        self.address = PeerAddress(
-            heartbeats=heartbeats.address,
-            messages=links[0].address,
-            arrays=None if settings.encrypt_arrays else links[1].address,
-        )
-        return links
+        self.address = PeerAddress(heartbeats=heartbeats.address, messages=messages.address)
+        return messages
 
     @property
     def connections(self) -> frozenset[int]:
@@ -201,13 +148,24 @@ class PeerNetwork:
                 f"connections name {sorted(peers - all_others)}: ranks count from 0 to {self.num_ranks - 1}"
             )
         self._places = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
+        self._hosts = {rank: host_of(addresses[rank]) for rank in self._places}
         self._on_lost, self._on_left, self._on_broken = lost, left, broken
         self._loop = loop
         self._topics.start(loop)
-        hosts = hosts or [self._host(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
-        self._channels = [
-            Channel(link, loop, self._topics.deliver, self._settings.high_water_bytes) for link in self._links
-        ]
+        hosts = hosts or [host_of(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
+        self._lanes = Lanes(
+            self.rank,
+            host_of(self.address),
+            self._settings,
+            loop=loop,
+            deliver=self._topics.deliver,
+            tell=lambda rank, header: self.send(rank, _LANES, header),
+            suspect=self._liveness.suspect,
+            failed=self._lose,
+        )
+        messages = Channel(self._link, loop, self._topics.deliver, self._settings.high_water_bytes)
+        self._channels = [messages, self._lanes.channel]
+        self.subscribe(_LANES, self._receive_lanes)
         self._liveness.begin(loop, hosts)
         self._connect(peers, watched(self.rank, self.num_ranks))
         for channel in self._channels:
@@ -227,7 +185,7 @@ class PeerNetwork:
     def _connect(self, ranks: frozenset[int], only_watched: frozenset[int] = frozenset()) -> None:
         new = ranks - self._connections
         only_watched -= ranks
-        num_files = 2 * len(only_watched) + 2 * (1 + len(self._links)) * len(new)
+        num_files = 2 * len(only_watched) + 4 * len(new)
         require_descriptors(num_files, f"connections to {len(new)} of {self.num_ranks} ranks")
         self._connections |= new
         self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})
@@ -239,21 +197,39 @@ class PeerNetwork:
 
     def _add(self, ranks: frozenset[int]) -> None:
         for rank in sorted(ranks - self._gone):
-            for channel, place in zip(self._channels, self._places[rank][1:], strict=True):
-                channel.add(rank, place)
+            self._channels[0].add(rank, self._places[rank][1])
 
-    @staticmethod
-    def _host(address: PeerAddress) -> str:
-        return address.messages.removeprefix("tcp://").rpartition(":")[0]
+    def open_lanes(self, ranks: Iterable[int]) -> None:
+        """Have arrays to and from these ranks take connections of their own; from any thread, also again.
 
-    def _listening(self, rank: int, addresses: Mapping[int, PeerAddress]) -> tuple[str, ...]:
+        It is enough that one of two ranks calls this; what is sent before both are connected waits.
+
+        Raises:
+            ValueError: where the system lets this process open too few files.
+        """
+        new = frozenset(ranks) - self._lanes_wanted - {self.rank}
+        if not new:
+            return
+        self._lanes_wanted |= new
+        num_files = NUM_OWN_FILES + self._settings.array_connections * len(new)
+        require_descriptors(num_files, f"arrays to and from {len(new)} ranks")
+        self.connect(new)
+        self.call_soon(lambda: self._want_lanes(new))
+
+    def _want_lanes(self, ranks: Iterable[int]) -> None:
+        assert self._lanes is not None
+        for rank in sorted(set(ranks) - self._gone):
+            self._lanes.want(rank)
+
+    def _receive_lanes(self, rank: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
+        assert self._lanes is not None
+        self._lanes.receive(rank, header, self._hosts[rank])
+
+    def _listening(self, rank: int, addresses: Mapping[int, PeerAddress]) -> tuple[str, str]:
         address = addresses.get(rank)
         if address is None:
             raise ValueError(f"no address for rank {rank}: give those of all {self.num_ranks} ranks")
-        if (address.arrays is None) != self._settings.encrypt_arrays:
-            raise ValueError(f"rank {self.rank} and rank {rank} differ in encrypt_arrays: give all the same settings")
-        places = (address.heartbeats, address.messages, address.arrays)
-        return tuple(place for place in places if place is not None)
+        return address.heartbeats, address.messages
 
     def wait_connected(self, timeout_s: float) -> None:
         """Wait, on another thread than the loop's, until every connection stands.
@@ -301,6 +277,8 @@ class PeerNetwork:
         if not done.wait(_CLOSE_TIMEOUT_S + linger_s):
             _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
             return
+        if self._lanes is not None:
+            self._lanes.join(linger_s)
         self._liveness.stop(_CLOSE_TIMEOUT_S)
         self._context.term()
 
@@ -316,7 +294,7 @@ class PeerNetwork:
     ) -> None:
         """Send a message; returns at once. What goes to a rank that is gone is dropped.
 
-        Messages to a rank arrive in order; where arrays are not encrypted, large and small ones may change places.
+        Messages to a rank arrive in order.
 
         Args:
             topic: 1 to 255 bytes of text.
@@ -347,11 +325,24 @@ class PeerNetwork:
             raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
-        largest = 0
-        for frame in frames:
-            largest = max(largest, memoryview(frame).nbytes)
-        channel = self._channels[-1 if largest >= COPY_BELOW_BYTES else 0]
-        channel.send(rank, topic, header, frames, on_confirmed)
+        self._channels[0].send(rank, topic, header, frames, on_confirmed)
+
+    def send_arrays(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any],
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """:meth:`send_packed` for what may be large: where :meth:`open_lanes` was called, it takes those connections.
+
+        There, other messages neither wait for it nor keep their place before or behind it.
+        """
+        if self._lanes is None or rank not in self._lanes or sum(map(_num_bytes, frames)) < LANE_BYTES:
+            self.send_packed(rank, topic, header, frames, on_confirmed)
+        else:
+            self._lanes.channel.send(rank, topic, header, frames, on_confirmed)
 
     def traffic(self) -> Traffic:
         """What was sent and what is held now."""
@@ -394,19 +385,20 @@ class PeerNetwork:
             self._on_lost(self.rank, text)
 
     def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
-        """Close once nothing waits for room at a peer."""
-        if linger_s > 0 and self.traffic().waiting_bytes:
+        """Close once nothing waits for room at a peer, and all arrays have arrived."""
+        arrays = self._lanes.channel.held_bytes() if self._lanes is not None else (0, 0)
+        if linger_s > 0 and (self.traffic().waiting_bytes or any(arrays)):
             self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
         else:
             self._shut(max(linger_s, 0.0), done)
 
     def _shut(self, linger_s: float, done: threading.Event) -> None:
         self._is_closed = True
-        for channel in self._channels:
-            channel.close(linger_s)
-        if not self._channels:
-            for link in self._links:
-                link.close(0)
+        if self._lanes is None:
+            self._link.close(0)
+        else:
+            self._channels[0].close(linger_s)
+            self._lanes.close(linger_s)
         done.set()
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -445,3 +437,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
+
+
+def _num_bytes(frame: Any) -> int:
+    return memoryview(frame).nbytes

@@ -67,6 +67,7 @@ def join(
             interface=membership.interface or config.interface,
             silence_deadline_s=config.silence_deadline_s,
             encrypt_arrays=config.encrypt_arrays,
+            array_connections=config.array_connections,
         ),
     )
     member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+from rrfp_jax.network.plain import pack
 from rrfp_jax.tree import children, parent
 
 PATIENCE_S = 8.0
@@ -60,6 +61,12 @@ class Node:
     def start(self, loop: asyncio.AbstractEventLoop, addresses: Mapping[int, PeerAddress], **options: Any) -> None:
         callbacks = {"lost": self.lost.__setitem__, "left": self.left.append, "broken": self.broken.append}
         self.network.start(loop, addresses, **callbacks, **options)
+
+    def send_arrays(
+        self, rank: int, header: dict[str, Any], frames: Sequence[Any], on_confirmed: Callable[[], None] | None = None
+    ) -> None:
+        network, packed = self.network, pack(header)
+        network.call_soon(lambda: network.send_arrays(rank, b"note", packed, frames, on_confirmed))
 
 
 def tree_connections(rank: int, num_ranks: int) -> set[int]:

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+from rrfp_jax.network import NetworkSettings, PeerNetwork, RunKey
 from tests.network.mesh import PATIENCE_S, eventually, nodes, processes, running_loop, tree_connections
-
-both_ways = pytest.mark.parametrize("encrypt_arrays", [True, False], ids=["encrypted", "clear"])
 
 
 def on_loop(node: Any, call: Any) -> None:
@@ -25,10 +23,9 @@ def on_loop(node: Any, call: Any) -> None:
     assert done.wait(PATIENCE_S)
 
 
-@both_ways
-def test_arrays_of_every_size_arrive_as_they_were(encrypt_arrays: bool) -> None:
+def test_frames_of_every_size_arrive_as_they_were() -> None:
     payloads = [np.arange(size, dtype=np.uint8) for size in (0, 1, 33, 65_535, 65_536, 1 << 20, 16 << 20)]
-    with nodes(2, encrypt_arrays=encrypt_arrays) as (first, second):
+    with nodes(2) as (first, second):
         confirmed: list[int] = []
         for step, payload in enumerate(payloads):
             frames = [payload.data] if payload.size else []
@@ -77,10 +74,9 @@ def test_a_message_may_be_sent_from_a_handler() -> None:
         assert eventually(lambda: hops == list(range(1, 101)))
 
 
-@both_ways
-def test_above_the_mark_messages_wait_and_none_is_dropped(encrypt_arrays: bool) -> None:
+def test_above_the_mark_messages_wait_and_none_is_dropped() -> None:
     size, num_messages = 1 << 20, 24
-    with nodes(2, high_water_bytes=4 * size, encrypt_arrays=encrypt_arrays) as (first, second):
+    with nodes(2, high_water_bytes=4 * size) as (first, second):
         held: list[tuple[int, int]] = []
 
         def burst() -> None:
@@ -138,15 +134,14 @@ def test_misuse_is_named() -> None:
         PeerNetwork(rank=0, num_ranks=2, key=key, settings=NetworkSettings(interface="nowhere0"))
     with pytest.raises(ValueError, match="must be positive"):
         NetworkSettings(high_water_bytes=0)
+    with pytest.raises(ValueError, match="array_connections is 0: give 1 to 16"):
+        NetworkSettings(array_connections=0)
     with running_loop() as loop:
         network = PeerNetwork(rank=0, num_ranks=3, key=key)
         with pytest.raises(ValueError, match="call start first"):
             network.send(1, "note", {})
         with pytest.raises(ValueError, match="no address for rank 2"):
             network.start(loop, {1: network.address}, lost=lambda rank, why: None)
-        clear = PeerAddress(heartbeats="tcp://127.0.0.1:1", messages="tcp://127.0.0.1:2", arrays="tcp://127.0.0.1:3")
-        with pytest.raises(ValueError, match="rank 0 and rank 1 differ in encrypt_arrays"):
-            network.start(loop, {1: clear, 2: clear}, lost=lambda rank, why: None)
         network.close()
         network.close()
     with nodes(2) as (first, _):
@@ -162,8 +157,7 @@ def test_misuse_is_named() -> None:
                 call()
 
 
-@both_ways
-def test_closing_frees_threads_files_and_ports(encrypt_arrays: bool) -> None:
+def test_closing_frees_threads_files_and_ports() -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -173,8 +167,11 @@ def test_closing_frees_threads_files_and_ports(encrypt_arrays: bool) -> None:
     files, threads = open_files(), set(threading.enumerate())
     ports: list[int] = []
     for _ in range(5):
-        with nodes(3, encrypt_arrays=encrypt_arrays) as members:
+        with nodes(3) as members:
             members[0].network.send_threadsafe(1, "note", {}, [bytes(1 << 20)])
+            members[2].network.open_lanes([0, 1])
+            members[2].send_arrays(0, {}, [bytes(1 << 20)])
+            assert eventually(lambda members=members: len(members[0].got) == 1)
             assert eventually(lambda members=members: len(members[1].got) == 1)
             for member in members:
                 ports += [int(place.rpartition(":")[2]) for place in member.network.address.as_dict().values()]

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from rrfp_jax.network import Bulletin, MalformedMessage, NetworkSettings, RendezvousServer, RunKey
+from rrfp_jax.network import Bulletin, NetworkSettings, RendezvousServer, RunKey
 from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.network.roll_call import Ending, LauncherReport
 from rrfp_jax.network.sockets import rank_role
@@ -48,6 +48,17 @@ def scan(address: str, seed: int = 0) -> None:
                 connection.sendall(said)
             except OSError:
                 continue
+
+
+def place_of_arrays(members: list[Node]) -> str:
+    """Where the first of two ranks has been connected to for arrays, and listens for more."""
+    members[1].network.open_lanes([0])
+    members[1].send_arrays(0, {"note": "array"}, [bytes(1 << 17)])
+    assert eventually(lambda: len(members[0].got) == 1)
+    members[0].got.clear()
+    lanes: Any = members[0].network._lanes
+    host, port = lanes._meeting._listener.getsockname()
+    return f"tcp://{host}:{port}"
 
 
 def assert_still_works(members: list[Node], note: Any = "still here") -> None:
@@ -86,9 +97,9 @@ def stranger(address: str, kind: int, *, pair: Any = None, server: bytes = b"", 
 
 
 def test_port_scans_are_dropped() -> None:
-    with nodes(2, encrypt_arrays=False) as members:
+    with nodes(2) as members:
         idle = []
-        for seed, place in enumerate(members[0].network.address.as_dict().values()):
+        for seed, place in enumerate([*members[0].network.address.as_dict().values(), place_of_arrays(members)]):
             scan(place, seed)
             host, port = place.removeprefix("tcp://").split(":")
             idle.append(socket.create_connection((host, int(port))))
@@ -99,7 +110,7 @@ def test_port_scans_are_dropped() -> None:
 
 def test_other_keys_are_refused_and_nothing_is_said_to_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), nodes(2) as members:
-        address, key = members[0].network.address, members[0].network._links[0].key
+        address, key = members[0].network.address, members[0].network._link.key
         server = key.pair(rank_role(0)).public
         foreign = RunKey.generate().pair(rank_role(1))
         own_role, own_rank = key.pair("member"), key.pair(rank_role(0))
@@ -126,7 +137,7 @@ def test_other_keys_are_refused_and_nothing_is_said_to_them(caplog: pytest.LogCa
 def test_a_member_hears_only_what_is_for_its_own_rank() -> None:
     with nodes(3) as members:
         first = members[0].network
-        key, link = first._links[0].key, first._links[0]
+        key, link = first._link.key, first._link
         pair, server = key.pair(rank_role(2)), key.pair(rank_role(0)).public
         assert eventually(lambda: link.is_complete)
         before = link._receivers[2]
@@ -175,9 +186,13 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 ) -> None:
     with caplog.at_level(logging.WARNING), nodes(3, encrypt_arrays=encrypt_arrays) as members:
         mad, done = members[2].network, threading.Event()
+        mad.open_lanes([0])
+        members[2].send_arrays(0, {"note": "array"}, [bytes(1 << 17)])
+        assert eventually(lambda: len(members[0].got) == 1)
+        members[0].got.clear()
 
         def rave() -> None:
-            for link in mad._links:
+            for link in (mad._link, mad._lanes._link):
                 for head, frames in mad_heads():
                     link.send(0, head, frames)
             done.set()
@@ -194,57 +209,6 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
         assert first.traffic().num_received > 0
         assert "a message from rank 2 was dropped" in caplog.text
         assert "a heartbeat of rank 2 was dropped" in caplog.text
-
-
-def test_arrays_in_the_clear_are_believed_only_with_a_fresh_seal_of_this_run() -> None:
-    with nodes(2, encrypt_arrays=False) as members:
-        first, second = members
-        link: Any = second.network._links[1]
-        genuine: list[list[memoryview]] = []
-        opened = link._opened
-        link._opened = lambda rank, frames: (genuine.append(frames), opened(rank, frames))[1]
-        first.network.send_threadsafe(1, "note", {"number": 1}, [bytes(1 << 17)])
-        assert eventually(lambda: len(second.got) == 1)
-        sealed, frame = genuine[0]
-        other = memoryview(b"other frame")
-        renumbered = memoryview(bytes(sealed[:20]) + struct.pack("<Q", 9) + bytes(sealed[28:]))
-        forged = memoryview(bytes(16) + struct.pack("<IQ", 0, 9) + bytes(sealed[28:]))
-        mad: list[tuple[int, list[memoryview]]] = [
-            (0, [sealed, frame]),  # replayed
-            *((0, [head, frame]) for head in (renumbered, forged)),
-            *(
-                (0, frames)
-                for frames in ([sealed, other], [sealed], [sealed, frame, frame], [other], [memoryview(b"")])
-            ),
-            (1, [sealed, frame]),  # over the connection of another
-        ]
-        link._last_seen.clear()
-        assert opened(0, [sealed, frame])[0].nbytes  # what is genuine would be believed again, were it not old
-        for rank, frames in mad:
-            with pytest.raises(MalformedMessage):
-                opened(rank, frames)
-        first.network.send_threadsafe(1, "note", {"number": 2}, [bytes(1 << 17)])
-        assert eventually(lambda: [header["number"] for _, header, _ in second.got] == [1, 2])
-        assert_still_works(members)
-
-
-def test_in_the_clear_only_the_first_greeting_of_a_rank_counts() -> None:
-    with nodes(2, encrypt_arrays=False) as members:
-        (first, second), listeners = members, []
-        greeting = second.network._links[1]._greeting(0)
-        foreign = Node(1, 2, RunKey.generate(), NetworkSettings(encrypt_arrays=False))
-        forged = foreign.network._links[1]._greeting(0)
-        foreign.network.close()
-        with ExitStack() as stack:
-            for said in (greeting, forged, b"hello", b"", bytes(28)):
-                speaking = stranger(first.network.address.arrays or "", zmq.DEALER, identity=b"rank 1")
-                listeners.append(stack.enter_context(speaking))
-                listeners[-1].send(said)
-            time.sleep(0.2)
-            first.network._loop.call_soon_threadsafe(first.network._links[1].welcome)
-            first.network.send_threadsafe(1, "note", {"number": 1}, [bytes(1 << 17)])
-            assert eventually(lambda: len(second.got) == 1)
-            assert not any(listener.poll(100) for listener in listeners)
 
 
 def memory_bytes() -> int:
@@ -276,8 +240,8 @@ def test_a_stranger_cannot_make_a_rank_allocate() -> None:
         GREETING + b"NULL".ljust(20, b"\0") + bytes(32) + ready + (b"\0\xff" + bytes(255)) * 100_000,
     ]
     key = RunKey.generate()
-    with nodes(2, encrypt_arrays=False) as members, closing(RendezvousServer(2, key, deadline_s=30.0)) as server:
-        places = [*members[0].network.address.as_dict().values(), server.address]
+    with nodes(2) as members, closing(RendezvousServer(2, key, deadline_s=30.0)) as server:
+        places = [*members[0].network.address.as_dict().values(), place_of_arrays(members), server.address]
         assert len(places) == 4
         before = memory_bytes()
         for place in places:

@@ -68,6 +68,20 @@ def test_every_dtype_size_and_container_arrives(selection: str, encrypt_arrays: 
         assert held[1].held.received == 0
 
 
+def test_large_arrays_that_arrive_aligned_are_delivered_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32), jax.devices()[0])
+    with connected(PAIR, single_edge(value)) as ranks:
+        monkeypatch.setattr("rrfp_jax.runtime.transports.inbox.Workers.submit", None)
+        addresses = set()
+        for step in range(5):
+            ranks.send(0, 1, value, step=step)
+            got = ranks[1].next()[3]
+            same(got, value)
+            addresses.add(got.__array_interface__["data"][0])
+            del got
+        assert len(addresses) < 5  # memory is used again
+
+
 def test_thousands_of_small_arrays_arrive() -> None:
     """More than the header of one message holds."""
     payload = [np.full(256, i, np.float32) for i in range(2000)]
@@ -289,8 +303,10 @@ def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pyt
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    value = jax.device_put(jnp.ones((1 << 16,)), jax.devices()[0])
-    with connected(PAIR, single_edge(value)) as ranks:
+    devices, value = jax.devices(), jnp.ones((1 << 16, 4))
+    here, there = sharding_named("replicated", devices[:4]), sharding_named("columns", devices[4:])
+    value = jax.device_put(value, here)
+    with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
         monkeypatch.setattr("rrfp_jax.runtime.transports.inbox.assemble", fail)
         ranks.send(0, 1, value)
         failure = ranks[1].failures.get(timeout=10)

@@ -1,8 +1,8 @@
 """Messages whose parts come from several ranks: collected on the event loop, assembled, and delivered once complete.
 
 Pieces become arrays as the receiving program takes them, on worker threads where that takes long. On CPU a program
-takes a whole array as NumPy's, without copying it where it starts at a multiple of 64 bytes; what is sharded becomes a
-JAX array of this rank's shards. Elsewhere arrays are put on the devices before they are delivered.
+takes a whole array as NumPy's, without copying it where it starts at a multiple of 64 bytes, as large ones arrive; what
+is sharded becomes a JAX array of this rank's shards. Elsewhere arrays are put on the devices before they are delivered.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf, Slot, num_bytes_of
+from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf, Slot, is_on_host, num_bytes_of
 from rrfp_jax.runtime.transports.interface import Deliver, HeldBytes
 from rrfp_jax.runtime.transports.parts import Key
 from rrfp_jax.runtime.transports.routes import Box, box_of, shape_of
@@ -64,7 +64,7 @@ class Inbox:
             del self._complete[step]
 
     def _finish(self, plan: EdgePlan, key: Key, parts: dict[int, Sequence[Any]]) -> None:
-        if is_quick(plan):
+        if is_quick(plan) or needs_nothing(plan, parts):
             self.whole(plan, key, assemble(plan, parts))
             return
         self._held.add(received=plan.incoming_bytes)
@@ -78,6 +78,13 @@ class Inbox:
 def is_quick(plan: EdgePlan) -> bool:
     """Whether a message of this edge may be assembled on the event loop."""
     return plan.incoming_bytes <= QUICK_BYTES and plan.on_host
+
+
+def needs_nothing(plan: EdgePlan, parts: Parts) -> bool:
+    """Whether the arrays are here as programs take them, so that nothing is copied whatever their size."""
+    return plan.is_plain and all(
+        isinstance(array, np.ndarray) and _is_aligned(array) for arrays in parts.values() for array in arrays
+    )
 
 
 def assemble(plan: EdgePlan, parts: Parts) -> Any:
@@ -116,7 +123,8 @@ def _shard(leaf: Leaf, box: Box, pieces: Iterable[tuple[Slot, Any]]) -> Any:
 
 def _host_shard(leaf: Leaf, shape: tuple[int, ...], pieces: Sequence[tuple[Slot, Any]]) -> np.ndarray:
     if len(pieces) == 1 and pieces[0][0].within is None:
-        return _aligned(np.asarray(pieces[0][1]))
+        array = np.asarray(pieces[0][1])
+        return _aligned(array) if is_on_host(leaf.target_sharding) else array
     whole = _empty(shape, leaf.dtype)
     for slot, array in pieces:
         whole[slot.within or ...] = np.asarray(array)
@@ -134,13 +142,15 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _aligned(array: np.ndarray) -> np.ndarray:
     """The array, moved where a program would have to copy it. Small ones are copied by programs anyway."""
-    if array.nbytes <= QUICK_BYTES and array.flags.aligned:
-        return array
-    if _address(array) % _ALIGNMENT == 0:
+    if _is_aligned(array):
         return array
     moved = _empty(array.shape, array.dtype)
     moved[...] = array
     return moved
+
+
+def _is_aligned(array: np.ndarray) -> bool:
+    return _address(array) % _ALIGNMENT == 0 or (array.nbytes <= QUICK_BYTES and array.flags.aligned)
 
 
 def _address(array: np.ndarray) -> int:

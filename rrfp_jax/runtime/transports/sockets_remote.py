@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rrfp_jax.network import PeerNetwork
-from rrfp_jax.runtime.transports.edges import EdgePlan
+from rrfp_jax.network.lanes import LANE_BYTES
+from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import HeldBytes, Remote
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack, pack_key, start_copy, unpack, unpack_key
@@ -40,6 +41,11 @@ class SocketsRemote(Remote):
     def close(self) -> None:
         self._network.unsubscribe(TOPIC)
 
+    def prepare(self, plan: EdgePlan) -> None:
+        parts = {**plan.outgoing, **plan.incoming}
+        large = {rank for rank, slots in parts.items() if num_bytes_of(slots) >= LANE_BYTES}
+        self._network.open_lanes(large - {plan.rank})
+
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Packed | Callable[[], Packed]:
@@ -58,7 +64,7 @@ class SocketsRemote(Remote):
         small, frames, num_bytes = offered
         self._held.add(sent=num_bytes)
         confirmed = partial(self._held.add, sent=-num_bytes)
-        self._network.send_packed(receiver, TOPIC, pack_key(key) + small, frames, confirmed)
+        self._network.send_arrays(receiver, TOPIC, pack_key(key) + small, frames, confirmed)
 
     def _receive(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
         key = unpack_key(header)

@@ -1,0 +1,139 @@
+"""Two processes that throw arrays to each other as two stages do, for measurements.
+
+A compute thread ships an array, its event loop sends it, the other loop delivers it to the other compute thread. Each
+process has the cores that it would have as a rank.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+PATIENCE_S = 60.0
+
+Way = tuple[str, bool]
+"""A transport, and whether arrays are encrypted."""
+Play = tuple[Sequence[int], "Callable[[Stage, Connection], None]"]
+"""The sizes of the arrays, and what is done with them."""
+WAYS: tuple[Way, ...] = (("sockets", True), ("sockets", False), ("transfer", False))
+
+
+def name_of(way: Way) -> str:
+    """The name of a way in a table."""
+    return f"{way[0]}, {'encrypted' if way[1] else 'clear'}"
+
+
+@contextmanager
+def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], None]) -> Iterator[list[Connection]]:
+    """Two processes that run ``main`` with a stage each; yields the pipes to them. They are killed at the end.
+
+    Args:
+        sizes: in bytes, of the arrays that can be thrown.
+    """
+    from rrfp_jax.network import RunKey
+
+    key, context = RunKey.generate().text(), multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    members: list[Any] = []
+    try:
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            members.append(
+                context.Process(target=_member, args=(rank, key, way, (tuple(sizes), main), theirs), daemon=True)
+            )
+            members[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        addresses = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(addresses)
+        yield pipes
+    finally:
+        for member in members:
+            member.kill()
+
+
+def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None:
+    from experiments.process import use_cpu
+    from rrfp_jax.launch.binding import rank_cores
+    from rrfp_jax.launch.tether import bind
+    from rrfp_jax.network.loop_thread import LoopThread
+
+    if cores := rank_cores("cores", 2)[rank]:
+        bind(set(cores))
+    use_cpu(1)
+    from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+
+    selection, encrypt_arrays = way
+    settings = NetworkSettings(encrypt_arrays=encrypt_arrays)
+    network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)
+    pipe.send(network.address.as_dict())
+    thread = LoopThread()
+    addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
+    network.start(thread.loop, addresses, lost=lambda *_: None)
+    network.wait_connected(PATIENCE_S)
+    server = None
+    if selection == "transfer":
+        from rrfp_jax.runtime.transports.transfer_server import TransferServer
+
+        server = TransferServer(network, PATIENCE_S)
+    stage = Stage(rank, network, server, thread.loop, play[0])
+    play[1](stage, pipe)
+    stage.transport.close()
+    network.close()
+    thread.close()
+
+
+class Stage:
+    """One of two stages, with a chunk for each size; its compute thread is the caller of its methods."""
+
+    def __init__(
+        self, rank: int, network: Any, server: Any, loop: asyncio.AbstractEventLoop, sizes: Sequence[int]
+    ) -> None:
+        import jax
+        import numpy as np
+
+        from rrfp_jax.arbitration import Message, MessageKind
+        from rrfp_jax.planning.layout import Layout
+        from rrfp_jax.runtime.transports import Edge, PipelineTransport
+        from rrfp_jax.tasks import looped
+
+        self.rank, self.network, self.loop = rank, network, loop
+        self._came: SimpleQueue[Any] = SimpleQueue()
+        device = jax.devices()[0]
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        self.values = [jax.device_put(np.zeros(num_bytes // 4, np.float32), device) for num_bytes in sizes]
+        edges = [Edge(spec=value, source=sharding, target=sharding) for value in self.values]
+        self._messages = [
+            Message(MessageKind.ACTIVATION, 2 * edge + rank, 2 * edge + 1 - rank, 0) for edge in range(len(edges))
+        ]
+        self.transport = PipelineTransport(
+            layout=Layout(num_stages=2, num_ranks=2),
+            placement=looped(2, len(edges)),
+            rank=rank,
+            network=network,
+            edge=lambda message: edges[message.source // 2],
+            deliver=lambda stage, step, message, payload: self._came.put(payload),
+            failed=self._came.put,
+            server=server,
+            eager_bytes=0,
+        )
+        self.transport.prepare(
+            [*self._messages, *(m._replace(source=m.target, target=m.source) for m in self._messages)]
+        )
+
+    def throw(self, edge: int, step: int) -> None:
+        """Send the array of a size to the other stage."""
+        transport, message, unit = self.transport, self._messages[edge], 1 - self.rank
+        shipped = transport.ship(self.values[edge], unit, message)
+        self.loop.call_soon_threadsafe(transport.send, unit, step, message, shipped)
+
+    def catch(self) -> Any:
+        """What the other stage has thrown next."""
+        came = self._came.get(timeout=PATIENCE_S)
+        if isinstance(came, Exception):
+            raise came
+        return came

@@ -1,0 +1,102 @@
+"""A rank's connections for arrays: to whom there are any, how they come about, and what follows where one ends."""
+
+import logging
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rrfp_jax.network.channel import Channel, Deliver
+from rrfp_jax.network.lane_link import LaneLink
+from rrfp_jax.network.lane_meeting import LaneMeeting
+from rrfp_jax.network.settings import NetworkSettings
+
+_LOG = logging.getLogger(__name__)
+LANE_BYTES = 1 << 16
+"""What arrays have at least that travel over connections of their own; for less, those of messages do as well."""
+NUM_OWN_FILES = 2
+
+
+class Lanes:
+    """Used on the event loop, but for what says otherwise.
+
+    Args:
+        host: where this rank listens.
+        tell: sends a dict to a rank, whose :meth:`receive` gets it.
+        suspect: called with a rank that has ended a connection.
+        failed: called with a rank that cannot be reached, and why.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        settings: NetworkSettings,
+        *,
+        loop: AbstractEventLoop,
+        deliver: Deliver,
+        tell: Callable[[int, dict[str, Any]], None],
+        suspect: Callable[[int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self._rank, self._loop, self._suspect = rank, loop, suspect
+        self._ranks: set[int] = set()
+        self._is_closed = False
+        self._link = LaneLink(
+            rank, encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes, broken=self._broke
+        )
+        self.channel = Channel(self._link, loop, deliver, settings.high_water_bytes)
+        self._meeting = LaneMeeting(
+            rank,
+            host,
+            num_connections=settings.array_connections,
+            encrypts=settings.encrypt_arrays,
+            tell=tell,
+            made=self._link.open,
+            failed=failed,
+        )
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._ranks
+
+    def want(self, rank: int) -> None:
+        """Have arrays to and from a rank take connections of their own, from now on."""
+        if rank not in self._ranks and not self._is_closed:
+            self._add(rank)
+            self._meeting.want(rank)
+
+    def receive(self, rank: int, header: dict[str, Any], host: str) -> None:
+        """What another rank tells about connections; ``host`` is where it listens. Raises MalformedMessage."""
+        if not self._is_closed:
+            self._add(rank)
+            self._meeting.receive(rank, header, host)
+
+    def _add(self, rank: int) -> None:
+        self._ranks.add(rank)
+        self.channel.add(rank, "")
+
+    def drop(self, rank: int, *, has_left: bool) -> None:
+        """The rank is gone."""
+        self.channel.drop(rank, has_left=has_left)
+
+    def close(self, linger_s: float) -> None:
+        """Make no more connections, and send nothing that is new."""
+        self._is_closed = True
+        if not self._loop.is_closed():
+            self._meeting.close()
+        self.channel.close(linger_s)
+
+    def join(self, linger_s: float) -> None:
+        """After :meth:`close`, on any thread: give what is under way so long, then free everything."""
+        self._link.join(time.monotonic() + linger_s)
+
+    def _broke(self, rank: int, why: str) -> None:
+        """On the thread of a connection."""
+        with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._broken, rank, why)
+
+    def _broken(self, rank: int, why: str) -> None:
+        if not self._is_closed:
+            _LOG.debug("rank %d: a connection for arrays with rank %d ended: %s", self._rank, rank, why)
+            self._suspect(rank)
