@@ -23,7 +23,7 @@ from experiments.console import make_console
 from experiments.durations import Durations, Profile, parse_durations_ms
 from experiments.errors import BadInput, checking_input, run_command
 from experiments.levels_report import Execution, Row, as_json, formulas_of, show_levels
-from experiments.machine import add_machine_arguments, make_machine
+from experiments.machine import add_machine_arguments, dispatch, make_machine
 from experiments.noise import add_noise_arguments, check_noise, make_costs
 from experiments.options import CommandParser
 from experiments.ordering import parse_window
@@ -164,7 +164,7 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
     with checking_input():
         order = ordering.resolve(table.placement, table.graph)
         costs = make_costs(setting.arguments, durations_ms, table.placement)
-    arbiters = order.arbiters(RULES, dispatch_ahead=setting.arguments.dispatch_ahead)
+    arbiters = order.arbiters(RULES, dispatch_ahead=dispatch(setting.arguments).ahead)
     simulation = simulate(arbiters, costs, machine=setting.machine, num_steps=num_steps)
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
     return Execution(

@@ -4,6 +4,8 @@ import argparse
 import math
 
 from experiments.durations import parse_numbers
+from rrfp_jax.arbitration import DecisionTimer, Dispatch, dispatch_of
+from rrfp_jax.arbitration.dispatch import JUST_IN_TIME, parse_dispatch
 from rrfp_jax.simulation import Communication, Links, Machine, both_directions
 
 
@@ -17,18 +19,22 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--contention", action="store_true", help="a directed link carries one tensor at a time (async only)")
     add("--link-delay-ms", metavar="A-B:MS,...", help="extra latency of a link, both directions, as 6-7:30")
     add("--dispatch-overhead-ms", type=float, default=0.0, help="of the host, per task")
-    add("--dispatch-ahead", type=int, default=0, metavar="N", help="tasks handed over before the running one has ended")
+    add(
+        "--dispatch-ahead",
+        default="0",
+        metavar=f"N|{JUST_IN_TIME}",
+        help="tasks handed over before the running one has ended; or the next one when that is about to (default 0)",
+    )
     add("--agreement-ms", type=float, default=0.0, help="of a tensor-parallel group, per task")
     add("--control-ms", type=float, default=0.0, help="latency of the reports and verdicts between steps")
 
 
 def make_machine(arguments: argparse.Namespace) -> Machine:
     """The machine of these flags and ``--num-stages``; raises ValueError with the remedy."""
-    if arguments.dispatch_ahead < 0:
-        raise ValueError(f"dispatch-ahead is {arguments.dispatch_ahead}: give 0 or more")
+    how = dispatch(arguments)
     if arguments.comm not in tuple(Communication):
         raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
-    if arguments.comm != Communication.ASYNC and (arguments.contention or arguments.dispatch_ahead):
+    if arguments.comm != Communication.ASYNC and (arguments.contention or how.is_early):
         flag = "contention" if arguments.contention else "dispatch-ahead"
         raise ValueError(f"{flag} has no effect with {arguments.comm} communication: leave it out, or take async")
     if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
@@ -48,7 +54,13 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
         communication=Communication(arguments.comm),
         dispatch_overhead_ms=arguments.dispatch_overhead_ms,
         agreement_ms=arguments.agreement_ms,
+        just_in_time=DecisionTimer if how.just_in_time else None,
     )
+
+
+def dispatch(arguments: argparse.Namespace) -> Dispatch:
+    """When stages are handed their next task; raises ValueError with the remedy."""
+    return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=False)
 
 
 def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:

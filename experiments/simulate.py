@@ -30,7 +30,7 @@ from experiments.durations import (
     parse_durations_ms,
 )
 from experiments.errors import BadInput, checking_input, run_command
-from experiments.machine import make_machine
+from experiments.machine import dispatch, make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, parse_ordering
 from experiments.outputs import check_outputs, draw, last_steps
@@ -164,7 +164,7 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     return Prepared(
         ordering=resolved,
-        arbiters=resolved.arbiters(RULES, dispatch_ahead=arguments.dispatch_ahead),
+        arbiters=resolved.arbiters(RULES, dispatch_ahead=dispatch(arguments).ahead),
         costs=make_costs(arguments, durations_ms, resolved.placement),
     )
 
@@ -184,8 +184,8 @@ def result_of(setting: Setting, ordering: Order, costs: Costs, simulation: Simul
     timeline, graph, placement = simulation.timeline, ordering.graph, ordering.placement
     weights = parse_memory_weights(setting.arguments.memory_weights)
     shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
-    # Dispatching ahead hides the host; a bound must not count on it.
-    host_ms = 0.0 if setting.arguments.dispatch_ahead else setting.machine.host_ms
+    # Dispatching before a task has ended hides the host; a bound must not count on it.
+    host_ms = 0.0 if dispatch(setting.arguments).is_early else setting.machine.host_ms
     bounds = [
         lower_bound(graph, placement, step_ms, links=setting.machine.links, host_ms=host_ms).total_ms
         for step_ms in shortest_ms

@@ -2,15 +2,25 @@
 
 Each stage is a device that runs one task at a time, a host that hands it tasks, and the stage's own
 :class:`StageArbiter`. The driver tells the arbiters what happens (step started, input arrived, task finished) and
-carries out what they instruct; it decides nothing about the order. Times are milliseconds inside and seconds in the
-record.
+carries out what they instruct; it decides nothing about the order. With just-in-time dispatch it also tells them that a
+task is about to end, when a stage's own timer expects it to. Times are milliseconds inside and seconds in the record.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rrfp_jax.arbitration import Event, FinishStep, Instruction, RunTask, Send, StageArbiter, StepStarted
+from rrfp_jax.arbitration import (
+    DecideNow,
+    DecisionTimer,
+    Event,
+    FinishStep,
+    Instruction,
+    RunTask,
+    Send,
+    StageArbiter,
+    StepStarted,
+)
 from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.jitter import EMA_KEPT
@@ -36,6 +46,8 @@ class Machine:
     """Of the host per task: from the choice of a task to its start, if the device is free by then."""
     agreement_ms: float = 0.0
     """Of a tensor-parallel group per task: the ranks agree on it before the host hands it over."""
+    just_in_time: Callable[[], DecisionTimer] | None = None
+    """Makes each stage's timer, which says when to decide what follows a task; None: at its end."""
 
     def __post_init__(self) -> None:
         if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
@@ -43,10 +55,15 @@ class Machine:
                 f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
                 "must not be negative"
             )
+        if self.just_in_time is not None and self.communication is not Communication.ASYNC:
+            raise ValueError(
+                f"just-in-time dispatch has no meaning with {self.communication} communication, in which a stage sends "
+                "before it goes on: leave it out, or take async"
+            )
 
     @property
     def host_ms(self) -> float:
-        """Per task, before it can start; hidden behind the running task if the arbiter dispatches ahead."""
+        """Per task, before it can start; hidden behind the running task if that is there when it is chosen."""
         return self.dispatch_overhead_ms + self.agreement_ms
 
 
@@ -94,9 +111,20 @@ def simulate(
 class _Stage:
     """A stage's device, host and record."""
 
-    __slots__ = ("arbiter", "average_ms", "dispatched", "host_free_ms", "idle", "idle_since_ms", "is_over", "log")
+    __slots__ = (
+        "arbiter",
+        "average_ms",
+        "dispatched",
+        "host_free_ms",
+        "idle",
+        "idle_since_ms",
+        "is_over",
+        "log",
+        "started_ms",
+        "timer",
+    )
 
-    def __init__(self, arbiter: StageArbiter, record_events: bool) -> None:
+    def __init__(self, arbiter: StageArbiter, timer: DecisionTimer | None, record_events: bool) -> None:
         self.arbiter = arbiter
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
@@ -106,6 +134,9 @@ class _Stage:
         self.average_ms = 0.0
         """The moving average of compute times that injected sleeps depend on."""
         self.is_over = False
+        self.timer = timer
+        self.started_ms = 0.0
+        """When the running task started; kept for the timer."""
         self.log: EventLog | None = [] if record_events else None
 
 
@@ -115,7 +146,10 @@ class _Driver:
     ) -> None:
         durations = for_graph(costs.durations_ms, arbiters[0].graph)
         self.costs, self.machine, self.num_steps = costs, machine, num_steps
-        self.stages = [_Stage(arbiter, record_events) for arbiter in arbiters]
+        self.stages = [
+            _Stage(arbiter, machine.just_in_time() if machine.just_in_time else None, record_events)
+            for arbiter in arbiters
+        ]
         self.timeline = Timeline(len(arbiters))
         self.step_ends_ms = [0.0] * num_steps
         self.queue = EventQueue()
@@ -176,6 +210,8 @@ class _Driver:
     def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self.machine.host_ms
         stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
+        if stage.timer is not None:
+            stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)
         if len(stage.dispatched) == 1:
             self._start_task(index, stage)
 
@@ -186,13 +222,24 @@ class _Driver:
         self._set_idle(index, stage, None)
         if start_ms > now_ms:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
-        end_ms = start_ms + self._duration_ms(stage, step, task)
+        duration_ms = self._duration_ms(stage, step, task)
+        end_ms = start_ms + duration_ms
+        if stage.timer is not None:
+            stage.started_ms = start_ms
+            decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
+            if decide_ms < end_ms:
+                self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
         self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3))
         self.queue.post(end_ms, self._end_task, index)
+
+    def _decide(self, index: int, run: RunTask) -> None:
+        self.deliver(index, DecideNow(run.step, self.queue.now_ms / 1e3, run.task))
 
     def _end_task(self, index: int) -> None:
         stage = self.stages[index]
         _, step, task = stage.dispatched.popleft()
+        if stage.timer is not None:
+            stage.timer.ended(task, (self.queue.now_ms - stage.started_ms) / 1e3)
         if stage.dispatched:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)

@@ -132,6 +132,21 @@ def test_the_host_costs_unless_it_works_ahead(simulated):
     one = ("--num-stages", 1, "--num-microbatches", 8)
     assert simulated(*one, *overhead)["makespan_ms_mean"] == 240 + 15
     assert simulated(*one, *overhead, "--dispatch-ahead", 1)["makespan_ms_mean"] == 240
+    assert simulated(*one, *overhead, "--dispatch-ahead", "just-in-time")["makespan_ms_mean"] == 240
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--dispatch-ahead", "-1"), "dispatch_ahead is -1: give auto, just-in-time, or 0 or more tasks"),
+        (("--dispatch-ahead", "just-in-time", "--comm", "blocking"), "dispatch-ahead has no effect with blocking"),
+        (("--dispatch-ahead", "later"), "dispatch_ahead is 'later': give auto, just-in-time"),
+    ],
+)
+def test_bad_dispatch_is_refused(flags, what, capsys):
+    with pytest.raises((SystemExit, Exception)) as error:
+        main([*SMALL, *flags])
+    assert what in str(error.value) + capsys.readouterr().err
 
 
 def test_memory_weights_change_the_peak(simulated):

@@ -1,6 +1,7 @@
 """The discrete-event driver: figures, exactness against an independent computation, record and determinism."""
 
 import itertools
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -8,9 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import StageArbiter, StepRules, TaskFinished, strict
+from rrfp_jax.arbitration import DecideNow, DecisionTimer, StageArbiter, StepRules, TaskFinished, strict
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.simulation import Communication, Costs, Links, Machine, Simulation, constant, simulate
+from rrfp_jax.simulation import (
+    Communication,
+    Costs,
+    Links,
+    Machine,
+    Simulation,
+    constant,
+    for_steps,
+    lognormal,
+    simulate,
+)
 from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
 from rrfp_jax.timeline import IdleReason
 from tests.simulation.helpers import arbiters, by_hint, by_table, makespan_ms, run, starts_ms
@@ -134,6 +145,41 @@ def test_dispatching_ahead_hides_the_overhead():
     assert [str(t) for t in simulation.timeline.order()[0]][:3] == ["0F0", "0F1", "0B0"]
 
 
+def test_just_in_time_hides_the_overhead_and_keeps_the_order():
+    """The timer has learnt how long each task takes once one of its kind has ended."""
+    machine = Machine(dispatch_overhead_ms=1.5, just_in_time=DecisionTimer)
+    simulation = run(by_hint(chain(1, 3), linear(1)), TEN, machine=machine, record_events=True)
+    assert makespan_ms(simulation) == 90
+    assert [str(t) for t in simulation.timeline.order()[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+    decided_ms = [event.time_s * 1e3 for event, _ in simulation.logs[0] if isinstance(event, DecideNow)]
+    assert decided_ms == pytest.approx([1.5, 11.5, 40, 60, 70, 90])
+
+
+def test_what_becomes_ready_after_the_decision_starts_once_the_host_is_ready():
+    """Stages that wait for their inputs cannot hide the host, which never costs more than without."""
+    machine = Machine(dispatch_overhead_ms=1, just_in_time=DecisionTimer, links=Links(latency_ms=4))
+    early = run(by_hint(chain(2, 4), linear(2)), TEN, machine=machine)
+    late = run(by_hint(chain(2, 4), linear(2)), TEN, machine=replace(machine, just_in_time=None))
+    free = run(by_hint(chain(2, 4), linear(2)), TEN, machine=replace(machine, dispatch_overhead_ms=0))
+    assert makespan_ms(free) < makespan_ms(early) < makespan_ms(late)
+
+
+def test_just_in_time_loses_less_than_dispatching_ahead_when_durations_vary():
+    """Against deciding at the end with a host that takes no time; 2 ms tasks, 0.3 ms on the host."""
+    graph = chain(4, 32)
+    rng = np.random.default_rng(0)
+    durations_ms = lognormal(for_steps(constant((2.0, 2.0, 2.0), graph), 20), 0.5, rng)
+
+    def step_ms(overhead_ms, timer=None, **more):
+        machine = Machine(dispatch_overhead_ms=overhead_ms, just_in_time=timer)
+        simulation = run(by_hint(graph, linear(4), **more), durations_ms, machine=machine, num_steps=20)
+        return simulation.step_ends_ms[-1]
+
+    best = step_ms(0)
+    assert step_ms(0.3, DecisionTimer) < min(1.01 * best, step_ms(0.3, dispatch_ahead=1))
+    assert step_ms(0.3) > 1.08 * best
+
+
 def test_the_log_replays_to_the_same_instructions():
     graph, placement = chain(3, 5, split=True), linear(3)
     simulation = run(by_hint(graph, placement, window=3), TEN, num_steps=2, record_events=True)
@@ -195,7 +241,12 @@ def cases(draw) -> tuple[list[StageArbiter], np.ndarray, Machine, int]:
         latency_ms=draw(st.sampled_from([0.0, 1.0, 5.0])),
         contention=draw(st.booleans()) if is_async else False,
     )
-    machine = Machine(links=links, communication=communication, dispatch_overhead_ms=draw(st.sampled_from([0.0, 0.5])))
+    machine = Machine(
+        links=links,
+        communication=communication,
+        dispatch_overhead_ms=draw(st.sampled_from([0.0, 0.5])),
+        just_in_time=DecisionTimer if is_async and draw(st.booleans()) else None,
+    )
     return stages, durations_ms, machine, draw(st.integers(1, 2))
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rrfp_jax.arbitration import DecisionTimer
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import Communication, Links, Machine
 from rrfp_jax.tasks import chain, linear, looped
@@ -86,6 +87,8 @@ def test_free_transfers_change_nothing_unless_they_wait_for_the_receiver():
 def test_options_without_effect_are_refused(communication):
     with pytest.raises(ValueError, match="contention has no effect"):
         simulated("1f1b", communication, contention=True)
+    with pytest.raises(ValueError, match=f"just-in-time dispatch has no meaning with {communication}"):
+        Machine(communication=Communication(communication), just_in_time=DecisionTimer)
     with pytest.raises(ValueError, match="dispatch_ahead has no meaning"):
         run(
             by_hint(chain(1, 1), linear(1), dispatch_ahead=1),

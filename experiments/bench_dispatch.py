@@ -1,0 +1,178 @@
+"""What the host costs by when it decides: at a task's end, a task ahead, or just in time, in virtual time.
+
+Loss is how much longer a step takes than with a host that takes no time and decides at each task's end. Its part by
+*order* is what is left where decisions come as early and the host takes no time; the rest is *idle*: devices that wait
+for the host. *Known ends* is just-in-time with a timer that knows how long each task will take: what it loses, no rule
+can save, most of it where a stage is idle and its next input finds the host asleep.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.console import make_console
+from experiments.ordering import parse_ordering
+from experiments.simulate import RULES
+from rrfp_jax.arbitration import DecisionTimer, Order, TimingRule
+from rrfp_jax.simulation import Costs, Machine, constant, for_steps, lognormal, simulate
+from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.tasks import Task, TaskKind
+
+ORDERS: dict[str, tuple[int, dict[str, str]]] = {
+    "bf": (1, {"hint": "bf"}),
+    "bf-deep": (2, {"hint": "bf-deep"}),
+    "1f1b as hint": (1, {"schedule": "1f1b"}),
+    "zb-h1 as hint": (1, {"schedule": "zb-h1"}),
+}
+"""Chunks per stage, and what the ordering says."""
+SIZES = ((4, 32), (8, 64))
+"""Stages and microbatches."""
+DURATIONS_MS = (2.0, 10.0, 50.0)
+"""Of each F, input gradient and weight gradient."""
+SIGMAS = (0.0, 0.5)
+HOST_MS = 0.3
+NUM_STEPS, NUM_SEEDS = 12, 3
+RULES_TO_COMPARE = {
+    "0 of 16": TimingRule(window=16),
+    "0 of 64": TimingRule(),
+    "0.05 of 64": TimingRule(quantile=0.05),
+    "0.2 of 64": TimingRule(quantile=0.2),
+    "0.5 of 64": TimingRule(quantile=0.5),
+}
+
+
+class Loss(NamedTuple):
+    """In percent of the step."""
+
+    total: float
+    order: float
+
+    def __str__(self) -> str:
+        return f"{self.total:.2f} ({self.total - self.order:.2f} + {self.order:.2f})"
+
+
+class Believing(DecisionTimer):
+    """Takes the host for as slow as :data:`HOST_MS`, whatever it hears: early decisions, free of their cost."""
+
+    __slots__ = ()
+
+    def latency(self, seconds: float) -> None:  # noqa: ARG002 - on purpose
+        super().latency(HOST_MS / 1e3)
+
+
+class KnownEnds(DecisionTimer):
+    """Knows how long the tasks of one stage take, in the order of their microbatches and steps."""
+
+    __slots__ = ("_durations_ms", "_num_ended")
+
+    def __init__(self, durations_ms: Durations) -> None:
+        super().__init__()
+        self._durations_ms, self._num_ended = durations_ms, dict[Task, int]()
+
+    def delay_s(self, task: Task) -> float:
+        kind, chunk, microbatch = task
+        slots = {TaskKind.F: [0], TaskKind.I: [1], TaskKind.W: [2], TaskKind.B: [1, 2]}[kind]
+        duration_ms = self._durations_ms[self._num_ended.get(task, 0)][chunk, microbatch, slots].sum()
+        return max(0.0, float(duration_ms) - HOST_MS) / 1e3
+
+    def ended(self, task: Task, duration_s: float) -> None:  # noqa: ARG002 - it knew
+        self._num_ended[task] = self._num_ended.get(task, 0) + 1
+
+
+class _Case:
+    """One order with the durations of its tasks."""
+
+    def __init__(self, order: Order, durations_ms: Durations) -> None:
+        self.order, self.durations_ms = order, durations_ms
+        self.free_ms = self._run_ms(Machine())
+
+    def longer(
+        self, host_ms: float, timer: Callable[[], DecisionTimer] | None = None, *, dispatch_ahead: int = 0
+    ) -> float:
+        """By how many percent a step takes longer than where the host is free and decides at each end."""
+        machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer)
+        return 100 * (self._run_ms(machine, dispatch_ahead) / self.free_ms - 1)
+
+    def _run_ms(self, machine: Machine, dispatch_ahead: int = 0) -> float:
+        """Of all steps but the first, in which timers learn."""
+        arbiters = self.order.arbiters(RULES, dispatch_ahead=dispatch_ahead)
+        costs = Costs(durations_ms=self.durations_ms)
+        return sum(simulate(arbiters, costs, machine=machine, num_steps=NUM_STEPS).step_ms[1:])
+
+
+Way = Callable[[_Case], Loss]
+
+
+def bench_dispatch(console: Console | None = None) -> list[tuple[str, dict[str, Loss]]]:
+    """Print and return the losses of every way to decide, for each case."""
+    console = console or make_console()
+    rows = []
+    for num_stages, num_microbatches in SIZES:
+        table = Table(
+            title=f"{num_stages} stages x {num_microbatches} microbatches, {HOST_MS} ms of the host per task: "
+            "loss in % of the step (idle + order)",
+            title_justify="left",
+        )
+        for heading in ("case", *_ways()):
+            table.add_column(heading, justify="left" if heading == "case" else "right")
+        for name, order in _orders(num_stages, num_microbatches):
+            for duration_ms in DURATIONS_MS:
+                for sigma in SIGMAS:
+                    losses = _losses(order, duration_ms, sigma)
+                    rows.append((f"{name}, {duration_ms:g} ms, sigma {sigma:g}", losses))
+                    table.add_row(rows[-1][0], *map(str, losses.values()))
+        console.print(table)
+    return rows
+
+
+def _orders(num_stages: int, num_microbatches: int) -> list[tuple[str, Order]]:
+    made = []
+    for name, (per_stage, words) in ORDERS.items():
+        ordering = parse_ordering(**words)
+        order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=per_stage)
+        made.append((name, order))
+    return made
+
+
+def _losses(order: Order, duration_ms: float, sigma: float) -> dict[str, Loss]:
+    """The mean over some seeds; without jitter all are alike."""
+    steady = for_steps(constant((duration_ms,) * 3, order.graph), NUM_STEPS)
+    seeds = range(NUM_SEEDS if sigma else 1)
+    drawn = [lognormal(steady, sigma, np.random.default_rng(seed)) for seed in seeds]
+    cases = [_Case(order, one) for one in drawn]
+    return {name: _mean([way(case) for case in cases]) for name, way in _ways().items()}
+
+
+def _mean(losses: Sequence[Loss]) -> Loss:
+    return Loss(fmean(loss.total for loss in losses), fmean(loss.order for loss in losses))
+
+
+def _ways() -> dict[str, Way]:
+    ways: dict[str, Way] = {"at the end": _at_the_end, "1 ahead": _ahead, "known ends": _known_ends}
+    return ways | {name: partial(_just_in_time, rule) for name, rule in RULES_TO_COMPARE.items()}
+
+
+def _at_the_end(case: _Case) -> Loss:
+    return Loss(case.longer(HOST_MS), 0.0)
+
+
+def _ahead(case: _Case) -> Loss:
+    return Loss(case.longer(HOST_MS, dispatch_ahead=1), case.longer(0.0, dispatch_ahead=1))
+
+
+def _known_ends(case: _Case) -> Loss:
+    timer = partial(KnownEnds, case.durations_ms)
+    return Loss(case.longer(HOST_MS, timer), case.longer(0.0, timer))
+
+
+def _just_in_time(rule: TimingRule, case: _Case) -> Loss:
+    return Loss(case.longer(HOST_MS, partial(DecisionTimer, rule)), case.longer(0.0, partial(Believing, rule)))
+
+
+if __name__ == "__main__":
+    bench_dispatch()

@@ -1,0 +1,25 @@
+"""What the host costs by when it decides: just in time loses little, less than a task ahead or at the end."""
+
+import io
+
+from rich.console import Console
+
+from experiments import bench_dispatch
+
+
+def test_every_case_is_printed_and_just_in_time_loses_least(monkeypatch):
+    monkeypatch.setattr(bench_dispatch, "SIZES", ((4, 32),))
+    monkeypatch.setattr(bench_dispatch, "DURATIONS_MS", (2.0,))
+    monkeypatch.setattr(bench_dispatch, "ORDERS", {"bf": (1, {"hint": "bf"})})
+    monkeypatch.setattr(bench_dispatch, "SIGMAS", (0.5,))
+    monkeypatch.setattr(bench_dispatch, "NUM_SEEDS", 1)
+    compared = {name: bench_dispatch.RULES_TO_COMPARE[name] for name in ("0 of 64", "0.5 of 64")}
+    monkeypatch.setattr(bench_dispatch, "RULES_TO_COMPARE", compared)
+    shown = io.StringIO()
+    rows = dict(bench_dispatch.bench_dispatch(Console(file=shown, width=200)))
+    assert list(rows) == ["bf, 2 ms, sigma 0.5"]
+    assert "4 stages x 32 microbatches" in shown.getvalue()
+    losses = rows["bf, 2 ms, sigma 0.5"]
+    assert losses["0 of 64"].total <= 1 < losses["1 ahead"].total < losses["at the end"].total
+    assert losses["known ends"].total < losses["0 of 64"].total + 0.2
+    assert losses["0 of 64"].total < losses["0.5 of 64"].total
