@@ -94,10 +94,19 @@ def copy_to_host(arrays: Mapping[Name, jax.Array], writes: Mapping[Name, bool]) 
             shape=array.shape,
             dtype=np.dtype(array.dtype),
             piece_shape=array.sharding.shard_shape(array.shape),
-            pieces=tuple((shard.index, np.array(shard.data)) for shard in shards[name]),
+            pieces=tuple((shard.index, owned(shard.data)) for shard in shards[name]),
         )
         for name, array in plain.items()
     }
+
+
+def owned(piece: jax.Array) -> np.ndarray:
+    """The elements in host memory that outlives the piece; copied once.
+
+    What comes from an accelerator is a copy already. On the CPU JAX shows its own buffer, which the next update writes.
+    """
+    elements = np.asarray(piece)
+    return elements.copy() if any(device.platform == "cpu" for device in piece.devices()) else elements
 
 
 def batches(sized: Iterable[tuple[_T, int]], limit_bytes: int) -> Iterator[list[_T]]:
