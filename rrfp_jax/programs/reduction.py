@@ -7,9 +7,11 @@ gradients of the replicas, which differ, may come in as one array that is replic
 Order of sums
 -------------
 The copies of a shared layer must end with equal bits on different stages, and a deterministic run must not depend on
-the algorithm of a collective nor on which process holds which device. There the terms are gathered and added in
-ascending order, first chunk by chunk within a replica, then replica by replica. Elsewhere the collective adds, and
-gives all replicas the same bits, since each element is added up once. The norm is always added in order.
+the algorithm of a collective nor on which process holds which device. There the terms are added in ascending order,
+first chunk by chunk within a replica, then replica by replica: every replica collects all terms of its share of the
+elements, adds them up and hands the sums round, so that no device holds a large gradient more than a few times.
+Elsewhere the collective adds, and gives all replicas the same bits, since each element is added up once. The norm is
+always added in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +27,9 @@ from jax.sharding import Mesh, PartitionSpec
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import DATA, WHOLE
+
+_SMALL_BYTES = 64 << 10
+"""Up to which one collective that brings more costs less than two."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +135,24 @@ def _over_replicas(gradient: jax.Array, share: PartitionSpec, *, ordered: bool) 
     """The sum over all replicas, or this replica's share of it."""
     cut = next((dim for dim, axis in enumerate(share) if axis == DATA), None)
     if ordered:
-        return _ordered_sum(list(_terms(gradient, cut)))
+        return _ordered_over_replicas(gradient) if cut is None else _ordered_sum(list(_own_terms(gradient, cut)))
     if cut is None:
         return jax.lax.psum(gradient, DATA)
     return jax.lax.psum_scatter(gradient, DATA, scatter_dimension=cut, tiled=True)
 
 
-def _terms(gradient: jax.Array, cut: int | None) -> jax.Array:
-    """``[replicas, ...]``: the gradient of every replica, or its slice that makes up this replica's share."""
-    if cut is None:
-        return jax.lax.all_gather(gradient, DATA)
+def _ordered_over_replicas(gradient: jax.Array) -> jax.Array:
+    """The sum over all replicas, in order: of small gradients each adds up all terms, of others those of its share."""
+    if gradient.nbytes <= _SMALL_BYTES:
+        return _ordered_sum(list(jax.lax.all_gather(gradient, DATA)))
+    elements = gradient.reshape(-1)
+    padded = jnp.pad(elements, (0, -elements.size % jax.lax.axis_size(DATA)))
+    sums = _ordered_sum(list(_own_terms(padded, 0)))
+    return jax.lax.all_gather(sums, DATA, tiled=True)[: elements.size].reshape(gradient.shape)
+
+
+def _own_terms(gradient: jax.Array, cut: int) -> jax.Array:
+    """``[replicas, ...]``: for every replica the slice of its gradient that makes up this replica's share."""
     num_replicas = jax.lax.axis_size(DATA)
     shape = gradient.shape
     slices = gradient.reshape(*shape[:cut], num_replicas, shape[cut] // num_replicas, *shape[cut + 1 :])

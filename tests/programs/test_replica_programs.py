@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.reduction import Tie, reduce_function
+from rrfp_jax.programs.shardings import WHOLE
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.updates import Reduced, StageUpdates
 from rrfp_jax.tasks import PipelineGraph, chain
@@ -168,3 +170,19 @@ def test_replicas_must_have_the_same_number_of_devices() -> None:
 def test_every_mesh_can_be_connected() -> None:
     connect(grids_of(jax.devices(), 2, 2, 2))
     connect(grids_of(jax.devices(), 4, 1, 1))
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
+def test_ordered_sums_of_large_gradients_hold_no_copy_for_every_replica(size: int) -> None:
+    (grid,) = grids_of(jax.devices(), 1, DATA, 1)
+    alone = Tie(names=(), sharing=(0,), own_position=0, uncounted=frozenset())
+    function = reduce_function(alone, grid.mesh, {"own": WHOLE}, (), ordered=True)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size).astype(np.float32) for _ in range(DATA)]
+    parts = {r: jax.device_put(array, grid.unit_sharding(r)) for r, array in enumerate(arrays)}
+    program = jax.jit(function).lower({"own": grid.join(parts, WHOLE)}, ()).compile()
+    layers, _ = program({"own": grid.join(parts, WHOLE)}, ())
+    np.testing.assert_array_equal(layers["own"], ascending_sum(arrays))
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 0.8 * DATA * arrays[0].nbytes
