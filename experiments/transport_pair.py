@@ -47,9 +47,10 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
             members[-1].start()
             theirs.close()
             pipes.append(ours)
-        addresses = [pipe.recv() for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(addresses)
+        for _ in range(2 if way[0] == "transfer" else 1):  # of the ranks, and of their transfer servers
+            addresses = [pipe.recv() for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(addresses)
         yield pipes
     finally:
         for member in members:
@@ -79,7 +80,10 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     if selection == "transfer":
         from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
-        server = TransferServer(network, PATIENCE_S)
+        server = TransferServer("127.0.0.1")
+        pipe.send(server.address)
+        for other, address in enumerate(pipe.recv()):
+            server.know(other, address)
     stage = Stage(rank, network, server, thread.loop, play[0])
     play[1](stage, pipe)
     stage.transport.close()
@@ -119,6 +123,7 @@ class Stage:
             deliver=lambda stage, step, message, payload: self._came.put(payload),
             failed=self._came.put,
             server=server,
+            transfer_ranks={1 - rank},
             eager_bytes=0,
         )
         self.transport.prepare(

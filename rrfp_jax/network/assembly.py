@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rrfp_jax.network.buffers import ALIGNMENT, BufferPool
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 19
 _MAX_BUFFERS = 500
 """Of a part: what the system takes in one call, with some to spare."""
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES

@@ -4,6 +4,7 @@ A run of one process needs nothing but devices. In a run of several, :class:`Pro
 this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.network.settings import host_of
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -18,14 +20,17 @@ from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
-from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection
+from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
+from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers
 from rrfp_jax.runtime.wishes import Wishes
+from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
 EdgeOf = Callable[[Message], Edge | None]
+_LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
 _CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT)
 
@@ -40,6 +45,7 @@ class Process:
         num_devices: how many devices each process takes; None: one for each that the layout asks of it. Where they are
             fewer, stages share them.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
+        tries_transfer: whether ``auto`` tries transfer servers; None: where devices have memory of their own.
         patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
@@ -55,6 +61,7 @@ class Process:
         devices: Sequence[jax.Device] | None = None,
         num_devices: int | None = None,
         transport: Selection = "auto",
+        tries_transfer: bool | None = None,
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
@@ -75,6 +82,7 @@ class Process:
         self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None
+        self._tries_transfer = tries_transfer
         self._server: TransferServer | None = None
         self._transport: PipelineTransport | None = None
         """Of the runtime that was started last."""
@@ -96,9 +104,7 @@ class Process:
         if self.cluster is None:
             return
         groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
-        # Transfer servers of all processes know each other; who exchanges what is known when the stages start.
-        few = groups.union(control_neighbours(self.rank, self.layout.num_ranks))
-        self.cluster.connect(None if self._selection == "transfer" else few)
+        self.cluster.connect(groups.union(control_neighbours(self.rank, self.layout.num_ranks)))
         assert self.peers is not None
         with self._meeting():
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
@@ -108,10 +114,6 @@ class Process:
         if self.cluster is not None:
             self._check_sharing(platform)
             self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
-            if self._selection == "transfer":
-                from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not in every build of JAX
-
-                self._server = TransferServer(self.cluster.network, self._patience_s)
 
     def _check_sharing(self, platform: str | None) -> None:
         """GPUs' collectives know no two processes on one device."""
@@ -179,8 +181,12 @@ class Process:
         if self.cluster is not None and self._transport is not None:
             self._transport.close()  # one pipeline after another takes what the others send
 
+        messages = _messages(arbiters)
+        by_transfer = self._connect_stages(arbiters[0].placement, messages)
+
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
-            self._transport = self._make_transport(arbiters, edge, deliver, failed)
+            self._transport = self._make_transport(arbiters[0].placement, edge, deliver, failed, by_transfer)
+            self._transport.prepare(messages)
             return self._transport
 
         runtime = PipelineRuntime(
@@ -272,25 +278,62 @@ class Process:
         if self.cluster is not None:
             self.cluster.close()
 
+    def _connect_stages(self, placement: Placement, messages: Sequence[Message]) -> frozenset[int]:
+        """Reach the ranks with which such messages are exchanged; returns those to which arrays go by transfer.
+
+        Raises StartFailed where transfer is asked for and does not work.
+        """
+        if self.cluster is None:
+            return frozenset()
+        self.cluster.network.connect(partners(self.layout, placement, self.rank, messages))
+        if self._selection == "sockets":
+            return frozenset()
+        arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]
+        neighbours = partners(self.layout, placement, self.rank, arrays)
+        found = try_transfers(self.gather, self.rank, neighbours, self._transfer_probe())
+        refused = {pair: why for pair, why in found.items() if why}
+        if self._selection == "transfer" and refused:
+            (one, other), why = next(iter(refused.items()))
+            raise StartFailed(
+                f"transport transfer does not work between rank {one} and rank {other}: {why}; give transport auto, "
+                "which takes sockets there"
+            )
+        if not self.rank:
+            _LOG.info("%s", described(found))
+        working = {rank for pair in found.keys() - refused.keys() if self.rank in pair for rank in pair}
+        return frozenset(working - {self.rank})
+
+    def _transfer_probe(self) -> "Callable[[], Probe] | str":
+        """Starts what tries a transfer; or why nothing is tried."""
+        device = self.own_device(self.units[0])
+        is_tried = self._selection == "transfer" or self._tries_transfer
+        if not is_tried and (self._tries_transfer is False or device.platform == "cpu"):
+            return "devices share the host's memory, where they are the fastest"
+        assert self.cluster is not None
+        interface = host_of(self.cluster.network.address)
+
+        def start() -> Probe:
+            from rrfp_jax.runtime.transports.transfer_server import ServerProbe, TransferServer  # not in every JAX
+
+            self._server = self._server or TransferServer(interface)
+            return ServerProbe(self._server, self.rank, device)
+
+        return start
+
     def _make_transport(
-        self, arbiters: Sequence[StageArbiter], edge: EdgeOf, deliver: Deliver, failed: Failed
+        self, placement: Placement, edge: EdgeOf, deliver: Deliver, failed: Failed, by_transfer: frozenset[int]
     ) -> PipelineTransport:
-        network = None if self.cluster is None else self.cluster.network
-        transport = PipelineTransport(
+        return PipelineTransport(
             layout=self.layout,
-            placement=arbiters[0].placement,
+            placement=placement,
             rank=self.rank,
-            network=network,
+            network=None if self.cluster is None else self.cluster.network,
             edge=lambda message: None if message.kind in _CONTROL_ONLY else edge(message),
             deliver=deliver,
             failed=failed,
             server=self._server,
+            transfer_ranks=by_transfer,
         )
-        messages = _messages(arbiters)
-        transport.prepare(messages)
-        if network is not None:
-            network.connect(transport.partners(messages))
-        return transport
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from tests.multiprocess.transport_member import SHARDINGS, exchange, offer_and_n
 def test_units_of_several_processes_exchange_arrays_in_any_sharding(selection: str) -> None:
     with started(4, exchange, (selection,)) as ranks:
         ranks.introduce()
+        if selection == "transfer":
+            ranks.introduce()  # their servers
         for source in SHARDINGS:
             for target in SHARDINGS:
                 assert ranks.hear_all() == ["ready"] * 4
@@ -22,6 +24,7 @@ def test_units_of_several_processes_exchange_arrays_in_any_sharding(selection: s
 def test_a_fetch_from_a_rank_that_dies_is_a_failure() -> None:
     with started(2, offer_and_never_serve) as ranks:
         ranks.introduce()
+        ranks.introduce()  # their servers
         assert ranks.hear_all() == ["ready"] * 2
         ranks.tell_all("go on")
         assert ranks.hear(0) == "announced"

@@ -49,7 +49,11 @@ class Member:
         addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
         self.network.start(self._loop, addresses, lost=lambda *_: None)
         self.network.wait_connected(PATIENCE_S)
-        self._server = TransferServer(self.network, PATIENCE_S) if selection == "transfer" else None
+        self._server = TransferServer("127.0.0.1") if selection == "transfer" else None
+        if self._server is not None:
+            pipe.send(self._server.address)
+            for other, address in enumerate(pipe.recv()):
+                self._server.know(other, address)
         self.transport = self._make_transport()
 
     def _make_transport(self) -> Any:
@@ -65,6 +69,7 @@ class Member:
             deliver=lambda *delivery: self.came.put(delivery),
             failed=self.came.put,
             server=self._server,
+            transfer_ranks=set(range(self.layout.num_ranks)) - {self.rank},
             eager_bytes=0,
         )
 

@@ -1,8 +1,7 @@
 """Ranks of a run within the test's process: a transport and a network each, on one event loop and eight devices."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -61,6 +60,7 @@ class Rank:
             deliver=lambda *delivery: self.delivered.put(delivery),
             failed=self.failures.put,
             server=server,
+            transfer_ranks=set(range(layout.num_ranks)) - {rank},
             eager_bytes=eager_bytes,
         )
         self.transport = self._make()
@@ -103,6 +103,14 @@ class Ranks:
         self.on_loop(lambda: transport.send(stage, step, message, shipped))
 
 
+def introduce(servers: Sequence[TransferServer | None]) -> None:
+    """Tell transfer servers of each other."""
+    for server in servers:
+        for rank, other in enumerate(servers):
+            if server is not None and other is not None and other is not server:
+                server.know(rank, other.address)
+
+
 @contextmanager
 def connected(
     layout: Layout, edges: Mapping[Any, Edge], selection: str = "auto", *, eager_bytes: int = 0, **settings: Any
@@ -121,8 +129,8 @@ def connected(
                 network.wait_connected(PATIENCE_S)
             servers: list[TransferServer | None] = [None] * count
             if selection == "transfer":
-                with ThreadPoolExecutor(count) as executor:
-                    servers = list(executor.map(lambda network: TransferServer(network, PATIENCE_S), networks))
+                servers = [TransferServer("127.0.0.1") for _ in networks]
+                introduce(servers)
             for r, server in enumerate(servers):
                 ranks.append(Rank(networks[r] if networks else None, layout, r, edges, server, eager_bytes))
             yield Ranks(loop, ranks)

@@ -14,3 +14,4 @@ from rrfp_jax.runtime.transports.router import PipelineTransport as PipelineTran
 from rrfp_jax.runtime.transports.router import Selection as Selection
 from rrfp_jax.runtime.transports.router import check_selection as check_selection
 from rrfp_jax.runtime.transports.ways import EdgeOf as EdgeOf
+from rrfp_jax.runtime.transports.ways import partners as partners

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not part of every build of JAX
 
 Selection = Literal["auto", "sockets", "transfer"]
-"""How arrays travel between processes. ``auto`` is ``sockets``: it works on every backend, its connections prove who
-speaks, and it costs less processor time than transfer servers. ``transfer`` saves large arrays the way through the
-host's memory and through sockets; what is small goes through sockets anyway."""
+"""How arrays travel between processes. ``sockets`` work on every backend, and their connections prove who speaks.
+``transfer`` saves large arrays the way through the host's memory; what is small goes through sockets anyway. ``auto``
+tries between each two neighbours whether transfer works, where devices have memory of their own, and takes sockets
+elsewhere, which are faster there."""
 
 EAGER_BYTES = 1 << 16
 """Up to so many bytes, sockets cost less than a transfer, even encrypted."""
@@ -59,7 +60,7 @@ class PipelineTransport:
         edge: what a message carries, and how it lies at both ends; None for plain data.
         deliver: called on the event loop with every message for a unit of this rank.
         failed: called on the event loop with an error after which messages are missing.
-        server: through which arrays travel between processes; None: through sockets.
+        server: through which arrays travel to and from ``transfer_ranks``; others, or all without one, take sockets.
         eager_bytes: with a server, parts of up to so many bytes go through sockets nevertheless.
     """
 
@@ -74,6 +75,7 @@ class PipelineTransport:
         deliver: Deliver,
         failed: Failed,
         server: "TransferServer | None" = None,
+        transfer_ranks: Iterable[int] = (),
         eager_bytes: int = EAGER_BYTES,
     ) -> None:
         if network is None and layout.num_ranks > 1:
@@ -86,19 +88,24 @@ class PipelineTransport:
         self._workers = Workers("rrfp-assemble", _NUM_WORKERS, self._worker_failed)
         self._inbox = Inbox(deliver, self._workers, self.held)
         self._is_closed = False
-        self._remote = None if network is None else self._make_remote(network, server, eager_bytes)
+        ranks = frozenset(transfer_ranks)
+        self._remote = None if network is None else self._make_remote(network, server, ranks, eager_bytes)
         if network is not None and self._remote is not None:  # last, since messages may be waiting
             self._remote.open()
             network.subscribe_packed(_CONTROL, self._receive_control)
 
-    def _make_remote(self, network: PeerNetwork, server: "TransferServer | None", eager_bytes: int) -> Remote:
+    def _make_remote(
+        self, network: PeerNetwork, server: "TransferServer | None", ranks: frozenset[int], eager_bytes: int
+    ) -> Remote:
         common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self.held}
         sockets = SocketsRemote(network, workers=self._workers, **common)
-        if server is None:
+        if server is None or not ranks:
             return sockets
         from rrfp_jax.runtime.transports.transfer_remote import TransferRemote
 
-        return TransferRemote(network, server, sockets, eager_bytes=eager_bytes, failed=self._failed, **common)
+        return TransferRemote(
+            network, server, sockets, ranks=ranks, eager_bytes=eager_bytes, failed=self._failed, **common
+        )
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
@@ -106,10 +113,6 @@ class PipelineTransport:
         """Work out the routes of these messages ahead of the first one. Raises ValueError for edges that cannot be."""
         for message in messages:
             self._ways.of(message)
-
-    def partners(self, messages: Iterable[Message]) -> set[int]:
-        """The ranks with which this one exchanges such messages; each of them has it among its own likewise."""
-        return {rank for message in messages for rank in self._ways.partners(message)} - {self._rank}
 
     def close(self) -> None:
         """Take no more messages, which the network keeps for the next, and stop the threads. May be called again."""

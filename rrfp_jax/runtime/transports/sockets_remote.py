@@ -41,10 +41,11 @@ class SocketsRemote(Remote):
     def close(self) -> None:
         self._network.unsubscribe(TOPIC)
 
-    def prepare(self, plan: EdgePlan) -> None:
+    def prepare(self, plan: EdgePlan, without: frozenset[int] = frozenset()) -> None:
+        """Open connections for arrays where there are large ones; not to the ranks that need none."""
         parts = {**plan.outgoing, **plan.incoming}
         large = {rank for rank, slots in parts.items() if num_bytes_of(slots) >= LANE_BYTES}
-        self._network.open_lanes(large - {plan.rank})
+        self._network.open_lanes(large - without - {plan.rank})
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 

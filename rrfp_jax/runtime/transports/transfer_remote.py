@@ -62,8 +62,9 @@ class TransferRemote(Remote):
     """Offers arrays to other ranks and fetches theirs, over the network's interface.
 
     Args:
-        server: this process's, through which arrays are offered and fetched.
-        sockets: for parts of up to ``eager_bytes``.
+        server: this process's, through which arrays are offered and fetched; knows those of ``ranks``.
+        ranks: to and from which arrays travel so; both ends must agree.
+        sockets: for parts of up to ``eager_bytes``, and for other ranks.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TransferRemote(Remote):
         server: TransferServer,
         sockets: SocketsRemote,
         *,
+        ranks: frozenset[int],
         eager_bytes: int,
         ways: Ways,
         inbox: Inbox,
@@ -79,18 +81,19 @@ class TransferRemote(Remote):
         failed: Failed,
     ) -> None:
         self._network, self._ways, self._inbox, self._held = network, ways, inbox, held
-        self._sockets, self._eager_bytes = sockets, eager_bytes
+        self._sockets, self._eager_bytes, self._ranks = sockets, eager_bytes, ranks
         self._server, self._first = server, server.number()
         self._offers: dict[int, Offer] = {}
-        self._owed = {rank: _Owed() for rank in range(network.num_ranks) if rank != network.rank}
+        self._owed = {rank: _Owed() for rank in ranks}
         self._is_confirming_soon = False
         self._cuts: dict[tuple[EdgePlan, int], list[Cut]] = {}
         self._specs: dict[tuple[EdgePlan, int], list[jax.ShapeDtypeStruct]] = {}
         self._workers = Workers("rrfp-pull", _NUM_WAITING, failed)
 
     def prepare(self, plan: EdgePlan) -> None:
+        self._sockets.prepare(plan, without=self._ranks)
         for receiver, slots in plan.outgoing.items():
-            if num_bytes_of(slots) <= self._eager_bytes:
+            if receiver not in self._ranks or num_bytes_of(slots) <= self._eager_bytes:
                 continue
             self._cuts[plan, receiver] = [Cut(plan, slot) for slot in slots]
         for sender, slots in plan.incoming.items():
@@ -111,7 +114,7 @@ class TransferRemote(Remote):
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
         num_bytes = plan.outgoing_bytes[receiver]
-        if num_bytes <= self._eager_bytes:
+        if receiver not in self._ranks or num_bytes <= self._eager_bytes:
             return self._sockets.offer(plan, receiver, leaves)
         arrays = [cut(leaves[cut.slot.leaf]) for cut in self._cuts[plan, receiver]]
         offer = Offer(self._server.number(), arrays, num_bytes)
@@ -134,7 +137,7 @@ class TransferRemote(Remote):
         self._confirmed(header)
         key, number = unpack_key(field(header, _KEY, bytes)), field(header, _NUMBER, int)
         plan = self._ways.plan_from(key.message, sender)
-        if number < 0 or not plan.incoming[sender]:
+        if number < 0 or sender not in self._ranks or not plan.incoming[sender]:
             raise MalformedMessage(f"offer {number} of rank {sender} does not fit the message '{key.message}'")
         self._held.add(received=num_bytes_of(plan.incoming[sender]))
         self._workers.submit(

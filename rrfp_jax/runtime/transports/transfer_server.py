@@ -1,4 +1,4 @@
-"""This process's transfer server and its connections to those of all others; pipelines come and go, it stays.
+"""This process's transfer server, its connections to those of others, and whether they work; pipelines come and go.
 
 Transfer servers prove nothing and encrypt nothing: whoever can reach their port can fetch what is offered.
 
@@ -11,39 +11,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import transfer
 
-from rrfp_jax.network import PeerNetwork
-from rrfp_jax.network.plain import field
-from rrfp_jax.waiting import wait_for
-
-_ADDRESS = "transfer-address"
+_PROBE_BYTES = 1 << 18
 
 
 class TransferServer:
-    """Made in all processes together, when network and JAX have started, and not on the event loop.
+    """Listens from the start, on ``interface``; to be made when JAX has started."""
 
-    Raises ConnectionError where a rank's address does not come within ``timeout_s``.
-    """
-
-    def __init__(self, network: PeerNetwork, timeout_s: float) -> None:
-        self._others = [rank for rank in range(network.num_ranks) if rank != network.rank]
-        self._addresses: dict[int, str] = {}
-        self._all_known = threading.Event()
+    def __init__(self, interface: str) -> None:
         self._connecting = threading.Lock()
+        self._addresses: dict[int, str] = {}
         self._connections: dict[int, Any] = {}
         self._numbers = itertools.count()
-        interface = network.address.messages.removeprefix("tcp://").rpartition(":")[0]
         client = jax.local_devices()[0].client
         self._server: Any = transfer.start_transfer_server(client, f"{interface}:0", [f"{interface}:0"])
-        network.subscribe(_ADDRESS, self._receive_address)
-        for rank in self._others:
-            network.send_threadsafe(rank, _ADDRESS, {_ADDRESS: self._server.address()})
-        if self._others and not wait_for(self._all_known, timeout_s):
-            missing = sorted(set(self._others) - self._addresses.keys())
-            raise ConnectionError(f"no transfer server's address came from ranks {missing} within {timeout_s} s")
-        for rank in self._others:
-            self._connection(rank)
+        self.address: str = self._server.address()
+
+    def know(self, rank: int, address: str) -> None:
+        """Where another rank's server is; from any thread."""
+        self._addresses[rank] = address
 
     def number(self) -> int:
         """A number that no offer of this process has had; from any thread."""
@@ -66,7 +54,29 @@ class TransferServer:
                 self._connections[rank] = self._server.connect(self._addresses[rank])
             return self._connections[rank]
 
-    def _receive_address(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
-        self._addresses[sender] = field(header, _ADDRESS, str)
-        if len(self._addresses) == len(self._others):
-            self._all_known.set()
+
+class ServerProbe:
+    """See :class:`~rrfp_jax.runtime.transports.probing.Probe`; on a device of this process."""
+
+    def __init__(self, server: TransferServer, rank: int, device: jax.Device) -> None:
+        self._server, self._device, self._rank = server, device, rank
+        self._offered: list[Any] = []
+        self.address = server.address
+
+    def offer(self, rank: int) -> int:  # noqa: ARG002 - all are offered the same
+        array, number = jax.device_put(_pattern(self._rank), self._device), self._server.number()
+        self._offered.append(array)
+        self._server.offer(number, [array])
+        return number
+
+    def fetch(self, rank: int, address: str, number: int) -> None:
+        self._server.know(rank, address)
+        wanted = _pattern(rank)
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        (came,) = self._server.pull(rank, number, [jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)])
+        if not np.array_equal(np.asarray(came), wanted):
+            raise ValueError("other bytes came than were offered")
+
+
+def _pattern(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 256, _PROBE_BYTES, np.uint8)

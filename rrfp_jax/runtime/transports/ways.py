@@ -1,6 +1,6 @@
 """Where messages go: the units and ranks at both ends of each edge, worked out once and looked up from then on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Message, MessageKind
@@ -68,20 +68,8 @@ class Ways:
             raise MalformedMessage(f"rank {sender} sends no part of the message '{message}'")
         return plan
 
-    def units_of(self, message: Message) -> tuple[int, int]:
-        """The sending and the receiving unit."""
-        if message.kind in _BETWEEN_UNITS:
-            return message.source, message.target
-        stage_of = self._placement.stage_of_chunk
-        return stage_of[message.source], stage_of[message.target]
-
-    def partners(self, message: Message) -> set[int]:
-        """The ranks at the other end of a message, whichever of them has to do with this one."""
-        ends = [self._layout.ranks_of(unit) for unit in self.units_of(message)]
-        return {rank for here, there in (ends, ends[::-1]) if self._rank in here for rank in there}
-
     def _make(self, message: Message) -> Way:
-        source, target = self.units_of(message)
+        source, target = _units_of(self._placement, message)
         sources, targets = self._layout.ranks_of(source), self._layout.ranks_of(target)
         receivers = tuple(rank for rank in targets if sender_for(sources, targets, rank) == self._rank)
         edge = self._edge(message)
@@ -96,3 +84,19 @@ class Ways:
         if not (plan.is_local or plan.stays):
             self._prepare(plan)
         return Way(plan, target, receivers, self._rank in targets)
+
+
+def partners(layout: Layout, placement: Placement, rank: int, messages: Iterable[Message]) -> set[int]:
+    """The ranks with which ``rank`` exchanges such messages; each of them has it among its own likewise."""
+    found: set[int] = set()
+    for message in messages:
+        ends = [layout.ranks_of(unit) for unit in _units_of(placement, message)]
+        found |= {other for here, there in (ends, ends[::-1]) if rank in here for other in there}
+    return found - {rank}
+
+
+def _units_of(placement: Placement, message: Message) -> tuple[int, int]:
+    """The sending and the receiving unit."""
+    if message.kind in _BETWEEN_UNITS:
+        return message.source, message.target
+    return placement.stage_of_chunk[message.source], placement.stage_of_chunk[message.target]
