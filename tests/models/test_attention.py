@@ -1,24 +1,35 @@
 """Which implementation of attention runs where."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.config import load_train_config
-from rrfp_jax.models import attention
+# What JAX asks of the machine before it traces cuDNN's attention; there is no public way to trace for another machine.
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from experiments.config import TrainConfig, load_train_config
+from rrfp_jax.models import attention, language_model
 from rrfp_jax.models.attention import causal_attention, implementation
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
+from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.programs.shapes import derive_shapes
 from tests.experiments.commands import ROOT
 
 CUDA = "cuda 12080"
-GPU_PRESETS = sorted((ROOT / "tpu_gpu_configs" / "gpu").glob("*.yaml"))
+PRESETS = ROOT / "tpu_gpu_configs"
+GPU_PRESETS = sorted((PRESETS / "gpu").glob("*.yaml"))
+TPU_PRESETS = sorted((PRESETS / "tpu").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", GPU_PRESETS, ids=lambda preset: preset.stem)
 def test_presets_for_gpus_take_the_fused_one(preset: Path):
-    model = load_train_config(preset, {}).model
+    model = load_train_config(str(preset), {}).model
     assert implementation(CUDA, jnp.dtype(model.compute_dtype), model.size_per_head) == "cudnn"
 
 
@@ -49,3 +60,63 @@ def test_a_gpu_that_cannot_do_it_falls_back_with_one_sentence(
             np.testing.assert_array_equal(causal_attention(*heads), expected)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == "attention is not fused, and takes more memory and time: cuDNN is not detected."
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX and this library take the machine for one with a recent NVIDIA GPU, until something is compiled."""
+    monkeypatch.setattr(attention, "get_backend", lambda: SimpleNamespace(platform_version=CUDA))
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91_000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: capability in ("8.0", "9.0"))
+    attention._refusal.cache_clear()
+
+
+def layer_plan(config: TrainConfig, *, is_split: bool) -> ChunkPlan:
+    """The plan of one decoder layer of a preset, with its microbatches."""
+    data = config.data
+    chunks = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)
+    rows = (data.batch_size // data.num_microbatches, data.length)
+    leaves = {name: jax.ShapeDtypeStruct(rows, np.int32) for name in ("tokens", "targets")}
+    leaves["weights"] = jax.ShapeDtypeStruct(rows, np.float32)
+    graph = replace(model_graph(chunks, None, None), split=frozenset({1} if is_split else ()))
+    return plan_chunk(1, chunks, graph, derive_shapes(chunks, graph, leaves))
+
+
+def lowered(plan: ChunkPlan, params: object, platform: str) -> list[str]:
+    """Forward and backward, or input gradient, as they would be compiled for the platform."""
+    derived = jax.eval_shape(plan.prepare, params)
+    stash = plan.stash.specs
+    rest = (stash.saved, stash.kept)
+    forward = jax.jit(plan.forward).trace(params, derived, plan.operands)
+    backward = jax.jit(plan.input_gradient).trace(stash.donated, params, derived, rest, plan.output_grads)
+    return [program.lower(lowering_platforms=(platform,)).as_text() for program in (forward, backward)]
+
+
+def has_scores(plan: ChunkPlan, length: int) -> bool:
+    """Whether a forward keeps an array for every head and every pair of tokens."""
+    return any(leaf.ndim > 3 and leaf.shape[-2:] == (length, length) for leaf in jax.tree.leaves(plan.stash.specs))
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("preset", GPU_PRESETS, ids=lambda preset: preset.stem)
+def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
+    config = load_train_config(str(preset), {})
+    plan = layer_plan(config, is_split=True)
+    assert plan.split is not None
+    assert not has_scores(plan, config.data.length)
+    assert not has_scores(layer_plan(config, is_split=False), config.data.length)
+    params = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)[1].init
+    forward, backward = lowered(plan, jax.eval_shape(params, jax.random.key(0)), "cuda")
+    assert "fmhaSoftmax" in forward
+    assert "fmhaSoftmaxBackward" in backward
+
+
+@pytest.mark.parametrize("preset", TPU_PRESETS, ids=lambda preset: preset.stem)
+def test_programs_of_tpu_presets_take_the_formula(preset: Path):
+    config = load_train_config(str(preset), {})
+    plan = layer_plan(config, is_split=True)
+    assert has_scores(plan, config.data.length)
+    params = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)[1].init
+    for program in lowered(plan, jax.eval_shape(params, jax.random.key(0)), "tpu"):
+        assert "fmha" not in program
+        assert "stablehlo.dot_general" in program
