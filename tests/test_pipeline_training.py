@@ -166,6 +166,17 @@ def test_tasks_handed_over_early_train_the_same_model(
     untied_looped.check(hint="bfw", window=2, options=options)
 
 
+def test_outputs_that_are_handed_over_at_the_launch_train_the_same_model(
+    tied_linear: Case, untied_looped: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices that do not work in the host's memory."""
+    monkeypatch.setattr("rrfp_jax.runtime.program_stage.is_on_host", lambda sharding: False)
+    for dispatch_ahead in (0, JUST_IN_TIME):
+        options = RuntimeOptions(dispatch_ahead=dispatch_ahead)
+        tied_linear.check(hint="bf", window=3, options=options)
+        untied_looped.check(hint="bfw", window=2, options=options)
+
+
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
     case = Case(make_model(tied=True, layers_per_chunk=(1, 1)), looped(1, 2))
     case.check(hint="bf-deep", window=2)

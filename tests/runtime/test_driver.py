@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, Message, StageArbiter, StageSetup, StepRules, ready
+from rrfp_jax.arbitration import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.network import LoopThread
-from rrfp_jax.runtime import PipelineClosed, PipelineRuntime, TaskFailed
+from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
+
+AT_COMPLETION = Dispatch()
+every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(ahead=1), Dispatch(just_in_time=True)], ids=str)
 
 
 class CountingStage:
@@ -56,7 +59,12 @@ class DirectTransport:
 
 
 def make_runtime(
-    stages: list[CountingStage], deadline_s: float = 30, *, num_microbatches: int = 2, loop: LoopThread | None = None
+    stages: list[CountingStage],
+    deadline_s: float = 30,
+    *,
+    num_microbatches: int = 2,
+    loop: LoopThread | None = None,
+    way: Dispatch = AT_COMPLETION,
 ) -> PipelineRuntime:
     graph, placement = chain(len(stages), num_microbatches), linear(len(stages))
     arbiters = [
@@ -68,23 +76,81 @@ def make_runtime(
                 consumption=ready(HINTS["bf"]),
                 window=2,
                 rules=StepRules(updates=False, agreement=Agreement.ALL),
+                dispatch_ahead=way.ahead,
             )
         )
         for stage in range(len(stages))
     ]
     return PipelineRuntime(
-        arbiters, lambda stage, _: stages[stage], DirectTransport, progress_deadline_s=deadline_s, loop=loop
+        arbiters,
+        lambda stage, _: stages[stage],
+        DirectTransport,
+        progress_deadline_s=deadline_s,
+        just_in_time=way.just_in_time,
+        loop=loop,
     )
 
 
-def test_steps_may_be_enqueued_ahead_and_run_in_order() -> None:
+@every_way
+def test_steps_may_be_enqueued_ahead_and_run_in_order(way: Dispatch) -> None:
     stages = [CountingStage(), CountingStage()]
-    runtime = make_runtime(stages)
+    runtime = make_runtime(stages, way=way)
     outcomes = [future.result() for future in [runtime.submit(step, {}) for step in range(4)]]
     runtime.close()
     assert [outcome.step for outcome in outcomes] == [0, 1, 2, 3]
     assert outcomes[-1].peak_memory_bytes == {0: 16, 1: 16}
     assert [name.split(":")[0] for name in stages[0].ran] == sorted(name.split(":")[0] for name in stages[0].ran)
+
+
+class StuckStage(CountingStage):
+    """One of its tasks fails when it is waited for, or does not end before it is let go."""
+
+    def __init__(self, task: str, *, hangs: bool) -> None:
+        super().__init__()
+        self.task, self.hangs = Task.parse(task), hangs
+        self.waiting, self.free = threading.Event(), threading.Event()
+
+    def launch(self, step: int, task: Task) -> Launched:
+        launched = super().launch(step, task)
+        return launched if task != self.task else launched._replace(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.waiting.set()
+        if not self.hangs:
+            raise RuntimeError("broken arithmetic")
+        self.free.wait()
+
+
+@every_way
+def test_a_task_that_fails_when_it_is_waited_for_ends_the_run(way: Dispatch) -> None:
+    runtime = make_runtime([CountingStage(), StuckStage("1B0", hangs=False)], way=way)
+    with pytest.raises(TaskFailed, match=r"step 0: 1B0 on stage 1 failed: .*broken arithmetic"):
+        runtime.submit(0, {}).result(timeout=10)
+    runtime.close()
+
+
+@every_way
+def test_a_task_that_hangs_is_named_within_the_deadline(way: Dispatch) -> None:
+    stuck = StuckStage("1F0", hangs=True)
+    runtime = make_runtime([CountingStage(), stuck], deadline_s=0.3, way=way)
+    with pytest.raises(NoProgress, match="stage 1 has been running 1F0") as failure:
+        runtime.submit(0, {}).result(timeout=10)
+    assert failure.value.report.culprits() == (1,)
+    assert not runtime.close(), "a thread that hangs is left behind"
+    stuck.free.set()
+
+
+@every_way
+def test_closing_while_a_task_runs_ends_the_step(way: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp_jax.runtime.driver._STOP_TIMEOUT_S", 0.1)
+    stuck = StuckStage("1F0", hangs=True)
+    runtime = make_runtime([CountingStage(), stuck], way=way)
+    future = runtime.submit(0, {})
+    assert stuck.waiting.wait(10)
+    assert not runtime.close()
+    with pytest.raises(PipelineClosed):
+        future.result(timeout=10)
+    stuck.free.set()
 
 
 def test_after_close_steps_are_refused_and_closing_again_does_nothing() -> None:
@@ -155,9 +221,10 @@ class Interrupted(deque[Any]):
         return length
 
 
-def test_wake_ups_are_never_lost() -> None:
+@every_way
+def test_wake_ups_are_never_lost(way: Dispatch) -> None:
     """Thousands of tasks over four stages, whose ends come just after the loop has found no more of them."""
-    runtime = make_runtime([CountingStage() for _ in range(4)], num_microbatches=64)
+    runtime = make_runtime([CountingStage() for _ in range(4)], num_microbatches=64, way=way)
     runtime._completions = Interrupted()
     for step in range(20):
         assert runtime.submit(step, {}).result(timeout=20).step == step
