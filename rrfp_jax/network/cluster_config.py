@@ -27,7 +27,8 @@ class ClusterConfig:
     """False sends large arrays authenticated only by their head and not encrypted: faster, for networks that are
     trusted."""
     array_connections: int = 2
-    """Over how many connections the arrays between two processes travel, and on how many cores they are encrypted."""
+    """Over how many connections the arrays between two processes travel: on how many cores they are encrypted, and by
+    how many threads copied from devices, and to them."""
     processes_per_device: int = 1
     """Processes of a host that share an accelerator; each takes an equal part of its memory."""
     detect: bool = False

@@ -95,6 +95,11 @@ class PeerNetwork:
         """The ranks that messages can be exchanged with."""
         return self._connections
 
+    @property
+    def array_connections(self) -> int:
+        """Over how many connections the arrays between two ranks travel."""
+        return self._settings.array_connections
+
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, handler: Handler) -> None:

@@ -21,7 +21,8 @@ class NetworkSettings:
     """False leaves arrays as they are where they travel over connections of their own: faster, but who controls the
     network can read them, and alter them."""
     array_connections: int = 2
-    """Over how many connections the arrays between two ranks travel; each takes two threads of either rank."""
+    """Over how many connections the arrays between two ranks travel; each takes two threads of either rank. So many
+    more copy arrays from devices, and as many to them."""
 
     def __post_init__(self) -> None:
         if self.silence_deadline_s <= 0 or self.high_water_bytes <= 0:

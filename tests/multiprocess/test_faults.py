@@ -65,6 +65,22 @@ def test_a_killed_rank(num_ranks: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "encrypts"),
+    [(signal.SIGKILL, "true"), (signal.SIGSTOP, "false"), pytest.param(signal.SIGSTOP, "true", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_ends_while_large_arrays_travel(number: int, encrypts: str) -> None:
+    """Those that send to it, and wait for the rest of what it has begun to send, end as others do."""
+    arrays = ("--activation-bytes", 8 << 20, "--encrypt-arrays", encrypts, "--progress-deadline-s", 60)
+    with launched(*emulate("none", 1, 3, *arrays, "--durations-ms", "0,0,0")) as launcher:
+        code, ended_s = signalled(launcher, 1, number, 3)
+    assert code == (137 if number == signal.SIGKILL else 5)
+    assert ended_s < (CLOSED_S if number == signal.SIGKILL else SILENCE_S) + SLACK_S
+    said = "closed its connection" if number == signal.SIGKILL else "silent for 4."
+    for other in (0, 2):
+        assert_report(launcher, other, f"rank 1 (stage 1) was lost: {said}", num_stages=2)
+
+
+@pytest.mark.parametrize(
     ("num_ranks", "rank"),
     [(2, 1), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )

@@ -1,5 +1,6 @@
 """Arrays of every kind arrive through every transport as the receiving program wants them."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key, pack_key
+from rrfp_jax.runtime.transports.staging import Begin, Staging, directly, faster, through_pinned
 from tests.network.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
@@ -127,17 +129,45 @@ def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str
                     assert got.sharding.is_equivalent_to(there, 2)
 
 
+@pytest.mark.parametrize("way", [directly, through_pinned])
 @pytest.mark.parametrize("source", ["replicated", "rows by 2"])
 def test_devices_with_memory_of_their_own_are_copied_from_beside_the_loop(
-    source: str, monkeypatch: pytest.MonkeyPatch
+    source: str, way: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = jax.devices()
-    value = jnp.arange(8 * 12, dtype=jnp.bfloat16).reshape(8, 12)
+    value = {"large": jnp.arange(1 << 16, dtype=jnp.float32).reshape(64, -1), "small": jnp.arange(8.0).reshape(4, 2)}
     here, there = sharding_named(source, devices[:4]), sharding_named("columns by 2", devices[4:])
     monkeypatch.setattr(EdgePlan, "is_source_on_host", False)
+    monkeypatch.setattr("rrfp_jax.runtime.transports.staging.faster", lambda *_: way)
     with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
         ranks.send(0, 1, jax.device_put(value, here))
         same(ranks[1].next()[3], value)
+
+
+def test_the_faster_way_from_a_device_is_taken_unless_it_fails_or_brings_other_bytes() -> None:
+    def slow(shard: Any) -> Any:
+        time.sleep(0.02)
+        return shard
+
+    def quick(shard: Any) -> Any:
+        return shard
+
+    def refused(shard: Any) -> Any:
+        raise ValueError("no such memory")
+
+    def wrong(shard: Any) -> Any:
+        return shard + 1
+
+    device = jax.devices()[0]
+    assert faster(device, slow, quick) is quick
+    assert faster(device, quick, slow) is quick
+    assert faster(device, slow, refused) is slow
+    assert faster(device, slow, wrong) is slow
+    staging = Staging()
+    staging.learn(device)
+    value = jax.device_put(jnp.arange(5.0), device)
+    np.testing.assert_array_equal(np.asarray(staging.begin(value)), value)
+    np.testing.assert_array_equal(np.asarray(staging.begin(jax.device_put(value, jax.devices()[1]))), value)
 
 
 def test_only_what_a_rank_needs_travels() -> None:

@@ -7,7 +7,7 @@ the array it was cut from.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,16 +61,10 @@ def on_host(slot: Slot, leaf: Any) -> np.ndarray:
     return shard if slot.within is None else shard[slot.within]
 
 
-def start_copy(slot: Slot, leaf: jax.Array) -> None:
-    """Begin to bring to the host's memory what :func:`on_host` will ask for."""
-    (leaf if slot.is_replicated else leaf.addressable_data(slot.device)).copy_to_host_async()
-
-
-def pack(slots: Sequence[Slot], leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
-    """The pieces of some arrays: the small ones in one, the others as they are (copied, if not contiguous)."""
+def pack(slots: Sequence[Slot], pieces: Iterable[np.ndarray]) -> tuple[bytes, list[memoryview]]:
+    """Pieces in the host's memory: the small ones in one, the others as they are (copied, if not contiguous)."""
     small, frames = [], []
-    for slot in slots:
-        piece = on_host(slot, leaves[slot.leaf])
+    for slot, piece in zip(slots, pieces, strict=True):
         if slot.is_inline:
             small.append(piece.tobytes())
         else:

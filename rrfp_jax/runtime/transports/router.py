@@ -39,7 +39,6 @@ EAGER_BYTES = 1 << 16
 
 _CONTROL = b"control"
 _MAX_CONTROL_BYTES = 1 << 28
-_NUM_WORKERS = 2
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -85,8 +84,10 @@ class PipelineTransport:
         self._ways = Ways(layout, placement, rank, edge, self._prepare)
         self.held = HeldBytes()
         """Bytes on their way, and their peak."""
-        self._workers = Workers("rrfp-assemble", _NUM_WORKERS, self._worker_failed)
-        self._inbox = Inbox(deliver, self._workers, self.held)
+        num_workers = 1 if network is None else network.array_connections
+        self._fetching = Workers("rrfp-fetch", num_workers, self._worker_failed)
+        self._assembling = Workers("rrfp-assemble", num_workers, self._worker_failed)
+        self._inbox = Inbox(deliver, self._assembling, self.held)
         self._is_closed = False
         ranks = frozenset(transfer_ranks)
         self._remote = None if network is None else self._make_remote(network, server, ranks, eager_bytes)
@@ -98,7 +99,7 @@ class PipelineTransport:
         self, network: PeerNetwork, server: "TransferServer | None", ranks: frozenset[int], eager_bytes: int
     ) -> Remote:
         common: dict[str, Any] = {"ways": self._ways, "inbox": self._inbox, "held": self.held}
-        sockets = SocketsRemote(network, workers=self._workers, **common)
+        sockets = SocketsRemote(network, workers=self._fetching, **common)
         if server is None or not ranks:
             return sockets
         from rrfp_jax.runtime.transports.transfer_remote import TransferRemote
@@ -122,7 +123,8 @@ class PipelineTransport:
         if self._remote is not None and self._network is not None:
             self._network.unsubscribe(_CONTROL)
             self._remote.close()
-        self._workers.close(_CLOSE_TIMEOUT_S)
+        self._fetching.close(_CLOSE_TIMEOUT_S)
+        self._assembling.close(_CLOSE_TIMEOUT_S)
 
     def _prepare(self, plan: EdgePlan) -> None:
         if self._remote is not None:
