@@ -18,9 +18,11 @@ from rrfp_jax.tasks import Task, TaskKind
 
 
 class Needs(NamedTuple):
-    """What must come before: finished tasks of the stage and delivered packets, as bits."""
+    """What must come before: tasks of the stage and delivered packets, as bits."""
 
     tasks: int
+    ended: int
+    """Those of the tasks whose real end counts, because others hear of it first."""
     packets: int
 
 
@@ -80,6 +82,7 @@ class _StepDemands:
         self.rules, self.placement = setting.rules, setting.placement
         self.graph = setting.graph_of_step(step)
         self.local: dict[Task, set[Task]] = defaultdict(set)
+        self.ended: dict[Task, set[Task]] = defaultdict(set)
         self.remote: dict[Task, set[Message]] = defaultdict(set)
         self.sends: dict[tuple[Message, int], tuple[int, set[Task], set[Message]]] = {}
         self.received: dict[int, set[Message]] = defaultdict(set)
@@ -163,6 +166,8 @@ class _StepDemands:
                 self.remote[sums[source]].add(down)
             if above:
                 self.remote[sums[copies[0]]] |= inputs[0]
+                for chunk in copies:
+                    self.ended[sums[chunk]] |= self.local[sums[chunk]] - set(self.last)
 
     def _demand_agreement(self) -> None:
         if self.rules.agreement is Agreement.NONE:
@@ -193,6 +198,7 @@ class _StepDemands:
                 self.remote[update].add(Message(MessageKind.VERDICT, above[stage], stage))
             else:
                 self.local[update] |= reported[0]
+                self.ended[update] |= reported[0]
                 self.remote[update] |= reports[0]
 
     def contract(self, place: int, start: int) -> Contract:
@@ -209,7 +215,9 @@ class _StepDemands:
         return Contract(
             tasks=tasks,
             place=places,
-            needs=tuple(Needs(task_bits(self.local[t]), packet_bits(self.remote[t])) for t in tasks),
+            needs=tuple(
+                Needs(task_bits(self.local[t]), task_bits(self.ended[t]), packet_bits(self.remote[t])) for t in tasks
+            ),
             sends={
                 (message, receiver): Promise(
                     self._copies(message, place, receiver), task_bits(after), packet_bits(inputs)

@@ -1,13 +1,15 @@
 """Exhaustive exploration: every interleaving of arrivals and task ends of a small pipeline, with the real arbiters.
 
 An arbiter's *place* is a stage, or one of the processes that a stage spans. A *packet* is a message to a place, the
-start of a step there, or a note from another member of its group. Two things can happen to a place: a packet that is in
-flight to it is delivered, or a task that it runs ends. Any of them may happen next; only the starts of steps reach a
-place in their order, each after the end of the step before. The arbiter answers with instructions; what it sends is in
-flight from then on. A global state is thus a state per place: what is in flight follows, as what the places have sent
-and not yet received. Every event makes progress and there are finitely many (of notes too, as
-:mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs end, and a breadth-first search over global states covers
-all runs.
+start of a step there, or a note from another member of its group. Things that can happen to a place: a packet that is
+in flight to it is delivered, a task that it runs ends, or, where stages decide early, the last one handed over is said
+to be about to end, at any moment or never, whatever a timer would say. Any of them may happen next; only the starts of
+steps reach a place in their order, each after the end of the step before, and no task ends before a due one in front of
+it. Decisions that come too late or twice are tried in every state and must change nothing. The arbiter answers with
+instructions; what it sends is in flight from then on. A global state is thus a state per place: what is in flight
+follows, as what the places have sent and not yet received. Every event makes progress and there are finitely many (of
+notes too, as :mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs end, and a breadth-first search over global
+states covers all runs.
 
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
 :mod:`rrfp_jax.checking.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
@@ -27,6 +29,12 @@ and can be postponed until just before the next visible event of its place. A *m
 packets in flight to it, delivered silently, and then one visible event: an answered delivery or the end of a task. All
 sets X are tried, messages too early for their step included. That the order within X is irrelevant is not assumed: all
 orders are followed, and a difference is an error.
+
+*Silent decisions wait.* A decision that the arbiter answers with no instruction, as where nothing is ready, may come
+after whatever happens next at its place as well: after a packet's delivery, which then is answered together with the
+decision or not at all, or after the task's end, by which it has become late. So it is postponed until it is answered,
+or left out. That both orders lead to one state is tested on the arbiter, for every silent decision and everything that
+can happen next. With tasks dispatched ahead another task may be the last by then: there every decision is a move.
 
 *Contained moves are left out.* Let X' be X without one packet p, and let the moves (X, e) and (X', e) lead to the
 states A and A'. If delivering p in A' is silent and leads to A, then (X, e) is (X', e) followed by a silent delivery,

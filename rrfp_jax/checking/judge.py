@@ -3,7 +3,9 @@
 It keeps an :class:`Account`, a few integers, and raises :class:`Violation` where an instruction breaks the stage's
 contract:
 
-* a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once;
+* a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once. Of the stage's
+  own tasks those count as done that have finished, and the one that is due: the last one handed over, from when the
+  stage is told that it is about to end. One task more may run then. Messages and the step's end wait for real ends;
 * the stage holds more microbatches than its window, counted from the tasks that started and finished;
 * strict consumption leaves its row;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
@@ -18,6 +20,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    DecideNow,
     Event,
     FinishStep,
     GroupHeard,
@@ -29,7 +32,7 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     TellGroup,
 )
-from rrfp_jax.checking.contract import Contract, Wiring
+from rrfp_jax.checking.contract import Contract, Needs, Wiring
 from rrfp_jax.checking.packets import Joined
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.checking.trace import Violation
@@ -50,6 +53,10 @@ class Account(NamedTuple):
     """Packets of all steps that have reached the place."""
     sent: int = 0
     """Packets of all steps that the place has sent."""
+    due: int = 0
+    """The task that is about to end and counts as finished for others of the stage, if one is."""
+    queue: tuple[int, ...] = ()
+    """Where stages decide early, the running tasks in the order in which they were handed over and will end."""
     launched: tuple[RunTask, ...] = ()
     """On a member of a group, every task that it has started so far, in order."""
 
@@ -68,12 +75,15 @@ class StageJudge:
         self.row = policy if isinstance(policy, tuple) else None
         self.window = None if isinstance(policy, tuple) else setting.windows[stage]
         self.capacity = 1 + setting.dispatch_ahead
+        self.decides_early = setting.decides_early
         self.demand_work = demand_work and not self.others
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
         if isinstance(event, TaskFinished):
             account = self._finish(account, event)
+        elif isinstance(event, DecideNow):
+            account = self._decide(account, event)
         else:
             account = account._replace(delivered=account.delivered | self.packets.known(self.place, event))
             if isinstance(event, StepStarted):
@@ -98,6 +108,30 @@ class StageJudge:
         contract = self.contracts[account.step]
         return [contract.tasks[place] for place in _places(account.started & ~account.finished)]
 
+    def may_end(self, account: Account) -> list[Task]:
+        """Those that may end next: where stages decide early, the first one that was handed over."""
+        return [self._task(account, bit) for bit in account.queue[:1]] if self.decides_early else self.running(account)
+
+    def decision(self, account: Account) -> DecideNow | None:
+        """What a stage that decides early may be told so that it changes something."""
+        if account.due or not account.queue:
+            return None
+        return DecideNow(account.step, 0.0, self._task(account, account.queue[-1]))
+
+    def idle_decisions(self, account: Account) -> list[DecideNow]:
+        """What such a stage may be told without any consequence: too late, twice, or not of the last task."""
+        if not self.decides_early or not account.is_active:
+            return []
+        tasks = [self.contracts[account.step].tasks[place] for place in _places(account.started)]
+        useful = self.decision(account)
+        return [DecideNow(account.step, 0.0, t) for t in tasks if useful is None or t != useful.task]
+
+    def due_task(self, account: Account) -> Task | None:
+        return self._task(account, account.due) if account.due else None
+
+    def _task(self, account: Account, bit: int) -> Task:
+        return self.contracts[account.step].tasks[bit.bit_length() - 1]
+
     def joins(self, step: int, task: Task) -> int:
         """What has to be under way before the task can end here: that the others have joined in it."""
         if not self.is_collective:
@@ -109,11 +143,17 @@ class StageJudge:
         return account.step == len(self.contracts) - 1 and not account.is_active
 
     def _finish(self, account: Account, event: TaskFinished) -> Account:
-        place = self.contracts[account.step].place[event.task]
-        return account._replace(
-            finished=account.finished | 1 << place,
+        bit = 1 << self.contracts[account.step].place[event.task]
+        account = account._replace(
+            finished=account.finished | bit,
             delivered=account.delivered | self.joins(event.step, event.task),
         )
+        if self.decides_early:
+            account = account._replace(queue=account.queue[1:], due=0 if bit == account.due else account.due)
+        return account
+
+    def _decide(self, account: Account, event: DecideNow) -> Account:
+        return account._replace(due=account.queue[-1]) if event == self.decision(account) else account
 
     def _run(self, account: Account, instruction: RunTask) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
@@ -123,11 +163,14 @@ class StageJudge:
         if account.started >> place & 1:
             raise Violation(f"{self.name} runs {task} twice")
         needs = contract.needs[place]
-        if needs.tasks & ~account.finished or needs.packets & ~account.delivered:
+        if not _has(account, needs):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
         account = account._replace(started=account.started | 1 << place)
-        if (account.started & ~account.finished).bit_count() > self.capacity:
-            raise Violation(f"{self.name} runs {task} beside {self.capacity} other tasks")
+        if self.decides_early:
+            account = account._replace(queue=(*account.queue, 1 << place))
+        capacity = self.capacity + (account.due > 0)
+        if (account.started & ~account.finished).bit_count() > capacity:
+            raise Violation(f"{self.name} runs {task} beside {capacity} other tasks")
         if self.window is not None and len(self._held(contract, account)) > self.window:
             held = sorted(self._held(contract, account))
             raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
@@ -191,22 +234,22 @@ class StageJudge:
 
     def _held(self, contract: Contract, account: Account) -> set[int]:
         return {
-            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~account.finished
+            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~_done(account)
         }
 
     def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
         needs = contract.needs[contract.place[task]]
-        tasks = [str(contract.tasks[place]) for place in _places(needs.tasks & ~account.finished)]
+        tasks = [str(contract.tasks[place]) for place in _places(_missing(account, needs))]
         missing = [event for _, event in self.packets.stimuli(needs.packets & ~account.delivered)]
         return ", ".join([*tasks, *(str(event.message) for event in missing if isinstance(event, InputArrived))])
 
     def _check_idling(self, account: Account) -> None:
-        if not account.is_active or self.row is not None or account.started != account.finished:
+        if not account.is_active or self.row is not None or account.started != _done(account):
             return
         contract = self.contracts[account.step]
         for place in _places((1 << len(contract.tasks)) - 1 & ~account.started):
             needs = contract.needs[place]
-            if not (needs.tasks & ~account.finished or needs.packets & ~account.delivered):
+            if _has(account, needs):
                 task = contract.tasks[place]
                 if task.kind is not TaskKind.F or self._admits(contract, account, task.microbatch):
                     raise Violation(f"{self.name} idles although {task} is ready and admissible")
@@ -216,8 +259,22 @@ class StageJudge:
         assert self.window is not None
         held = self._held(contract, account)
         after = held | {microbatch}
-        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.finished)
+        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~_done(account))
         return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
+
+
+def _done(account: Account) -> int:
+    """The tasks that count as done for others of the stage."""
+    return account.finished | account.due
+
+
+def _missing(account: Account, needs: Needs) -> int:
+    """The tasks of the stage that something still waits for."""
+    return (needs.tasks & ~_done(account)) | (needs.ended & ~account.finished)
+
+
+def _has(account: Account, needs: Needs) -> bool:
+    return not (_missing(account, needs) or needs.packets & ~account.delivered)
 
 
 def _places(bits: int) -> list[int]:

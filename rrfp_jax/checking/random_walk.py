@@ -2,7 +2,8 @@
 
 Every message, start of a step and task takes a drawn time, most of them none or little, some very long; so messages
 overtake each other, early messages meet stages that are steps behind, and slow stages hold up fast ones. Some messages
-are delivered twice, the second time perhaps much later, and so are notes within a group. Randomness comes in as
+are delivered twice, the second time perhaps much later, and so are notes within a group. Where stages decide early,
+each is told of each task, now and then or never, that it is about to end: early, late or twice. Randomness comes in as
 ``draw``: the same draws give the same run.
 
 Judged as in the exhaustive exploration, and again from outside: every task's dependencies have finished, wherever they
@@ -15,6 +16,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    DecideNow,
     Event,
     FinishStep,
     GroupHeard,
@@ -40,6 +42,7 @@ DELAYS_S = (0, 0, 0, 1, 1, 2, 3, 5, 20, 100)
 """Delays of messages and durations of tasks are drawn from these, in seconds of virtual time."""
 START_STRETCHES = (1, 10, 100)
 """The pause before a step's start is a delay times one of these, so that starts come before, amid and after steps."""
+DECISIONS_PER_TASK = (0, 1, 1, 1, 1, 2, 3)
 COPIES_PER_MESSAGE = (1, 1, 1, 1, 1, 1, 2, 3)
 
 
@@ -70,6 +73,8 @@ class _Walk:
         """The starts of steps that have come to each place while another one was under way."""
         self.num_scheduled = 0
         self.free_at_s = [0 for _ in places]
+        self.end_orders = [(0, 0) for _ in places]
+        """When the last task of each place is to end, and its place among the events of that moment."""
         self.joined: Counter[tuple[int, RunTask]] = Counter()
         """How many members of a stage have started each of its collectives."""
         self.finished: set[tuple[int, Task]] = set()
@@ -127,7 +132,7 @@ class _Walk:
             self._deliver(self.setting.place(stage, instruction.member), heard)
 
     def _run(self, place: int, instruction: RunTask) -> None:
-        self._check_dependencies(instruction)
+        self._check_dependencies(place, instruction)
         group, stage = self.setting.group_of(place), self.setting.places[place].stage
         what = diverging([self.accounts[member].launched for member in group], stage)
         if what is not None:
@@ -140,16 +145,25 @@ class _Walk:
                 self._schedule_end(member, instruction)
 
     def _schedule_end(self, place: int, instruction: RunTask) -> None:
-        self.free_at_s[place] = max(self.now_s, self.free_at_s[place]) + self._delay_s()
-        self._schedule(self.free_at_s[place], place, TaskFinished(instruction.step, 0.0, instruction.task))
-
-    def _check_dependencies(self, instruction: RunTask) -> None:
         step, task = instruction
+        self.free_at_s[place] = at_s = max(self.now_s, self.free_at_s[place]) + self._delay_s()
+        if not self.setting.decides_early:
+            self._schedule(at_s, place, TaskFinished(step, 0.0, task))
+            return
+        self.end_orders[place] = max(self.end_orders[place], (at_s, self.draw(1 << 16)))
+        self._schedule(at_s, place, TaskFinished(step, 0.0, task), self.end_orders[place][1])
+        for _ in range(DECISIONS_PER_TASK[self.draw(len(DECISIONS_PER_TASK))]):
+            told_s = self.now_s + self.draw(at_s - self.now_s + 1) + self._delay_s() // 5
+            self._schedule(told_s, place, DecideNow(step, 0.0, task))
+
+    def _check_dependencies(self, place: int, instruction: RunTask) -> None:
+        step, task = instruction
+        due = self.judges[place].due_task(self.accounts[place])
         before = [*self.graphs[step].dependencies(task)]
         if task.kind is TaskKind.U:
             before.append(Task(TaskKind.R, task.chunk))
         for dependency in before:
-            if (step, dependency) not in self.finished:
+            if (step, dependency) not in self.finished and dependency != due:
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 
     def _deliver(self, place: int, event: Event) -> None:
@@ -160,8 +174,9 @@ class _Walk:
     def _delay_s(self) -> int:
         return DELAYS_S[self.draw(len(DELAYS_S))]
 
-    def _schedule(self, at_s: int, place: int, event: Event) -> None:
+    def _schedule(self, at_s: int, place: int, event: Event, order: int | None = None) -> None:
         """Events of the same moment come in drawn order, a place's starts of steps in their own."""
-        order = event.step if isinstance(event, StepStarted) else self.draw(1 << 16)
+        if order is None:
+            order = event.step if isinstance(event, StepStarted) else self.draw(1 << 16)
         self.num_scheduled += 1
         heappush(self.queue, (at_s, order, self.num_scheduled, Stimulus(place, event)))

@@ -49,6 +49,8 @@ class Setting:
     absences: tuple[Absences, ...] = ((),)
     """For each step that is run, the (chunk, microbatch) pairs that it lacks beyond the graph's."""
     dispatch_ahead: int = 0
+    decides_early: bool = False
+    """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
     groups: tuple[int, ...] = ()
@@ -127,7 +129,7 @@ class Setting:
     def place_key(self, place: int) -> Hashable:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
         stage = self.places[place].stage
-        own = (place, self.windows[stage], self.policies[stage], self.dispatch_ahead)
+        own = (place, self.windows[stage], self.policies[stage], self.dispatch_ahead, self.decides_early)
         if self.group_size(stage) == 1:
             return (*own, self.arbiter)
         return (*own, self.protocol, self.collective, self.make_member)
@@ -141,7 +143,7 @@ class Setting:
             f"{self.graph.num_microbatches} microbatches, edges {edges or 'none'}, windows {self.windows}, "
             f"hint {shown}, {'ordered' if self.rules.ordered else 'free'} accumulation, "
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
-            f"{self._describe_groups()}"
+            f"{', early decisions' if self.decides_early else ''}{self._describe_groups()}"
         )
 
     def _describe_groups(self) -> str:

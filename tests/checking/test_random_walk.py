@@ -72,6 +72,7 @@ def random_setting(random, *, most_stages=6, most_microbatches=12, most_chunks=3
         ),
         absences=tuple(random_absences(random, graph) for _ in range(random.randint(1, 3))),
         dispatch_ahead=random.choice((0, 0, 1, 2)),
+        decides_early=random.random() < 0.5,
         **random_groups(random, placement.num_stages),
     )
 

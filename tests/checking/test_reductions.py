@@ -24,9 +24,11 @@ def explored(setting, *, reduced):
 
     def visible(automaton, state):
         account = automaton.account(state)
+        # notes within groups are numbered as they come up, so their numbers say nothing elsewhere
+        sent = frozenset(search.packets.stimuli(account.sent)) if setting.groups else account.sent
         if not account.is_active:
-            return (account.step + 1, 0, 0, account.sent)
-        return (account.step, account.started, account.finished, account.sent)
+            return (account.step + 1, 0, 0, sent)
+        return (account.step, account.started, account.finished, sent)
 
     return {tuple(map(visible, search.automata, state)) for state in search.came_from}, len(search.came_from)
 
