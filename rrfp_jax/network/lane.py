@@ -66,10 +66,6 @@ class Lane:
         for thread in self._threads:
             thread.start()
 
-    def wait_sent(self, timeout_s: float) -> None:
-        """Wait until everything before a None in the queue has been handed to the system."""
-        self._threads[0].join(timeout_s)
-
     def end(self) -> None:
         """Send and receive nothing more; returns at once. The queue needs a None for the sending thread to notice."""
         self._is_ended = True
@@ -100,8 +96,6 @@ class Lane:
         while (part := self._parts.get()) is not None:
             self._send(part)
             del part  # its buffers may be released, and the next may come late
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
 
     def _send(self, part: Part) -> None:
         number, total, offset, length, buffers, head = part

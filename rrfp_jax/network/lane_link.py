@@ -6,7 +6,6 @@ several cores. A rank's connections are made when it is known that arrays go the
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -109,15 +108,12 @@ class LaneLink:
             self._ended.append(bundle)
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - :meth:`join` waits
-        """Send nothing that is new; what is under way goes on until :meth:`join` has ended it."""
+        """Send nothing that is new; connections stand until :meth:`join`."""
         for bundle in self._bundles.values():
             bundle.finish()
 
-    def join(self, until_s: float) -> None:
-        """After :meth:`close`, on any thread: send what is under way until then at the latest, and end all threads."""
-        for bundle in self._bundles.values():
-            for lane in bundle.lanes:
-                lane.wait_sent(max(0.0, until_s - time.monotonic()))
+    def join(self) -> None:
+        """After :meth:`close`, on any thread: end all connections and threads."""
         bundles = [*self._bundles.values(), *self._ended]
         lanes = [lane for bundle in bundles for lane in bundle.lanes]
         for lane in lanes:

@@ -107,9 +107,9 @@ class LaneMeeting:
             return
         self._spawn(self._accept_invitation(rank, (host.strip("[]"), port), [*zip(names, keys, strict=True)]))
 
-    def close(self) -> None:
-        """Stop to listen, and drop what is not made yet."""
-        for task in [*self._tasks]:
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop to listen, and drop what is not made yet; ``loop`` may be closed."""
+        for task in [] if loop.is_closed() else [*self._tasks]:
             task.cancel()
         if self._listener is not None:
             self._listener.close()

@@ -1,7 +1,6 @@
 """A rank's connections for arrays: to whom there are any, how they come about, and what follows where one ends."""
 
 import logging
-import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,13 +82,12 @@ class Lanes:
     def close(self, linger_s: float) -> None:
         """Make no more connections, and send nothing that is new."""
         self._is_closed = True
-        if not self._loop.is_closed():
-            self._meeting.close()
+        self._meeting.close(self._loop)
         self.channel.close(linger_s)
 
-    def join(self, linger_s: float) -> None:
-        """After :meth:`close`, on any thread: give what is under way so long, then free everything."""
-        self._link.join(time.monotonic() + linger_s)
+    def join(self) -> None:
+        """After :meth:`close`, on any thread: end the connections. Those at their other ends have been told before."""
+        self._link.join()
 
     def _broke(self, rank: int, why: str) -> None:
         """On the thread of a connection."""

@@ -270,7 +270,8 @@ class PeerNetwork:
     def close(self, linger_s: float = 1.0) -> None:
         """Send what is under way for up to ``linger_s``, say farewell, and free sockets, threads and ports.
 
-        May be called from any thread, and more than once; on the loop itself, what waits for room at a peer is dropped.
+        May be called from any thread, and more than once; on the loop itself, what waits for room at a peer is dropped,
+        and so are arrays that have not arrived.
         """
         if self._is_closed:
             return
@@ -282,9 +283,9 @@ class PeerNetwork:
         if not done.wait(_CLOSE_TIMEOUT_S + linger_s):
             _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
             return
-        if self._lanes is not None:
-            self._lanes.join(linger_s)
         self._liveness.stop(_CLOSE_TIMEOUT_S)
+        if self._lanes is not None:  # after the farewell, so that nobody takes it for a connection that broke
+            self._lanes.join()
         self._context.term()
 
     # -- on the event loop -------------------------------------------------------------------------------------------

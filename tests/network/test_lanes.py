@@ -195,6 +195,19 @@ def test_closing_sends_arrays_that_wait_first() -> None:
         assert second.broken == []
 
 
+def test_who_leaves_while_another_does_not_read_is_not_taken_for_cut_off() -> None:
+    with laned(3) as (first, second, third):
+        for rank, other in ((1, second), (2, third)):
+            first.send_arrays(rank, {"number": 0}, [bytes(1 << 17)])
+            assert eventually(lambda other=other: len(other.got) == 1)
+        assembly: Any = third.network._lanes._link._bundles[0].assembly  # type: ignore[union-attr]
+        with assembly._lock:
+            first.send_arrays(2, {"number": 1}, [bytes(64 << 20)])
+            first.network.close(linger_s=1.0)
+        assert eventually(lambda: second.left == third.left == [0])
+        assert [second.lost, second.broken, third.lost, third.broken] == [{}, [], {}, []]
+
+
 def test_ranks_that_differ_in_encryption_are_told() -> None:
     key = RunKey.generate()
     members = [
