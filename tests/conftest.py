@@ -5,6 +5,9 @@ tests of ``tests/accelerators`` take JAX as it is: ``make test-gpu`` sets ``RRFP
 """
 
 import os
+import shutil
+import sys
+import tempfile
 
 NUM_VIRTUAL_DEVICES = 8
 
@@ -25,11 +28,14 @@ os.environ["NPROC"] = str(NUM_VIRTUAL_DEVICES)
 # Most of what tests take is compiling, and a quarter of that is spent on making small programs fast. `make test-slow`
 # compiles as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Nothing of what tests compile is kept for the user's runs.
-os.environ["RRFP_COMPILE_CACHE"] = "none"
+# What tests compile is compiled once per session, for all workers, ranks and devices, and kept for no other.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    os.environ["RRFP_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="rrfp-tests-")
 # Pictures are drawn into files only.
 os.environ["MPLBACKEND"] = "Agg"
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadlines: shared machines stall now and then. In CI the examples are the same in every run.
@@ -38,3 +44,16 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> None:
+    if "jax" in sys.modules:  # the tests that are collected use it
+        from rrfp_jax.runtime.compile_cache import use_compile_cache
+
+        use_compile_cache()
+
+
+def pytest_unconfigure() -> None:
+    if not IS_WORKER:
+        shutil.rmtree(os.environ["RRFP_COMPILE_CACHE"], ignore_errors=True)

@@ -104,6 +104,7 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
         "jax_persistent_cache_enable_xla_caches",
     )
     before = {name: getattr(jax.config, name) for name in options}
+    jax.config.update("jax_compilation_cache_dir", None)
     yield use_compile_cache
     for name, value in before.items():
         jax.config.update(name, value)
