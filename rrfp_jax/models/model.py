@@ -9,10 +9,11 @@ and initial values go by it, so neither initial values nor the result depend on 
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from rrfp_jax.models.config import LanguageModelConfig
@@ -20,6 +21,7 @@ from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, rms_norm, tok
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.models.tensor_cut import partition
 from rrfp_jax.programs.chunk import Chunk, Params
+from rrfp_jax.programs.layers import ApplyLayers, InitLayers
 
 EMBEDDING = "embedding"
 """The token embedding; with tied embeddings also the copy in the head's chunk."""
@@ -29,6 +31,8 @@ HEAD = "head"
 """The output matrix; absent with tied embeddings."""
 
 Build = Callable[[LanguageModelConfig, nnx.Rngs], nnx.Module]
+Builders = tuple[tuple[str, Build], ...]
+"""How to make every layer of a chunk, by its name there."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,17 @@ class LanguageModel:
         return [self._chunk(plan) for plan in plans]
 
     def _chunk(self, plan: ChunkPlan) -> Chunk:
-        builders = _builders(self.config, plan)
-        shared = self.config.tie_embeddings and plan.embedding != plan.head and EMBEDDING in builders
+        layers = _layers(self.config, plan)
+        builders = tuple((own, build) for own, _, build in layers)
+        names = {own: name for own, name, _ in layers}
+        shared = self.config.tie_embeddings and plan.embedding != plan.head and EMBEDDING in names
+        numbers = {own: np.uint32(layer_number(name)) for own, name in names.items()}
         return Chunk(
             name=plan.title,
-            init=partial(_init, self.config, builders),
-            apply=partial(_apply, plan, _definitions(self.config, builders)),
+            init=InitLayers(partial(_init, self.config, builders), names, numbers),
+            apply=ApplyLayers(
+                partial(_apply, config=self.config, builders=builders, embeds=plan.embedding, is_last=plan.head), names
+            ),
             leaves=("tokens",) * plan.embedding + ("targets", "weights") * plan.head,
             shared=frozenset({EMBEDDING} if shared else ()),
             partition=partial(partition, self.config),
@@ -90,60 +99,64 @@ def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def layer_key(key: jax.Array, name: str) -> jax.Array:
-    """The typed key of the layer called ``name``.
+def layer_number(name: str) -> int:
+    """From which the random key of the layer called ``name`` derives.
 
     CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
     """
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return zlib.crc32(name.encode())
 
 
-def _builders(config: LanguageModelConfig, plan: ChunkPlan) -> dict[str, Build]:
-    """How to make every layer of a chunk, by name, in the order of the model."""
-    builders: dict[str, Build] = {}
+def _layers(config: LanguageModelConfig, plan: ChunkPlan) -> list[tuple[str, str, Build]]:
+    """Of every layer of a chunk, in the order of the model: its name in the chunk, in the model, and how it is made.
+
+    In the chunk decoder layers are counted from 0, so that chunks with as many of them are of one kind.
+    """
+    layers: list[tuple[str, str, Build]] = []
     if plan.embedding or (plan.head and config.tie_embeddings):
-        builders[EMBEDDING] = Embedding
-    builders |= {layer_name(layer): DecoderLayer for layer in plan.layers}
+        layers.append((EMBEDDING, EMBEDDING, Embedding))
+    layers += [(layer_name(own), layer_name(layer), DecoderLayer) for own, layer in enumerate(plan.layers)]
     if plan.head:
-        builders[FINAL_NORM] = rms_norm
+        layers.append((FINAL_NORM, FINAL_NORM, rms_norm))
         if not config.tie_embeddings:
-            builders[HEAD] = Head
-    return builders
+            layers.append((HEAD, HEAD, Head))
+    return layers
 
 
 def _build(config: LanguageModelConfig, build: Build, key: jax.Array) -> nnx.Module:
     return build(config, nnx.Rngs(params=key))
 
 
-def _init(config: LanguageModelConfig, builders: dict[str, Build], key: jax.Array) -> Params:
-    modules = {name: _build(config, build, layer_key(key, name)) for name, build in builders.items()}
+def _init(config: LanguageModelConfig, builders: Builders, key: jax.Array, *, numbers: dict[str, Any]) -> Params:
+    modules = {name: _build(config, build, jax.random.fold_in(key, numbers[name])) for name, build in builders}
     return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
 
 
-def _definitions(config: LanguageModelConfig, builders: dict[str, Build]) -> dict[str, nnx.GraphDef[Any]]:
-    """The static part of every layer, found without arrays: a model may be cut before JAX knows its devices."""
+@cache
+def _definition(config: LanguageModelConfig, build: Build) -> nnx.GraphDef[Any]:
+    """The static part of a layer, found without arrays: a model may be cut before JAX knows its devices."""
     key = jax.eval_shape(jax.random.key, 0)
-    definition_of = {
-        build: nnx.graphdef(nnx.eval_shape(partial(_build, config, build), key)) for build in set(builders.values())
-    }
-    return {name: definition_of[build] for name, build in builders.items()}
+    return nnx.graphdef(nnx.eval_shape(partial(_build, config, build), key))
 
 
 def _apply(
-    plan: ChunkPlan,
-    definitions: dict[str, nnx.GraphDef[Any]],
     params: Params,
     inputs: Any,
     leaves: dict[str, jax.Array],
     *,
+    config: LanguageModelConfig,
+    builders: Builders,
+    embeds: bool,
+    is_last: bool,
     key: jax.Array | None = None,
+    numbers: Any = (),
 ) -> Any:
-    del key  # no layer is random
-    modules: dict[str, Any] = {name: nnx.merge(definitions[name], params[name]) for name in definitions}
-    hidden = modules[EMBEDDING](leaves["tokens"]) if plan.embedding else inputs
-    for layer in plan.layers:
-        hidden = modules[layer_name(layer)](hidden)
-    if not plan.head:
+    del key, numbers  # no layer is random
+    modules: dict[str, Any] = {name: nnx.merge(_definition(config, build), params[name]) for name, build in builders}
+    hidden = modules[EMBEDDING](leaves["tokens"]) if embeds else inputs
+    for name, build in builders:
+        hidden = modules[name](hidden) if build is DecoderLayer else hidden
+    if not is_last:
         return hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     return token_loss(head.logits(modules[FINAL_NORM](hidden)), leaves["targets"], leaves["weights"])

@@ -18,6 +18,10 @@ leaves
 key
     A typed random key that depends on (seed, step, microbatch) only. A chunk folds in its global layer numbers itself,
     so that the randomness of a layer does not depend on where the model is cut.
+kinds
+    Chunks that compute the same function of parameters of the same shapes are of one kind, and share their programs.
+    What differs within a kind, such as names and numbers of layers, is given beside the function: see
+    :mod:`rrfp_jax.programs.layers`.
 outputs
     Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
     summed (not averaged) over the microbatch, and its weight, for example the number of tokens.
@@ -31,6 +35,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from rrfp_jax.programs.layers import OwnApply, OwnInit, specs_of
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
@@ -61,7 +67,17 @@ class Chunk:
 
     @cached_property
     def _param_specs(self) -> Any:
-        return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        return specs_of(self.init)
+
+    @property
+    def own_init(self) -> OwnInit:
+        """``init``, as programs take it."""
+        return OwnInit(self.init)
+
+    @cached_property
+    def own(self) -> OwnApply:
+        """``apply``, as programs take it."""
+        return OwnApply(self.apply)
 
     @cached_property
     def known_outputs(self) -> dict[Any, Any]:
@@ -70,7 +86,7 @@ class Chunk:
 
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:
-    """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once in a chunk's life."""
+    """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind of chunk."""
     specs: dict[str, Any] = chunk._param_specs
     return specs
 

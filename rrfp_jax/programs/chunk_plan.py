@@ -1,12 +1,13 @@
 """The plan of a chunk: its forward and backward as functions over flat operands, traced, cut and laid out.
 
-Nothing here is compiled, and nothing depends on devices but the layout. So one plan serves all units of the chunk.
+Nothing here is compiled, and nothing depends on devices but the layout. So one plan serves all units of the chunk, and
+all chunks of its kind.
 
 All of them come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.split`), whether the backward
 stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,9 +20,11 @@ from jax.sharding import NamedSharding, Sharding
 from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key
 from rrfp_jax.programs.handover import OwedLayout, StashLayout, lay_out_owed, lay_out_stash, made_specs, sums_owed
 from rrfp_jax.programs.remat import Remat, rematerialised
+from rrfp_jax.programs.sameness import identity
 from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
-from rrfp_jax.programs.specs import Specs, gradient_spec
+from rrfp_jax.programs.specs import Specs, gradient_spec, spec_of
 from rrfp_jax.programs.split import SplitBackward, split_backward
+from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
 
 
@@ -31,8 +34,10 @@ class ChunkPlan:
 
     is_split: bool
     """Whether the backward is cut into input gradient and weight gradient."""
+    params: Specs
+    """By the names that the chunk's function knows."""
     operands: Specs
-    """``(inputs, leaves, counters)``."""
+    """``(inputs, leaves, (counters, numbers))``; see :class:`rrfp_jax.programs.layers.ForLayers` for the numbers."""
     output_grads: Specs
     """One entry per gradient that the backward gets, ascending."""
     input_grads: Specs
@@ -40,6 +45,8 @@ class ChunkPlan:
     apply: Callable[[Any, Any], Any]
     split: SplitBackward | None
     """None for a chunk that no gradient reaches."""
+    kind: Hashable = None
+    """Equal for chunks whose plan is the same."""
     senders: tuple[int, ...]
     """Places, among the inputs, of those that get a gradient."""
     stash: StashLayout = field(default_factory=StashLayout)
@@ -87,12 +94,13 @@ class ChunkPlan:
         """What the program of the input gradient makes for the weight gradient."""
         return made_specs(self.split, self.output_grads) if self.split is not None and self.is_split else ()
 
-    def num_programs(self, params: Specs) -> int:
-        """How many programs :class:`rrfp_jax.programs.compiled.CompiledChunk` makes of it."""
-        forwards = 1 + bool(jax.eval_shape(self.prepare, params))
+    @property
+    def num_programs(self) -> int:
+        """How many programs :class:`rrfp_jax.programs.gradients.GradientPrograms` makes of it."""
+        forwards = 1 + bool(jax.eval_shape(self.prepare, self.params))
         if self.split is None or not self.is_split:
             return forwards + (self.split is not None)
-        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + bool(jax.tree.leaves(params))
+        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + bool(jax.tree.leaves(self.params))
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work."""
@@ -137,15 +145,26 @@ class ChunkPlan:
 
 
 def plan_chunk(
-    index: int, chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes], *, remat: Remat = "none"
+    index: int,
+    chunks: Sequence[Chunk],
+    graph: PipelineGraph,
+    shapes: Sequence[ChunkShapes],
+    *,
+    remat: Remat = "none",
+    store: ProgramStore | None = None,
 ) -> ChunkPlan:
     """Trace the forward of chunk ``index`` and, where a gradient reaches it, its backward; nothing is compiled.
 
-    The plan is for one device until it is ``laid_out`` on others, and serves for any number of units. Raises
-    ValueError, naming the chunk, for what cannot be differentiated.
+    The plan is for one device until it is ``laid_out`` on others, and serves for any number of units, and for all
+    chunks of a kind: ``store`` has those that are made already. It knows parameters by the names that the chunk's
+    function knows. Raises ValueError, naming the chunk, for what cannot be differentiated.
     """
     with naming(chunks, index):
-        return _plan(chunks[index], index, graph, shapes[index], remat)
+        kind = _kind(chunks[index], index, graph, shapes[index], remat)
+        plan: ChunkPlan = (store or ProgramStore()).get(
+            ("plan", kind), lambda: replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
+        )
+        return plan
 
 
 @contextmanager
@@ -157,8 +176,27 @@ def naming(chunks: Sequence[Chunk], index: int) -> Iterator[None]:
         raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
 
 
+def _kind(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, remat: Remat) -> Hashable:
+    """All that a plan depends on."""
+    specs = (chunk.own.to_own(shapes.params), shapes.inputs, shapes.leaves, shapes.outputs, spec_of(chunk.own.numbers))
+    neighbours = (graph.predecessors(index), graph.gradient_predecessors(index))
+    return (
+        chunk.own.kind,
+        chunk.uses_key,
+        tuple(jax.tree.leaves(specs)),
+        jax.tree.structure(specs),
+        tuple(c in neighbours[1] for c in neighbours[0]),
+        len(graph.successors(index)),
+        len(graph.gradient_successors(index)),
+        graph.has_backward(index) and (index in graph.split,),
+        identity(remat),
+    )
+
+
 def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, remat: Remat) -> ChunkPlan:
-    operands = (shapes.inputs, shapes.leaves, counters_spec() if chunk.uses_key else ())
+    params = chunk.own.to_own(shapes.params)
+    own = (counters_spec() if chunk.uses_key else (), spec_of(chunk.own.numbers))
+    operands = (shapes.inputs, shapes.leaves, own)
     apply = rematerialised(_apply(chunk, is_sink=not graph.successors(index)), remat)
     senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
     input_grads = tuple(gradient_spec(shapes.inputs[place]) for place in senders)
@@ -168,9 +206,10 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
     if graph.has_backward(index):
         is_split = index in graph.split
         wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
-        split = split_backward(apply, shapes.params, operands, input_gradients=wanted)
+        split = split_backward(apply, params, operands, input_gradients=wanted)
     plan = ChunkPlan(
         is_split=is_split,
+        params=params,
         operands=operands,
         output_grads=output_grads,
         input_grads=input_grads,
@@ -189,9 +228,9 @@ def counters_spec() -> jax.ShapeDtypeStruct:
 
 def _apply(chunk: Chunk, *, is_sink: bool) -> Callable[[Any, Any], Any]:
     def apply(params: Any, operands: Any) -> Any:
-        inputs, leaves, numbers = operands
-        key = microbatch_key(numbers[0], numbers[1], numbers[2]) if chunk.uses_key else None
-        outputs = chunk.apply(params, arrange_inputs(inputs), leaves, key=key)
+        inputs, leaves, (counted, numbers) = operands
+        key = microbatch_key(counted[0], counted[1], counted[2]) if chunk.uses_key else None
+        outputs = chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=numbers)
         if not is_sink:
             return outputs
         loss_sum, weight = outputs

@@ -18,25 +18,26 @@ What costs work and depends on parameters alone, such as weights cast to bfloat1
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, check_seed, counters
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
-from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.compiling import count_programs
+from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import Owed, OwedBytes, Stash
 from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import spread, unit_shardings
-from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes
+from rrfp_jax.programs.specs import accumulator_spec, num_bytes
 from rrfp_jax.programs.state import full, zeros
+from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
 from rrfp_jax.tasks import PipelineGraph
 
@@ -80,8 +81,7 @@ class ChunkSizes:
 class CompiledChunk:
     """The compiled programs of chunk ``index`` on the devices of one unit.
 
-    A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
-    of a chunk without parameters, the preparation where nothing is derived from parameters.
+    Those that run microbatches are shared by all chunks of its kind there, see :mod:`rrfp_jax.programs.gradients`.
 
     Args:
         shapes: of every chunk, see :func:`rrfp_jax.programs.shapes.derive_shapes`.
@@ -93,6 +93,7 @@ class CompiledChunk:
         seed: of the run's random keys, 0 to 2**32 - 1.
         stage: what the replicas of the chunk's stage do together, if there are several: it takes the place of R and,
             with a sharded optimizer state, of U.
+        store: what is compiled already for chunks of its kind; None: nothing.
 
     Raises ValueError, naming the chunk, where it cannot be compiled.
     """
@@ -109,75 +110,46 @@ class CompiledChunk:
         sharding: Sharding,
         seed: int = 0,
         stage: StageUpdates | None = None,
+        store: ProgramStore | None = None,
     ) -> None:
         check_seed(seed)
+        store = store or ProgramStore()
         self.index, self.chunk, self.shapes = index, chunks[index], shapes[index]
         self.sharding = sharding
         """Of activations, their gradients, batch leaves and scalars."""
         self.shardings = unit_shardings(chunks, index, sharding)
         """Of parameters too."""
-        self.compiled: dict[str, Compiled] = {}
-        """The compiled programs by name, for their cost and memory analysis."""
-        self._stage, self._seed = stage, seed
+        self._stage, self._seed, self._own = stage, seed, self.chunk.own
         self._params = spread(self.shapes.params, self.shardings.params)
-        self._prepare: Compiled | None = None
-        self._backward: Compiled | None = None
-        self._input_gradient: Compiled | None = None
-        self._weight_gradient: Compiled | None = None
         with naming(chunks, index):
-            self.plan = self._compile_gradients(plan)
+            self._programs = self._gradients(plan, store)
+            self.plan = self._programs.plan
             """As it was given, laid out for what the forward and the input gradient make where it lies."""
-            self.updates = UnitUpdates(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage)
+            self.updates = UnitUpdates(
+                index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
+            )
             """R and U."""
-        self.compiled |= self.updates.compiled | (stage.compiled if stage is not None else {})
+        of_stage = {} if stage is None else stage.compiled
+        self.compiled = self._programs.compiled | self.updates.compiled | of_stage
+        """The compiled programs by name, for their cost and memory analysis."""
         self._is_sink = not graph.successors(index)
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
         self._loss_grads = full(self.plan.output_grads, sharding, 1) if self._is_sink else ()
 
-    # -- compilation -------------------------------------------------------------------------------------------------
+    def _gradients(self, plan: ChunkPlan, store: ProgramStore) -> GradientPrograms:
+        """The programs that run microbatches: compiled here, or for another chunk of the kind."""
+        params = self._own.to_own(self._params)
+        at_params = tuple(spec.sharding for spec in jax.tree.leaves(params))
+        compiled_here: list[GradientPrograms] = []
 
-    def _compile(self, name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,)) -> Any:
-        """Arguments lie as their specs say, at the boundary where they say nothing."""
-        inputs = jax.tree.map(lambda spec: self.sharding if spec.sharding is None else spec.sharding, specs)
-        self.compiled[name] = compile_program(
-            name, function, *specs, in_shardings=inputs, out_shardings=results, donate=donate
-        )
-        return self.compiled[name]
+        def compile_them() -> GradientPrograms:
+            compiled_here.append(GradientPrograms(plan, params, self.sharding, self.shardings.chosen))
+            return compiled_here[0]
 
-    def _compile_gradients(self, plan: ChunkPlan) -> ChunkPlan:
-        """Compile the plan's functions; where a program's results lie decides how the next ones are laid out."""
-        params, at_boundary, chosen = self._params, self.sharding, self.shardings.chosen
-        self._derived = derived = jax.eval_shape(plan.prepare, self.shapes.params)
-        if derived:
-            self._prepare = self._compile("prepare", plan.prepare, params, results=chosen, donate=())
-            self._derived = derived = spread(derived, self._prepare.output_shardings)
-        results = (at_boundary, chosen)
-        specs: tuple[Specs, ...] = (params, derived, plan.operands)
-        self._forward = self._compile("forward", plan.forward, *specs, results=results, donate=())
-        plan = plan.laid_out(at_boundary, self._forward.output_shardings[1])
-        stash, sums = plan.stash.specs, accumulator_spec(params)
-        rest = (params, derived, (stash.saved, stash.kept), plan.output_grads)
-        if plan.split is None:
-            return plan
-        if not plan.is_split:
-            specs, at_sums = ((sums, stash.donated), *rest), self.shardings.params
-            lying = ((at_sums, at_boundary), at_boundary)
-            self._backward = self._compile("backward", _with_token(plan.backward), *specs, results=lying)
-            return plan
-        made: Any = ()
-        if jax.tree.leaves((plan.input_grads, plan.made)):
-            program = self._compile("input_gradient", plan.input_gradient, stash.donated, *rest, results=results)
-            self._input_gradient, made = program, program.output_shardings[1]
-        plan = plan.owing(at_boundary, made)
-        if jax.tree.leaves(params):
-            specs = (sums, params, derived, plan.owed.specs)
-            self._weight_gradient = self._compile(
-                "weight_gradient",
-                _with_token(plan.weight_gradient),
-                *specs,
-                results=(self.shardings.params, at_boundary),
-            )
-        return plan
+        programs: GradientPrograms = store.get(("gradients", plan.kind, self.sharding, at_params), compile_them)
+        if not compiled_here:
+            count_programs(len(programs.compiled))
+        return programs
 
     def _zeros_for_absent(self, graph: PipelineGraph) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
         """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
@@ -199,7 +171,7 @@ class CompiledChunk:
             params_bytes=num_bytes(self._params),
             accumulators_bytes=num_bytes(accumulator_spec(self._params)) if self.updates.trains else 0,
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
-            derived_bytes=num_bytes(self._derived),
+            derived_bytes=num_bytes(self._programs.derived),
             inputs_bytes=num_bytes(self.shapes.inputs),
             outputs_bytes=num_bytes(self.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
@@ -218,7 +190,8 @@ class CompiledChunk:
 
     def prepare(self, params: Params) -> tuple[Any, ...]:
         """What is derived from these parameters and costs work: valid until they change, empty if there is nothing."""
-        return () if self._prepare is None else self._prepare(params)
+        prepare = self._programs.prepare
+        return () if prepare is None else prepare(self._own.to_own(params))
 
     def forward(
         self,
@@ -238,8 +211,9 @@ class CompiledChunk:
         """
         if self._absent_inputs is not None:
             inputs = _fill(inputs, self._absent_inputs)
-        operands = (inputs, leaves, counters(self._seed, step, microbatch) if self.chunk.uses_key else ())
-        outputs, made = self._forward(params, self.prepare(params) if derived is None else derived, operands)
+        counted = counters(self._seed, step, microbatch) if self.chunk.uses_key else ()
+        operands, own = (inputs, leaves, (counted, self._own.numbers)), self._own.to_own(params)
+        outputs, made = self._programs.forward(own, self.prepare(params) if derived is None else derived, operands)
         layout = self.plan.stash
         donated = tuple([made[place] for place in layout.donated])
         saved = tuple([made[place] for place in layout.saved])
@@ -264,12 +238,13 @@ class CompiledChunk:
         place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
         the token. Only for a chunk whose backward is not split.
         """
-        if self._backward is None:
+        backward, own = self._programs.backward, self._own.to_own
+        if backward is None:
             raise self._refusal()
         derived = self.prepare(params) if derived is None else derived
-        owned, rest = (accumulators, stash.donated), (stash.saved, stash.kept)
-        (accumulators, input_grads), token = self._backward(owned, params, derived, rest, self._complete(output_grads))
-        return input_grads, accumulators, token
+        owned, rest = (own(accumulators), stash.donated), (stash.saved, stash.kept)
+        (sums, input_grads), token = backward(owned, own(params), derived, rest, self._complete(output_grads))
+        return input_grads, self._own.to_model(sums), token
 
     def input_gradient(
         self,
@@ -286,8 +261,9 @@ class CompiledChunk:
         output_grads, rest = self._complete(output_grads), (stash.saved, stash.kept)
         input_grads: tuple[Any, ...] = ()
         made: tuple[Any, ...] = ()
-        if self._input_gradient is not None:
-            input_grads, made = self._input_gradient(stash.donated, params, derived, rest, output_grads)
+        if self._programs.input_gradient is not None:
+            own = self._own.to_own(params)
+            input_grads, made = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
         at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
         return input_grads, tuple([at_hand[place] for place in self.plan.owed.leaves])
 
@@ -298,11 +274,12 @@ class CompiledChunk:
         the token, which is empty where there is no program."""
         if not self.plan.is_split:
             raise self._refusal()
-        if self._weight_gradient is None:
+        weight_gradient, own = self._programs.weight_gradient, self._own.to_own
+        if weight_gradient is None:
             return accumulators, ()
         derived = self.prepare(params) if derived is None else derived
-        accumulators, token = self._weight_gradient(accumulators, params, derived, owed)
-        return accumulators, token
+        sums, token = weight_gradient(own(accumulators), own(params), derived, owed)
+        return self._own.to_model(sums), token
 
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """The accumulators that the chunks which share parameters with this one need for R."""
@@ -326,15 +303,6 @@ def temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:
     """Temporary bytes of compiled programs by name, as the backend's memory analysis has them."""
     analyses = {name: program.memory_analysis() for name, program in compiled.items()}
     return {name: int(getattr(analysis, "temp_size_in_bytes", None) or 0) for name, analysis in analyses.items()}
-
-
-def _with_token(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """The same, with a token as a second result: the results of a program are complete together."""
-
-    def program(*arguments: Any) -> tuple[Any, Any]:
-        return function(*arguments), jnp.zeros((), jnp.int32)
-
-    return program
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

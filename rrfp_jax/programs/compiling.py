@@ -1,4 +1,4 @@
-"""Compile a program ahead of time, once.
+"""Compile a program ahead of time, once; and once for all who need the same.
 
 Nothing may be traced or compiled while a step runs: a stage that compiles while its peers wait can hang them all. So
 every program is lowered and compiled for the shapes it will see, and a second trace is an error.
@@ -13,13 +13,17 @@ from typing import Any
 
 import chex
 import jax
+import jax.extend.core as jex
 from jax.stages import Compiled
+
+from rrfp_jax.programs.sameness import program_identity
+from rrfp_jax.programs.store import ProgramStore
 
 CompileProgress = Callable[[int, int], None]
 """Told how many programs are compiled, and of how many."""
 
 _serial = itertools.count()
-_done: ContextVar[Callable[[], None] | None] = ContextVar("done", default=None)
+_done: ContextVar[Callable[[int], None] | None] = ContextVar("done", default=None)
 
 
 class ProgramCount:
@@ -32,17 +36,18 @@ class ProgramCount:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """What this thread compiles within the block counts."""
-        token = _done.set(self._one_more)
+        """What this thread compiles within the block counts, and what it finds compiled."""
+        token = _done.set(self._more)
         try:
             yield
         finally:
             _done.reset(token)
 
-    def _one_more(self) -> None:
+    def _more(self, number: int) -> None:
         with self._lock:
-            self._num_done += 1
-            self._progress(self._num_done, self._total)
+            for _ in range(number):
+                self._num_done += 1
+                self._progress(self._num_done, self._total)
 
 
 def compile_program(
@@ -71,6 +76,72 @@ def compile_program(
     once.__name__ = name
     jitted = jax.jit(once, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
     compiled = jitted.lower(*specs).compile()
-    if (done := _done.get()) is not None:
-        done()
+    count_programs(1)
     return compiled
+
+
+def count_programs(number: int) -> None:
+    """So many more programs are there, whoever compiled them."""
+    if (done := _done.get()) is not None:
+        done(number)
+
+
+class FlatProgram:
+    """A compiled program over the leaves of its arguments, whose trees may have other names for each caller."""
+
+    def __init__(self, compiled: Compiled, arguments: Any, results: Any) -> None:
+        self.compiled = compiled
+        self._arguments, self._results = arguments, results
+
+    def __call__(self, *args: Any) -> Any:
+        """With trees as it was traced for; raises TypeError for others."""
+        leaves, structure = jax.tree.flatten(args)
+        if structure != self._arguments:
+            raise TypeError(f"the program was compiled for arguments {self._arguments}, not {structure}")
+        return jax.tree.unflatten(self._results, self.compiled(*leaves))
+
+
+def shared_program(
+    store: ProgramStore,
+    name: str,
+    function: Callable[..., Any],
+    *specs: Any,
+    in_shardings: Any,
+    out_shardings: Any,
+    donate: tuple[int, ...] = (),
+) -> FlatProgram:
+    """As :func:`compile_program`, for a function that is traced for every caller, and compiled once for equal traces.
+
+    ``in_shardings`` and ``out_shardings`` are trees of which ``specs`` and the results are no deeper than their leaves.
+    """
+    leaves, structure = jax.tree.flatten(specs)
+    results: list[Any] = []
+
+    def flat(*args: Any) -> list[Any]:
+        returned, shape = jax.tree.flatten(function(*jax.tree.unflatten(structure, args)))
+        results.append(shape)
+        return returned
+
+    traced = jax.make_jaxpr(flat)(*leaves)
+    places_in = tuple(jax.tree.leaves(jax.tree.broadcast(in_shardings, specs)))
+    places_out = tuple(jax.tree.leaves(jax.tree.broadcast(out_shardings, _tree(results[0]))))
+    owners = [position for position, spec in enumerate(specs) for _ in jax.tree.leaves(spec)]
+    donated = tuple([leaf for leaf, position in enumerate(owners) if position in donate])
+    is_mine = False
+
+    def compile_it() -> Compiled:
+        nonlocal is_mine
+        is_mine = True
+        run = jex.jaxpr_as_fun(traced)
+        return compile_program(
+            name, run, *leaves, in_shardings=places_in, out_shardings=list(places_out), donate=donated
+        )
+
+    compiled = store.get((name, program_identity(traced), places_in, places_out, donated), compile_it)
+    if not is_mine:
+        count_programs(1)
+    return FlatProgram(compiled, structure, results[0])
+
+
+def _tree(structure: Any) -> Any:
+    return jax.tree.unflatten(structure, range(structure.num_leaves))

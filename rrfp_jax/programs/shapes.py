@@ -5,7 +5,7 @@ the batch does not have, chunks that do not fit together, a last chunk that retu
 differ.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
 def derive_shapes(
     chunks: Sequence[Chunk], graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[ChunkShapes, ...]:
-    """Trace every chunk, once in its life for the same inputs, and return its shapes; nothing is computed.
+    """Trace one chunk of every kind, once in its life for the same inputs, and return all shapes; nothing is computed.
 
     ``batch`` holds the leaves of one microbatch. Raises ValueError, naming the chunk, where chunks, graph and batch do
     not fit together.
@@ -47,11 +47,13 @@ def derive_shapes(
     if len(chunks) != graph.num_chunks:
         raise ValueError(f"{len(chunks)} chunks are given for a graph of {graph.num_chunks}: the numbers must agree")
     shapes: list[ChunkShapes] = []
-    for index in range(len(chunks)):
+    known: dict[Hashable, dict[Any, Any]] = {}
+    for index, chunk in enumerate(chunks):
         params = _params(chunks, index)
         inputs = tuple(shapes[p].outputs for p in graph.predecessors(index))
         leaves = _leaves(chunks, index, batch)
-        outputs = _outputs(chunks, index, params, inputs, leaves)
+        of_kind = known.setdefault(chunk.own.kind, chunk.known_outputs)
+        outputs = _outputs(chunks, index, params, inputs, leaves, known=of_kind)
         if not graph.successors(index):
             _check_loss(chunks, index, outputs)
         shapes.append(ChunkShapes(params=params, inputs=inputs, leaves=leaves, outputs=outputs))
@@ -113,19 +115,26 @@ def _leaves(
 
 
 def _outputs(
-    chunks: Sequence[Chunk], index: int, params: Specs, inputs: tuple[Specs, ...], leaves: dict[str, Specs]
+    chunks: Sequence[Chunk],
+    index: int,
+    params: Specs,
+    inputs: tuple[Specs, ...],
+    leaves: dict[str, Specs],
+    *,
+    known: dict[Any, Any],
 ) -> Specs:
     chunk = chunks[index]
 
     def apply(params: Any, inputs: Any, leaves: Any) -> Any:
         key = microbatch_key(0, 0, 0) if chunk.uses_key else None
-        return chunk.apply(params, arrange_inputs(inputs), leaves, key=key)
+        return chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=chunk.own.numbers)
 
-    read = (*jax.tree.leaves((inputs, leaves)), jax.tree.structure((inputs, leaves)))
-    if read in chunk.known_outputs:
-        return chunk.known_outputs[read]
+    params = chunk.own.to_own(params)
+    read = (*jax.tree.leaves((params, inputs, leaves)), jax.tree.structure((params, inputs, leaves)), chunk.uses_key)
+    if read in known:
+        return known[read]
     try:
-        return chunk.known_outputs.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
+        return known.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
     except Exception as error:  # whatever a user's model raises, say where
         named = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
         raise ValueError(

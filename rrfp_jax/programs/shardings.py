@@ -165,8 +165,8 @@ def shared_out(partition: Any, specs: Specs, num_replicas: int) -> Any:
 
 
 def spread(specs: Specs, shardings: Any) -> Specs:
-    """The shapes with their shardings: one for all, or a tree of them."""
-    if isinstance(shardings, Sharding):
+    """The shapes with their shardings: one or none for all, or a tree of them."""
+    if shardings is None or isinstance(shardings, Sharding):
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings), specs)
     return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), specs, shardings)
 

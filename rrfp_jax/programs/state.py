@@ -7,9 +7,9 @@ An optimizer state is a tuple, one entry per *group* of the chunk's layers (:fun
 chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et al. 2020).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ import optax
 from jax.sharding import Sharding
 
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.compiling import shared_program
+from rrfp_jax.programs.layers import OwnInit
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import (
     param_partition,
@@ -31,6 +33,7 @@ from rrfp_jax.programs.shardings import (
 )
 from rrfp_jax.programs.specs import Specs, accumulator_spec, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.store import ProgramStore
 
 
 @dataclass
@@ -68,20 +71,23 @@ def initial_state(
     sharding: Sharding,
     trains: bool,
     shard_optimizer: bool = False,
+    store: ProgramStore | None = None,
 ) -> ChunkState:
     """The state of chunk ``index`` from a typed key, the same key for all chunks.
 
     ``sharding`` is the boundary of the chunk's unit, see :mod:`rrfp_jax.programs.shardings`. ``trains`` is False for a
     chunk that no gradient reaches. With ``shard_optimizer`` the optimizer state is left out, because the replicas share
-    it: see :func:`initial_shared_state`.
+    it: see :func:`initial_shared_state`. ``store`` has what is compiled already for other chunks.
     """
     # raw numbers, because a typed key cannot be put onto devices of other processes
     numbers = np.asarray(jax.random.key_data(key))
-    params = _initializer(chunks, index, sharding, str(jax.random.key_impl(key)))(numbers)
+    store = store or ProgramStore()
+    impl = str(jax.random.key_impl(key))
+    params = _initial_params(chunks, index, sharding, key=numbers, impl=impl, store=store)
     state = state_specs(chunks, index, optimizer, sharding=sharding, trains=trains, shard_optimizer=shard_optimizer)
     groups = layer_groups(chunks[index], state.params)
     state.params, at_sums = params, shardings_of(state.accumulators)
-    state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state)
+    state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state, store)
     state.accumulators = zeros(state.accumulators, at_sums)
     return state
 
@@ -134,6 +140,8 @@ def initial_shared_state(
     optimizer: optax.GradientTransformation,
     devices: StageDevices,
     params: Mapping[int, Params],
+    *,
+    store: ProgramStore | None = None,
 ) -> tuple[Any, ...]:
     """The optimizer state that replicas share, from the parameters of every local replica.
 
@@ -141,7 +149,8 @@ def initial_shared_state(
     """
     joined = devices.join(params, param_partition(chunks, index, devices.tensor))
     specs = optimizer_specs(chunks, index, optimizer, devices)
-    return _initial_optimizer_state(optimizer, joined, layer_groups(chunks[index], joined), specs)
+    groups = layer_groups(chunks[index], joined)
+    return _initial_optimizer_state(optimizer, joined, groups, specs, store or ProgramStore())
 
 
 def _initial_optimizer_state(
@@ -149,36 +158,50 @@ def _initial_optimizer_state(
     params: Params,
     groups: Sequence[tuple[str, ...]],
     specs: tuple[Specs, ...],
+    store: ProgramStore,
 ) -> tuple[Any, ...]:
     """As the specs say; none without specs."""
-    return tuple(
-        jax.jit(optimizer.init, out_shardings=shardings_of(state))(pick(params, group))
-        for group, state in zip(groups if specs else (), specs, strict=True)
-    )
+    states = []
+    for group, state in zip(groups if specs else (), specs, strict=True):
+        own = pick(params, group)
+        init = shared_program(
+            store,
+            "init_optimizer",
+            optimizer.init,
+            spec_of(own),
+            in_shardings=(shardings_of(own),),
+            out_shardings=shardings_of(state),
+        )
+        states.append(init(own))
+    return tuple(states)
 
 
-@lru_cache(maxsize=512)
-def _initializer(
-    chunks: tuple[Chunk, ...], index: int, sharding: Sharding, impl: str
-) -> Callable[[np.ndarray], Params]:
-    """The parameters of a chunk from a key; kept, so that another pipeline of the same chunks need not compile it.
+def _initial_params(
+    chunks: tuple[Chunk, ...], index: int, sharding: Sharding, *, key: np.ndarray, impl: str, store: ProgramStore
+) -> Params:
+    """The parameters of a chunk from a key.
 
     A shared layer is initialised by its owner's ``init``, in a program that is the same for every holder, so that all
     copies start with equal bits.
     """
     chunk, at_params = chunks[index], unit_shardings(chunks, index, sharding).params
-    programs = []
+    params: Params = {}
     for group in layer_groups(chunk, param_specs(chunk)):
         owner = chunks[holders(chunks, group[0])[0]] if group[0] in chunk.shared else chunk
+        own = owner.own_init
+        names = {name: own.own_name(name) for name in group}
+        at = {names[name]: at_params[name] for name in group}
+        place = (tuple(jax.tree.leaves(at)), jax.tree.structure(at))
 
-        def init(key: jax.Array, owner: Chunk = owner, group: tuple[str, ...] = group) -> Params:
-            return pick(owner.init(jax.random.wrap_key_data(key, impl=impl)), group)
+        def init(key: jax.Array, numbers: Any, own: OwnInit = own, names: Any = tuple(at)) -> Params:
+            return pick(own(jax.random.wrap_key_data(key, impl=impl), numbers), names)
 
-        programs.append(jax.jit(init, in_shardings=sharding, out_shardings=pick(at_params, group)))
-
-    def params(key: np.ndarray) -> Params:
-        return {name: layer for program in programs for name, layer in program(key).items()}
-
+        program = store.get(
+            ("init", own.kind, impl, sharding, place),
+            partial(jax.jit, init, in_shardings=sharding, out_shardings=at),
+        )
+        made = program(key, own.numbers)
+        params |= {name: made[names[name]] for name in group}
     return params
 
 

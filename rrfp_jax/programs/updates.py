@@ -21,12 +21,13 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs
-from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
 from rrfp_jax.programs.shardings import TENSOR, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.specs import accumulator_spec, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs, pick
+from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
 
 
@@ -42,7 +43,9 @@ class _Updates:
         devices: Sharding | StageDevices,
         *,
         updates_here: bool,
+        store: ProgramStore | None,
     ) -> None:
+        self._store = store or ProgramStore()
         self.index, self.optimizer = index, optimizer
         self.compiled: dict[str, Compiled] = {}
         """The compiled programs by name."""
@@ -65,8 +68,14 @@ class _Updates:
         self._groups = layer_groups(chunks[index], self._params) if does_update else ()
         self.state_specs = optimizer_specs(chunks, index, optimizer, devices) if does_update else ()
         """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
-        self._reduce: Compiled | None = None
-        self._updates: list[Compiled] = []
+        self._reduce: FlatProgram | None = None
+        self._updates: list[FlatProgram] = []
+
+    def _compile(self, name: str, called: str, function: Any, *specs: Any, **options: Any) -> FlatProgram:
+        """Traced for this chunk, since an optimizer may go by names of layers; compiled once for equal traces."""
+        program = shared_program(self._store, name, function, *specs, **options)
+        self.compiled[called] = program.compiled
+        return program
 
     def _place(self, partition: Any) -> Any:
         return place(partition, self._scalar)
@@ -87,8 +96,9 @@ class _Updates:
                 def update(params: Any, *rest: Any, at: Any = at_grads) -> Any:
                     return update_all(jax.lax.with_sharding_constraint(params, at), *rest)[:2]
 
-            program = compile_program(
+            program = self._compile(
                 "update",
+                f"update {', '.join(group)}",
                 update,
                 *(params, spec_of(state), accumulator_spec(params)),
                 jax.ShapeDtypeStruct((), np.float32),
@@ -98,7 +108,6 @@ class _Updates:
                 donate=tuple(donate),
             )
             self._updates.append(program)
-            self.compiled[f"update {', '.join(group)}"] = program
 
 
 class UnitUpdates(_Updates):
@@ -107,6 +116,7 @@ class UnitUpdates(_Updates):
     Args:
         sharding: the unit's boundary.
         stage: what the chunk's replicas do together instead; None: there is only one.
+        store: what is compiled already for other chunks; None: nothing.
     """
 
     def __init__(
@@ -118,9 +128,10 @@ class UnitUpdates(_Updates):
         optimizer: optax.GradientTransformation,
         sharding: Sharding,
         stage: "StageUpdates | None",
+        store: ProgramStore | None = None,
     ) -> None:
         updates_here = stage is None or not stage.shards_optimizer
-        super().__init__(index, chunks, graph, optimizer, sharding, updates_here=updates_here)
+        super().__init__(index, chunks, graph, optimizer, sharding, updates_here=updates_here, store=store)
         self._replicas_reduce = stage is not None
         if self.trains and stage is None:
             self._compile_reduce()
@@ -135,7 +146,8 @@ class UnitUpdates(_Updates):
             layers, squared_norm = function(accumulators, others)
             return pick(layers, names), squared_norm
 
-        self._reduce = self.compiled["reduce"] = compile_program(
+        self._reduce = self._compile(
+            "reduce",
             "reduce",
             reduce,
             *(accumulator_spec(self._params), self._specs_of_others),
@@ -201,6 +213,7 @@ class StageUpdates(_Updates):
         devices: of the stage.
         ordered: add up replicas in order, so that bits depend on nothing else; see :mod:`rrfp_jax.programs.reduction`.
         shard_optimizer: cut the optimizer state over the replicas (ZeRO-1) and update the parameters here.
+        store: what is compiled already for other chunks; None: nothing.
     """
 
     def __init__(
@@ -213,8 +226,9 @@ class StageUpdates(_Updates):
         devices: StageDevices,
         ordered: bool = False,
         shard_optimizer: bool = False,
+        store: ProgramStore | None = None,
     ) -> None:
-        super().__init__(index, chunks, graph, optimizer, devices, updates_here=shard_optimizer)
+        super().__init__(index, chunks, graph, optimizer, devices, updates_here=shard_optimizer, store=store)
         self.devices = devices
         self.shards_optimizer = bool(self._groups)
         """Whether ``update`` is to be called here, and the optimizer state lies on the whole stage."""
@@ -237,7 +251,8 @@ class StageUpdates(_Updates):
         at_params, sums = self._place(self._partition), accumulator_spec(self._params)
         at_sums, at_cleared = (at_params, {}) if shares is None else (self._place(shares), at_params)
         own = tuple(name for name in self._params if name not in names)
-        self._reduce = self.compiled["reduce"] = compile_program(
+        self._reduce = self._compile(
+            "reduce",
             "reduce",
             reduce,
             *(pick(sums, own), pick(sums, names), self._specs_of_others),

@@ -36,6 +36,7 @@ from rrfp_jax.programs.state import (
     pick,
     state_specs,
 )
+from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
@@ -83,6 +84,7 @@ class HostedModel:
         self._optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
         self._compiled: dict[Hashable, HostedPrograms] = {}
+        self._store = ProgramStore()
         layout = process.layout
         self.grids = [
             StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
@@ -114,7 +116,11 @@ class HostedModel:
 
     def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
         """The state to start from; ``graph`` is that of one replica."""
-        return self._state(graph, partial(initial_state, key=key), initial_shared_state)
+        return self._state(
+            graph,
+            partial(initial_state, key=key, store=self._store),
+            partial(initial_shared_state, store=self._store),
+        )
 
     def state_specs(self, graph: PipelineGraph) -> HostedState:
         """What ``initial_state`` returns as specs with shardings; nothing is computed."""
@@ -182,7 +188,7 @@ class HostedModel:
         programs = HostedPrograms(shapes, {}, {})
 
         def plan_one(base: int) -> ChunkPlan:
-            return plan_chunk(base, self.chunks, graph, shapes, remat=self._remat[base])
+            return plan_chunk(base, self.chunks, graph, shapes, remat=self._remat[base], store=self._store)
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
             with count.counting():
@@ -198,6 +204,7 @@ class HostedModel:
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
                         stage=replicas,
+                        store=self._store,
                     )
                     for replica, number in self.numbers(base).items()
                 }
@@ -215,7 +222,7 @@ class HostedModel:
 
     def _num_programs(self, base: int, plan: ChunkPlan, graph: PipelineGraph) -> int:
         params, num_units = param_specs(self.chunks[base]), len(self.numbers(base))
-        num_programs = num_units * plan.num_programs(params)
+        num_programs = num_units * plan.num_programs
         if graph.has_backward(base) and jax.tree.leaves(params):
             num_updates = len(layer_groups(self.chunks[base], params))
             num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
@@ -232,6 +239,7 @@ class HostedModel:
             devices=self._grid(base),
             ordered=self.updates.deterministic,
             shard_optimizer=self.updates.shard_optimizer,
+            store=self._store,
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------

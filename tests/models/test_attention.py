@@ -105,8 +105,7 @@ def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
     assert plan.split is not None
     assert not has_scores(plan, config.data.length)
     assert not has_scores(layer_plan(config, is_split=False), config.data.length)
-    params = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)[1].init
-    forward, backward = lowered(plan, jax.eval_shape(params, jax.random.key(0)), "cuda")
+    forward, backward = lowered(plan, plan.params, "cuda")
     assert "fmhaSoftmax" in forward
     assert "fmhaSoftmaxBackward" in backward
 
@@ -116,7 +115,6 @@ def test_programs_of_tpu_presets_take_the_formula(preset: Path):
     config = load_train_config(str(preset), {})
     plan = layer_plan(config, is_split=True)
     assert has_scores(plan, config.data.length)
-    params = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)[1].init
-    for program in lowered(plan, jax.eval_shape(params, jax.random.key(0)), "tpu"):
+    for program in lowered(plan, plan.params, "tpu"):
         assert "fmha" not in program
         assert "stablehlo.dot_general" in program

@@ -1,0 +1,90 @@
+"""The programs of a chunk that run microbatches, compiled for one unit: the same for all chunks of a kind there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+from jax.stages import Compiled
+
+from rrfp_jax.programs.chunk_plan import ChunkPlan
+from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.shardings import spread
+from rrfp_jax.programs.specs import Specs, accumulator_spec
+
+
+class GradientPrograms:
+    """F, B or I and W, and what prepares them; parameters go by the names that the chunks' function knows.
+
+    A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
+    of a chunk without parameters, the preparation where nothing is derived from parameters.
+
+    Args:
+        plan: of the chunks of the kind.
+        params: the shapes of parameters, with their shardings.
+        boundary: of activations, their gradients, batch leaves and scalars.
+        chosen: for results that stay inside the chunk; None lets the compiler choose.
+    """
+
+    def __init__(self, plan: ChunkPlan, params: Specs, boundary: Sharding, chosen: Sharding | None) -> None:
+        self.compiled: dict[str, Compiled] = {}
+        """The compiled programs by name."""
+        self._params, self._boundary, self._chosen = params, boundary, chosen
+        self.prepare: Compiled | None = None
+        self.backward: Compiled | None = None
+        self.input_gradient: Compiled | None = None
+        self.weight_gradient: Compiled | None = None
+        self.plan = self._compile_all(plan)
+        """As it was given, laid out for what the forward and the input gradient make where it lies."""
+
+    def _compile(self, name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,)) -> Any:
+        """Arguments lie as their specs say, at the boundary where they say nothing."""
+        inputs = jax.tree.map(lambda spec: self._boundary if spec.sharding is None else spec.sharding, specs)
+        self.compiled[name] = compile_program(
+            name, function, *specs, in_shardings=inputs, out_shardings=results, donate=donate
+        )
+        return self.compiled[name]
+
+    def _compile_all(self, plan: ChunkPlan) -> ChunkPlan:
+        """Compile the plan's functions; where a program's results lie decides how the next ones are laid out."""
+        params, boundary, chosen = self._params, self._boundary, self._chosen
+        at_params = jax.tree.map(lambda spec: spec.sharding, params)
+        self.derived = derived = jax.eval_shape(plan.prepare, spread(params, None))
+        """The shapes of what is derived from parameters, with shardings."""
+        if derived:
+            self.prepare = self._compile("prepare", plan.prepare, params, results=chosen, donate=())
+            self.derived = derived = spread(derived, self.prepare.output_shardings)
+        results = (boundary, chosen)
+        specs: tuple[Specs, ...] = (params, derived, plan.operands)
+        self.forward = self._compile("forward", plan.forward, *specs, results=results, donate=())
+        plan = plan.laid_out(boundary, self.forward.output_shardings[1])
+        stash, sums = plan.stash.specs, accumulator_spec(params)
+        rest = (params, derived, (stash.saved, stash.kept), plan.output_grads)
+        if plan.split is None:
+            return plan
+        if not plan.is_split:
+            specs = ((sums, stash.donated), *rest)
+            at = ((at_params, boundary), boundary)
+            self.backward = self._compile("backward", _with_token(plan.backward), *specs, results=at)
+            return plan
+        made: Any = ()
+        if jax.tree.leaves((plan.input_grads, plan.made)):
+            program = self._compile("input_gradient", plan.input_gradient, stash.donated, *rest, results=results)
+            self.input_gradient, made = program, program.output_shardings[1]
+        plan = plan.owing(boundary, made)
+        if jax.tree.leaves(params):
+            specs = (sums, params, derived, plan.owed.specs)
+            at = (at_params, boundary)
+            program = self._compile("weight_gradient", _with_token(plan.weight_gradient), *specs, results=at)
+            self.weight_gradient = program
+        return plan
+
+
+def _with_token(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The same, with a token as a second result: the results of a program are complete together."""
+
+    def program(*arguments: Any) -> tuple[Any, Any]:
+        return function(*arguments), jnp.zeros((), jnp.int32)
+
+    return program

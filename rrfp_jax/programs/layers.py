@@ -1,0 +1,133 @@
+"""A chunk's functions in two parts: what all chunks of a kind compute, and what tells one of them from the others.
+
+Functions that know the global names of their layers, ``layers.3`` say, differ from chunk to chunk, though they compute
+the same. So a chunk may give functions that know names of their own, with the layers that they stand for, and with
+numbers that come in as data (:class:`InitLayers`, :class:`ApplyLayers`). Chunks are of one kind where these functions
+are the same (:mod:`rrfp_jax.programs.sameness`).
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import jax
+
+from rrfp_jax.programs.sameness import identity
+
+
+@dataclass(frozen=True, eq=False)
+class ForLayers:
+    """A function of a chunk, written for layers by names of its own, and which layers of the model they are.
+
+    ``init=InitLayers(init, names, numbers)`` and ``apply=ApplyLayers(apply, names, numbers)`` are the functions of a
+    chunk like any other. Chunks whose ``function`` is the same are of one kind, whatever names and numbers they have.
+    """
+
+    function: Callable[..., Any]
+    """``init(key, *, numbers)``, or ``apply(params, inputs, leaves, *, key, numbers)``; both know own names only."""
+    names: dict[str, str]
+    """The names of layers in the model by those that ``function`` knows."""
+    numbers: Any = ()
+    """What else tells this chunk from others of its kind, a pytree of NumPy arrays: for example the numbers of its
+    layers, from which random keys derive. Of the same shapes for all chunks of a kind."""
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """The same for functions that differ in names and in what their numbers are."""
+        numbers = tuple((number.shape, number.dtype) for number in jax.tree.leaves(self.numbers))
+        return identity(self.function), tuple(self.names), numbers, jax.tree.structure(self.numbers)
+
+    def renamed(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """Layers by own names, by their names in the model."""
+        return {name: layers[own] for own, name in self.names.items()}
+
+
+class InitLayers(ForLayers):
+    """``init`` of a chunk."""
+
+    def __call__(self, key: jax.Array) -> dict[str, Any]:
+        return self.renamed(self.function(key, numbers=self.numbers))
+
+
+class ApplyLayers(ForLayers):
+    """``apply`` of a chunk."""
+
+    def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any = None) -> Any:
+        own = {own: params[name] for own, name in self.names.items()}
+        return self.function(own, inputs, leaves, key=key, numbers=self.numbers)
+
+
+class OwnApply:
+    """A chunk's ``apply`` in two parts: the function that all chunks of its kind share, and what is this chunk's."""
+
+    def __init__(self, apply: Callable[..., Any]) -> None:
+        self._layers = apply if isinstance(apply, ApplyLayers) else None
+        self._function = apply if self._layers is None else self._layers.function
+        self.numbers = () if self._layers is None else self._layers.numbers
+        self.kind: Hashable = identity(apply) if self._layers is None else self._layers.kind
+        """The same for chunks whose functions are the same."""
+
+    def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any, numbers: Any) -> Any:
+        """With parameters by own names."""
+        if self._layers is None:
+            return self._function(params, inputs, leaves, key=key)
+        return self._function(params, inputs, leaves, key=key, numbers=numbers)
+
+    def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """Layers by the function's own names."""
+        return layers if self._layers is None else {own: layers[name] for own, name in self._layers.names.items()}
+
+    def to_model(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """Layers by their names in the model."""
+        return layers if self._layers is None else self._layers.renamed(layers)
+
+
+class OwnInit:
+    """A chunk's ``init`` in two parts, likewise."""
+
+    def __init__(self, init: Callable[..., Any]) -> None:
+        self._layers = init if isinstance(init, InitLayers) else None
+        self._function = init if self._layers is None else self._layers.function
+        self._names = {} if self._layers is None else {name: own for own, name in self._layers.names.items()}
+        self.numbers = () if self._layers is None else self._layers.numbers
+        self.kind: Hashable = identity(init) if self._layers is None else self._layers.kind
+        """The same for chunks whose functions are the same."""
+
+    def __call__(self, key: jax.Array, numbers: Any) -> dict[str, Any]:
+        """Parameters by own names."""
+        params: dict[str, Any] = self._function(key) if self._layers is None else self._function(key, numbers=numbers)
+        return params
+
+    def own_name(self, name: str) -> str:
+        """The function's name of a layer of the model."""
+        return self._names.get(name, name)
+
+
+def specs_of(init: Callable[[jax.Array], Any]) -> Any:
+    """The shapes of what ``init`` returns, by the model's names; traced once for a kind."""
+    if isinstance(init, InitLayers):
+        return init.renamed(_specs_of_kind(init.kind, _Unhashed(init)))
+    return _traced(init)
+
+
+class _Unhashed:
+    """An argument that a cache does not look at."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashed)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=256)
+def _specs_of_kind(_: Hashable, init: _Unhashed) -> Any:
+    return _traced(partial(init.value.function, numbers=init.value.numbers))
+
+
+def _traced(init: Callable[[jax.Array], Any]) -> Any:
+    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))

@@ -1,0 +1,150 @@
+"""When two functions, or two traced programs, are the same, as keys that can be compared.
+
+What a function computes is decided by its code, the names that its code looks up, and what it closes over. So two
+functions are the same if these are; so are two ``functools.partial`` or two frozen dataclasses of the same parts, and
+two methods of the same object. Anything else is the same as itself alone. No ``__eq__`` of a user's class is asked: a
+wrong one could only be noticed by wrong results.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from rrfp_jax.programs.splitting.versions import open_jaxpr
+
+_PLAIN = (type(None), bool, int, str, bytes, complex, types.CodeType, range, np.dtype, jax.ShapeDtypeStruct)
+_SMALL_BYTES = 4096
+
+
+class Same:
+    """A key for one object, which is equal only to that of the same object, and keeps it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def identity(value: Any) -> Hashable:
+    """Equal for values of which one can stand for the other in a program that is traced."""
+    return _identity(value, ())
+
+
+def _identity(value: Any, within: tuple[int, ...]) -> Hashable:
+    """``within`` are the objects that this one is part of, from outside to inside."""
+    if (plain := _plain(value)) is not None:
+        return plain
+    if id(value) in within:
+        return "again", within.index(id(value))
+    parts, within = _parts(value), (*within, id(value))
+    if parts is None:
+        return Same(value)
+    if isinstance(value, frozenset):
+        return frozenset, frozenset(_identity(part, within) for part in parts)
+    return type(value), tuple([_identity(part, within) for part in parts])
+
+
+def _plain(value: Any) -> Hashable | None:
+    """A key for what has no parts."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
+        return np.ndarray, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, np.generic) and not isinstance(value, np.object_):
+        return type(value), value.tobytes()
+    return value if isinstance(value, Same) else None
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """What decides what a container, a function or a frozen record is; None where that is not known."""
+    parts: Sequence[Any] | None = None
+    match value:
+        case tuple() | list() | frozenset():
+            parts = tuple(value)
+        case dict() | types.MappingProxyType():
+            parts = tuple(value.items())
+        case types.FunctionType():
+            parts = _parts_of_function(value)
+        case types.MethodType():
+            parts = value.__func__, value.__self__
+        case functools.partial():
+            parts = value.func, value.args, value.keywords
+        case _ if dataclasses.is_dataclass(type(value)) and type(value).__dataclass_params__.frozen:
+            parts = (_state(value),)
+    return parts
+
+
+def _parts_of_function(function: types.FunctionType) -> Sequence[Any] | None:
+    try:
+        closed_over = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    except ValueError:  # a cell that is not filled yet
+        return None
+    looked_up = Same(function.__globals__)
+    return function.__code__, looked_up, function.__defaults__, function.__kwdefaults__, closed_over
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """All attributes, not only those that take part in ``==``."""
+    slots = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return slots | getattr(value, "__dict__", {})
+
+
+def program_identity(jaxpr: Any) -> Hashable:
+    """Equal for traced programs that compute the same, whatever the names in the trees of their arguments."""
+    parts = open_jaxpr(jaxpr)
+    numbers: dict[Any, int] = {}
+
+    def defined(var: Any) -> Hashable:
+        numbers[var] = len(numbers)
+        return _aval(var.aval)
+
+    def used(atom: Any) -> Hashable:
+        if isinstance(atom, jex.Literal):
+            return "literal", _aval(atom.aval), identity(np.asarray(atom.val))
+        return numbers[atom]
+
+    def equation(eqn: Any) -> Hashable:
+        inputs = tuple([used(atom) for atom in eqn.invars])
+        # what has an effect is the same as itself alone
+        what = Same(eqn if eqn.effects else eqn.primitive)
+        return what, inputs, _parameter(eqn.params), tuple([defined(var) for var in eqn.outvars])
+
+    inputs = tuple([defined(var) for var in (*parts.constvars, *parts.invars)])
+    equations = tuple([equation(eqn) for eqn in parts.equations])
+    consts = tuple([identity(np.asarray(const) if _is_small(const) else const) for const in parts.consts])
+    return inputs, consts, equations, tuple([used(atom) for atom in parts.outvars])
+
+
+def _is_small(const: Any) -> bool:
+    if not isinstance(const, jax.Array) or jnp.issubdtype(const.dtype, jax.dtypes.extended):
+        return False
+    return const.is_fully_addressable and const.nbytes <= _SMALL_BYTES
+
+
+def _parameter(value: Any) -> Hashable:
+    if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+        return program_identity(value)
+    if isinstance(value, Mapping):
+        return tuple([(name, _parameter(each)) for name, each in value.items()])
+    if isinstance(value, tuple | list):
+        return type(value), tuple([_parameter(each) for each in value])
+    if isinstance(value, jax.sharding.Sharding | jax.sharding.PartitionSpec):
+        return value
+    return identity(value)
+
+
+def _aval(aval: Any) -> Hashable:
+    return str(aval), bool(getattr(aval, "weak_type", False)), getattr(aval, "sharding", None)
