@@ -368,12 +368,7 @@ class StageArbiter:
         if not self.is_active:
             assert not self._running
             return
-        for node in set(range(plan.num_nodes)) - plan.absent:
-            missing = sum(
-                p not in self._arrived if isinstance(p, Message) else not story.is_done(plan, p, node, waiting)
-                for p in plan.prerequisites(node)
-            )
-            assert waiting[node] == missing or (waiting[node] < 0 and not missing), plan.name(node)
+        self._validate_counts()
         assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
         ready = {self._ranked.position[n] for n in range(len(plan.tasks)) if not waiting[n]}
         assert ready == {p for lane in self._ready.lanes for p in lane}
@@ -387,18 +382,31 @@ class StageArbiter:
         assert self._left == sum(left != FINISHED for left in waiting)
         self._validate_window()
 
+    def _validate_counts(self) -> None:
+        plan, waiting, arrived = self._ranked.plan, self._waiting, self._arrived
+        lacks = {True: [left not in (FINISHED, DUE) for left in waiting], False: [left != FINISHED for left in waiting]}
+        for node, left in enumerate(waiting):
+            if node in plan.absent:
+                continue
+            open_nodes, missing = lacks[node < len(plan.tasks)], 0
+            for before in plan.prerequisites(node):
+                missing += before not in arrived if isinstance(before, Message) else open_nodes[before]
+            assert left == missing or (left < 0 and not missing), plan.name(node)
+
     def _validate_window(self) -> None:
         plan, waiting = self._ranked.plan, self._waiting
-        started, unfinished = set(), set()
-        for node, task in plan.present():
-            if task.microbatch >= 0:
-                if waiting[node] < 0:
+        started, unfinished, num_left = set(), set(), 0
+        for node, task in enumerate(plan.tasks):
+            if task.microbatch >= 0 and node not in plan.absent:
+                left = waiting[node]
+                num_left += left != FINISHED
+                if left < 0:
                     started.add(task.microbatch)
-                if waiting[node] not in (FINISHED, DUE):
+                if left not in (FINISHED, DUE):
                     unfinished.add(task.microbatch)
         held = started & unfinished
         assert self._window.held == held
-        assert self._tasks_left == sum(t.microbatch >= 0 and waiting[n] != FINISHED for n, t in plan.present())
+        assert self._tasks_left == num_left
         if self.limit is not None:
             assert len(held) <= self.limit
             oldest = min(unfinished, default=None)

@@ -107,8 +107,7 @@ class PlaceAutomaton:
                 before = silent.get(packets & ~bit)
                 if before is None or not self._is_due(before, bit):
                     continue
-                sooner = self.events(Move(packets & ~bit, 0, None, before))
-                target, is_visible = self._behind(sooner, partial(self._deliver, before, bit))
+                target, is_visible = self._behind(packets & ~bit, partial(self._deliver, before, bit))
                 if is_visible:
                     moves.append(Move(packets, bit, None, target))
                 elif silent.setdefault(packets, target) != target:
@@ -121,18 +120,17 @@ class PlaceAutomaton:
 
     def _moves_of_tasks(self, packets: int, before: int, in_flight: int) -> list[Move]:
         """What can happen to running tasks after the silent delivery of these packets."""
-        sooner = self.events(Move(packets, 0, None, before))
         moves: list[Move] = []
         for end in self._possible_ends(before, in_flight):
-            target, _ = self._behind(sooner, partial(self._happen, before, end))
+            target, _ = self._behind(packets, partial(self._happen, before, end))
             moves.append(Move(packets, 0, end, target))
         for decision in self._possible_decisions(before):
-            target, is_visible = self._behind(sooner, partial(self._happen, before, decision))
+            target, is_visible = self._behind(packets, partial(self._happen, before, decision))
             if is_visible or not self._may_postpone:
                 moves.append(Move(packets, 0, decision, target))
             else:
                 check = partial(self._check_waits, before, decision, target, in_flight & ~packets)
-                self._behind([*sooner, decision], check)
+                self._behind(packets, check, decision)
         return moves
 
     def _check_waits(self, before: int, decision: DecideNow, target: int, in_flight: int) -> None:
@@ -172,12 +170,12 @@ class PlaceAutomaton:
             return False
         return not self._packets.earlier[bit.bit_length() - 1] & ~self.delivered[state]
 
-    def _behind(self, events: list[Event], act: Callable[[], T]) -> T:
-        """What ``act`` gives; its fault is told with the events before it."""
+    def _behind(self, packets: int, act: Callable[[], T], decision: DecideNow | None = None) -> T:
+        """What ``act`` gives; its fault is told with what came before: these packets, and perhaps a decision."""
         try:
             return act()
         except Fault as fault:
-            raise Fault(fault.what, [*events, *fault.events]) from fault
+            raise Fault(fault.what, [*self.events(Move(packets, 0, decision, 0)), *fault.events]) from fault
 
     def _deliver(self, state: int, bit: int) -> tuple[int, bool]:
         """The state after a packet's delivery, and whether the place answers it."""

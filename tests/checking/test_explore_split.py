@@ -64,5 +64,6 @@ def test_the_largest_pipelines_with_the_named_hints(num_stages, per_stage, num_m
 def test_split_in_some_chunks_only(split):
     graph = replace(small_graphs(3, 2)["chain"], split=frozenset(split))
     for settings in small_settings(graph, looped(3, 1), PIPELINE_ONLY, numbers=PERMUTATIONS):
+        explorer = Explorer()
         for setting in settings:
-            Explorer().explore(setting)
+            explorer.explore(setting)

@@ -30,8 +30,9 @@ def sharing(graph: PipelineGraph, groups) -> PipelineGraph:
 
 
 def explore_hints(graph, placement, rules, *, hints=tuple(HINTS), windows=((1,), (2,)), **more):
+    explorer = Explorer()
     for name, window in product(hints, windows):
-        Explorer().explore(
+        explorer.explore(
             Setting(
                 graph=graph,
                 placement=placement,
@@ -59,8 +60,9 @@ def test_every_hint_and_window_with_updates(agreement, ordered):
     graph = sharing(chain(2, 2), [(0, 1)])
     rules = StepRules(agreement=agreement, ordered=ordered)
     for settings in small_settings(graph, linear(2), rules, numbers=(7**30,)):
+        explorer = Explorer()
         for setting in settings:
-            Explorer().explore(setting)
+            explorer.explore(setting)
 
 
 @pytest.mark.parametrize("agreement", Agreement)
@@ -119,8 +121,9 @@ def test_dispatch_ahead(dispatch_ahead, ordered):
         (chain(4, 2), looped(2, 2)),
         (small_graphs(3, 2)["two encoders"], linear(3)),
     ]:
+        explorer = Explorer()
         for hints, windows in product(all_hints(graph, placement, (5**20,)), all_windows(placement, 2)):
-            Explorer().explore(
+            explorer.explore(
                 Setting(
                     graph=graph,
                     placement=placement,
