@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -16,14 +14,14 @@ from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes
 from rrfp_jax.network.link import Link
-from rrfp_jax.network.liveness import Liveness, Watchers
+from rrfp_jax.network.liveness import Liveness
+from rrfp_jax.network.losses import Losses
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, pack
 from rrfp_jax.network.roll_call import name_ranks
 from rrfp_jax.network.settings import NetworkSettings, PeerAddress, Traffic, host_of
 from rrfp_jax.network.sockets import QuietLog, rank_role
 from rrfp_jax.network.topics import Handler, PackedHandler, Topics, unpacked
 from rrfp_jax.network.watch_graph import watched
-from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,8 +30,6 @@ _PAUSE_S = 0.01
 _NUM_OWN_FILES = 30
 """What sockets and threads need before anything is connected."""
 _LANES = "lanes"
-_MORE_LOSSES_S = 0.3
-"""How long others may be missed after the first, which may have ended for the loss of one of them."""
 
 
 class PeerNetwork:
@@ -52,18 +48,13 @@ class PeerNetwork:
         self._connections: frozenset[int] = frozenset()
         self._places: dict[int, tuple[str, str]] = {}
         self._hosts: dict[int, str] = {}
-        self._gone: set[int] = set()
         self._channels: list[Channel] = []
         """For messages, and for arrays."""
         self._lanes: Lanes | None = None
         self._lanes_wanted: frozenset[int] = frozenset()
         self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_lost: Callable[[int, str], None] | None = None
-        self._on_left: Callable[[int], None] | None = None
-        self._on_broken: Callable[[str], None] | None = None
-        self._decided = threading.Event()
-        self._missed: list[str] = []
+        self._losses = Losses(rank, num_ranks, self._drop)
         self._is_closed = False
         require_descriptors(_NUM_OWN_FILES, "the network of a run")
         self._context = zmq.Context()
@@ -83,9 +74,7 @@ class PeerNetwork:
             gate,
             [messages.inbound],
             deadline_s=settings.silence_deadline_s,
-            watchers=Watchers(
-                connected=self._decided.set, lost=self._tell_lost, left=self._tell_left, broken=self._tell_broken
-            ),
+            watchers=self._losses.watchers(),
         )
         self.address = PeerAddress(heartbeats=heartbeats.address, messages=messages.address)
         return messages
@@ -154,7 +143,7 @@ class PeerNetwork:
             )
         self._places = {rank: self._listening(rank, addresses) for rank in sorted(all_others)}
         self._hosts = {rank: host_of(addresses[rank]) for rank in self._places}
-        self._on_lost, self._on_left, self._on_broken = lost, left, broken
+        self._losses.start(loop, lost, left, broken)
         self._loop = loop
         self._topics.start(loop)
         hosts = hosts or [host_of(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
@@ -166,7 +155,7 @@ class PeerNetwork:
             deliver=self._topics.deliver,
             tell=lambda rank, header: self.send(rank, _LANES, header),
             suspect=self._liveness.suspect,
-            failed=self._lose,
+            failed=self._losses.lose,
         )
         messages = Channel(self._link, loop, self._topics.deliver, self._settings.high_water_bytes)
         self._channels = [messages, self._lanes.channel]
@@ -201,7 +190,7 @@ class PeerNetwork:
             loop.call_soon_threadsafe(self._add, new)
 
     def _add(self, ranks: frozenset[int]) -> None:
-        for rank in sorted(ranks - self._gone):
+        for rank in sorted(ranks - self._losses.gone):
             self._channels[0].add(rank, self._places[rank][1])
 
     def open_lanes(self, ranks: Iterable[int]) -> None:
@@ -223,7 +212,7 @@ class PeerNetwork:
 
     def _want_lanes(self, ranks: Iterable[int]) -> None:
         assert self._lanes is not None
-        for rank in sorted(set(ranks) - self._gone):
+        for rank in sorted(set(ranks) - self._losses.gone):
             self._lanes.want(rank)
 
     def _receive_lanes(self, rank: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
@@ -242,11 +231,7 @@ class PeerNetwork:
         Raises:
             ConnectionError: where a peer is lost or leaves before, or the time is over.
         """
-        if not wait_for(self._decided, timeout_s):
-            raise ConnectionError(f"rank {self.rank} of {self.num_ranks} has not reached all ranks after {timeout_s} s")
-        if self._missed:
-            time.sleep(_MORE_LOSSES_S)
-            raise ConnectionError(f"rank {self.rank} could not connect to {'; '.join(self._missed)}")
+        self._losses.wait_connected(timeout_s)
 
     def send_threadsafe(
         self,
@@ -362,33 +347,9 @@ class PeerNetwork:
             peak_bytes=max((channel.peak_bytes for channel in self._channels), default=0),
         )
 
-    def _lose(self, rank: int, reason: str) -> None:
-        self._gone.add(rank)
-        if self._is_closed:
-            return
+    def _drop(self, rank: int, has_left: bool) -> None:
         for channel in self._channels:
-            channel.drop(rank, has_left=False)
-        _LOG.warning("rank %d lost rank %d: %s", self.rank, rank, reason)
-        if self._on_lost is not None:
-            self._on_lost(rank, reason)
-
-    def _leave(self, rank: int) -> None:
-        self._gone.add(rank)
-        if self._is_closed:
-            return
-        for channel in self._channels:
-            channel.drop(rank, has_left=True)
-        if self._on_left is not None:
-            self._on_left(rank)
-
-    def _break(self, text: str) -> None:
-        if self._is_closed:
-            return
-        _LOG.warning("rank %d: %s", self.rank, text)
-        if self._on_broken is not None:
-            self._on_broken(text)
-        elif self._on_lost is not None:
-            self._on_lost(self.rank, text)
+            channel.drop(rank, has_left=has_left)
 
     def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
         """Close once nothing waits for room at a peer, and all arrays have arrived."""
@@ -400,6 +361,7 @@ class PeerNetwork:
 
     def _shut(self, linger_s: float, done: threading.Event) -> None:
         self._is_closed = True
+        self._losses.close()
         if self._lanes is None:
             self._link.close(0)
         else:
@@ -411,31 +373,6 @@ class PeerNetwork:
         if self._loop is None:
             raise ValueError(f"the network of rank {self.rank} has not started: call start first")
         return self._loop
-
-    # -- on the liveness thread --------------------------------------------------------------------------------------
-
-    def _tell_lost(self, rank: int, reason: str) -> None:
-        self._miss(f"rank {rank}: {reason}")
-        self._on_loop(lambda: self._lose(rank, reason))
-
-    def _tell_left(self, rank: int) -> None:
-        if not self._missed:
-            self._miss(f"rank {rank}: it has ended")
-        self._on_loop(lambda: self._leave(rank))
-
-    def _tell_broken(self, text: str) -> None:
-        self._miss(text)
-        self._on_loop(lambda: self._break(text))
-
-    def _miss(self, what: str) -> None:
-        if self._missed or not self._decided.is_set():
-            self._missed.append(what)
-            self._decided.set()
-
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(call)
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

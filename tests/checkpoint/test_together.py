@@ -16,11 +16,11 @@ from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
 from rrfp_jax.checkpoint import checkpoints as room
 from rrfp_jax.checkpoint.coordinator import sentence
 from rrfp_jax.checkpoint.record import is_committed
-from rrfp_jax.network import LoopThread, NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.peers import Peers
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained
+from tests.network.mesh import networks
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3, momentum=0.9))
 """Of two ranks, a chunk each."""
@@ -114,20 +114,9 @@ def ranks(tmp_path: Path, meetings: Meetings) -> Ranks:
 @pytest.fixture
 def peers() -> Iterator[list[Peers]]:
     """Two ranks, connected by a real network within this process."""
-    key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5), LoopThread()
     layout = Layout(num_stages=2, num_ranks=2)
-    made = [Peers(PeerNetwork(rank=r, num_ranks=2, key=key, settings=settings), layout) for r in (0, 1)]
-    addresses = {each.rank: each.network.address for each in made}
-    try:
-        for each in made:
-            each.network.start(loop.loop, addresses, lost=lambda *_: None)
-        for each in made:
-            each.network.wait_connected(PATIENCE_S)
-        yield made
-    finally:
-        for each in made:
-            each.network.close()
-        loop.close()
+    with networks(2) as made:
+        yield [Peers(network, layout) for network in made]
 
 
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path, peers: list[Peers]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+from rrfp_jax.network import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
 from rrfp_jax.network.plain import pack
 from rrfp_jax.tree import children, parent
 
@@ -95,6 +95,23 @@ def nodes(num_ranks: int, *, connections: Connections | None = None, **settings:
         finally:
             for member in members:
                 member.network.close()
+
+
+@contextmanager
+def networks(num_ranks: int) -> Iterator[list[PeerNetwork]]:
+    """Connected networks in this process, on one loop as the runtime's, to which anything may subscribe."""
+    key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5.0), LoopThread()
+    made = [PeerNetwork(rank=rank, num_ranks=num_ranks, key=key, settings=settings) for rank in range(num_ranks)]
+    try:
+        for network in made:
+            network.start(loop.loop, {each.rank: each.address for each in made}, lost=lambda *_: None)
+        for network in made:
+            network.wait_connected(PATIENCE_S)
+        yield made
+    finally:
+        for network in made:
+            network.close()
+        loop.close()
 
 
 # -- members in processes of their own -------------------------------------------------------------------------------

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import Note, TaskChosen
-from rrfp_jax.network import LoopThread, NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.tasks import Task
 from rrfp_jax.timeline import Sums
-from tests.network.mesh import PATIENCE_S, eventually
+from tests.network.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
 CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)
@@ -59,22 +58,10 @@ def claim(origin: int, rank: int) -> FailureNews:
 @pytest.fixture
 def peers() -> Iterator[list[Peers]]:
     """Three ranks in this process, connected, on one loop; nobody listens yet."""
-    key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5), LoopThread()
-    made = [
-        Peers(PeerNetwork(rank=r, num_ranks=3, key=key, settings=settings), LAYOUT, clock=clock(later_s))
-        for r, later_s in enumerate(CLOCKS_LATER_S)
-    ]
-    addresses = {each.rank: each.network.address for each in made}
-    try:
-        for each in made:
-            each.network.start(loop.loop, addresses, lost=lambda *_: None)
-        for each in made:
-            each.network.wait_connected(PATIENCE_S)
-        yield made
-    finally:
-        for each in made:
-            each.network.close()
-        loop.close()
+    with networks(3) as made:
+        yield [
+            Peers(network, LAYOUT, clock=clock(later_s)) for network, later_s in zip(made, CLOCKS_LATER_S, strict=True)
+        ]
 
 
 def on_loop(peers: Peers, call: Any) -> None:
