@@ -208,7 +208,8 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
         assert {rank for rank, _, _ in members[0].got} == {1}
         assert first.traffic().num_received > 0
         assert "a message from rank 2 was dropped" in caplog.text
-        assert "a heartbeat of rank 2 was dropped" in caplog.text
+        # heartbeats are read on another thread, which may come to it later
+        assert eventually(lambda: "a heartbeat of rank 2 was dropped" in caplog.text)
 
 
 def memory_bytes() -> int:
