@@ -30,7 +30,7 @@ def test_where_all_neighbours_fetch_what_was_offered_arrays_go_by_transfer(trans
     code, text, said = run(*LARGE_ARRAYS, "--transport", transport)
     assert code == 0, text
     assert [line.rpartition("] ")[2] for line in said] == [f"by transfer: {ranks}" for ranks in ([1], [0, 2], [1])]
-    assert text.count("go from device to device (transfer), tried between all neighbours") == 1
+    assert text.count("go from device to device (transfer, not encrypted), tried between all neighbours") == 1
 
 
 HANGING: dict[str, Any] = {"HANGS": "2", "DEADLINE_S": "3"}
@@ -41,8 +41,8 @@ def test_where_one_side_hangs_both_ends_take_sockets() -> None:
     assert code == 0, text
     assert [line.rpartition("] ")[2] for line in said] == [f"by transfer: {ranks}" for ranks in ([1], [0], [])]
     assert (
-        "arrays between processes go from device to device (transfer), but through sockets between ranks 1-2: rank 2 "
-        "could not fetch from rank 1: no answer within 3 s"
+        "arrays between processes go from device to device (transfer, not encrypted), but through sockets between ranks "
+        "1-2: rank 2 could not fetch from rank 1: no answer within 3 s"
     ) in text
 
 

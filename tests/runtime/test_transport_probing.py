@@ -76,7 +76,7 @@ def test_what_works_everywhere_is_taken_everywhere() -> None:
     assert found == {(0, 1): "", (1, 2): ""}
     assert names == ["transfer servers", "transfers"]
     assert described(found) == (
-        "arrays between processes go from device to device (transfer), tried between all neighbours"
+        "arrays between processes go from device to device (transfer, not encrypted), tried between all neighbours"
     )
 
 
@@ -104,7 +104,9 @@ def test_a_failure_at_one_end_counts_for_both_and_for_no_other_edge(
     pair = (min(edge), max(edge))
     other = {(0, 1): (1, 2), (1, 2): (0, 1)}[pair]
     assert found == {pair: f"rank {edge[0]} could not fetch from rank {edge[1]}: {why}", other: ""}
-    assert described(found).startswith("arrays between processes go from device to device (transfer), but through sock")
+    assert described(found).startswith(
+        "arrays between processes go from device to device (transfer, not encrypted), but through sock"
+    )
     assert f"between ranks {pair[0]}-{pair[1]}: rank {edge[0]} could not" in described(found)
 
 

@@ -67,7 +67,9 @@ def described(found: Mapping[tuple[int, int], str]) -> str:
         return "no arrays travel between processes"
     refused = {pair: why for pair, why in found.items() if why}
     if not refused:
-        return "arrays between processes go from device to device (transfer), tried between all neighbours"
+        return (
+            "arrays between processes go from device to device (transfer, not encrypted), tried between all neighbours"
+        )
     reasons: dict[str, list[tuple[int, int]]] = {}
     for pair, why in refused.items():
         reasons.setdefault(why, []).append(pair)
@@ -75,7 +77,7 @@ def described(found: Mapping[tuple[int, int], str]) -> str:
         told = "; ".join(reasons)
         return f"arrays between processes go through sockets: {told}"
     told = "; ".join(f"between {_name(pairs)}: {why}" for why, pairs in reasons.items())
-    return f"arrays between processes go from device to device (transfer), but through sockets {told}"
+    return f"arrays between processes go from device to device (transfer, not encrypted), but through sockets {told}"
 
 
 def _name(pairs: list[tuple[int, int]]) -> str:
