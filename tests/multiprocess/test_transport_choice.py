@@ -41,8 +41,8 @@ def test_where_one_side_hangs_both_ends_take_sockets() -> None:
     assert code == 0, text
     assert [line.rpartition("] ")[2] for line in said] == [f"by transfer: {ranks}" for ranks in ([1], [0], [])]
     assert (
-        "arrays between processes go from device to device (transfer, not encrypted), but through sockets between ranks "
-        "1-2: rank 2 could not fetch from rank 1: no answer within 3 s"
+        "arrays between processes go from device to device (transfer, not encrypted), but through sockets between "
+        "ranks 1-2: rank 2 could not fetch from rank 1: no answer within 3 s"
     ) in text
 
 
