@@ -370,46 +370,53 @@ class StageArbiter:
             return
         self._validate_counts()
         assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
-        ready = {self._ranked.position[n] for n in range(len(plan.tasks)) if not waiting[n]}
+        unfinished = [(node, left) for node, left in enumerate(waiting) if left != FINISHED]
+        ready = {self._ranked.position[n] for n, left in unfinished if not left}
         assert ready == {p for lane in self._ready.lanes for p in lane}
         assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
         forwards = [(p, is_held) for is_held in (0, 1) for p in self._ready.lanes[is_held * HELD]]
         assert all((self._ranked.microbatch_at[p] in self._window.held) == is_held for p, is_held in forwards)
-        due = [n for n, left in enumerate(waiting) if left == DUE]
+        due = [n for n, left in unfinished if left == DUE]
         assert due == ([] if self._due is None else [self._due])
-        assert set(self._running) == {n for n, left in enumerate(waiting) if left in _RUNNING_OR_DUE}
+        assert set(self._running) == {n for n, left in unfinished if left in _RUNNING_OR_DUE}
         assert len(self._running) <= self._capacity == 1 + self.dispatch_ahead + len(due)
-        assert self._left == sum(left != FINISHED for left in waiting)
-        self._validate_window()
+        assert self._left == len(unfinished)
+        self._validate_window(unfinished)
 
     def _validate_counts(self) -> None:
-        plan, waiting, arrived = self._ranked.plan, self._waiting, self._arrived
-        lacks = {True: [left not in (FINISHED, DUE) for left in waiting], False: [left != FINISHED for left in waiting]}
-        for node, left in enumerate(waiting):
-            if node in plan.absent:
-                continue
-            open_nodes, missing = lacks[node < len(plan.tasks)], 0
-            for before in plan.prerequisites(node):
-                missing += before not in arrived if isinstance(before, Message) else open_nodes[before]
-            assert left == missing or (left < 0 and not missing), plan.name(node)
-
-    def _validate_window(self) -> None:
+        """Each node lacks the nodes and messages that it waits for and that are not done."""
         plan, waiting = self._ranked.plan, self._waiting
-        started, unfinished, num_left = set(), set(), 0
-        for node, task in enumerate(plan.tasks):
-            if task.microbatch >= 0 and node not in plan.absent:
-                left = waiting[node]
-                num_left += left != FINISHED
-                if left < 0:
-                    started.add(task.microbatch)
-                if left not in (FINISHED, DUE):
-                    unfinished.add(task.microbatch)
-        held = started & unfinished
-        assert self._window.held == held
+        missing = [0] * plan.num_nodes
+        for node, left in enumerate(waiting):
+            if left != FINISHED:
+                for dependent in plan.dependents[node] if left != DUE else _gates(plan, plan.dependents[node]):
+                    missing[dependent] += 1
+        for message in plan.arrivals.keys() - self._arrived:
+            missing[plan.arrivals[message]] += 1
+        counted = [max(left, 0) for left in waiting]
+        assert counted == missing, [plan.name(n) for n in range(plan.num_nodes) if counted[n] != missing[n]]
+
+    def _validate_window(self, unfinished: list[tuple[int, int]]) -> None:
+        plan, window, first = self._ranked.plan, self._window, self._ranked.plan.first_microbatch
+        of_microbatch = [0] * len(plan.tasks_per_microbatch)
+        untouched, num_left = of_microbatch.copy(), 0
+        for node, left in unfinished:
+            microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
+            if microbatch >= 0:
+                num_left += 1
+                of_microbatch[microbatch - first] += left != DUE
+                untouched[microbatch - first] += left >= 0
+        held = {
+            first + place
+            for place, num_tasks in enumerate(plan.tasks_per_microbatch)
+            if of_microbatch[place] and untouched[place] < num_tasks
+        }
+        assert window.held == held
+        assert window.left == of_microbatch
         assert self._tasks_left == num_left
         if self.limit is not None:
             assert len(held) <= self.limit
-            oldest = min(unfinished, default=None)
+            oldest = next((first + place for place, num_left in enumerate(of_microbatch) if num_left), None)
             assert oldest is None or oldest in held or len(held) < self.limit
 
 

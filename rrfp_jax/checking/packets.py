@@ -75,8 +75,11 @@ class Packets:
 
     def stimuli(self, bits: int) -> list[Stimulus]:
         """Those of some packets that are events, in the order in which they came up."""
-        return [
-            Stimulus(place, what)
-            for number, (place, what) in enumerate(self.sent)
-            if bits >> number & 1 and place >= 0 and not isinstance(what, Joined)
-        ]
+        found = []
+        while bits:
+            lowest = bits & -bits
+            bits ^= lowest
+            place, what = self.sent[lowest.bit_length() - 1]
+            if place >= 0 and not isinstance(what, Joined):
+                found.append(Stimulus(place, what))
+        return found
