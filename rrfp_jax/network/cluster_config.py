@@ -24,8 +24,8 @@ class ClusterConfig:
     interface: str = "127.0.0.1"
     """Address or name (``eth0``) of the network interface that the processes listen on."""
     encrypt_arrays: bool = True
-    """False sends large arrays authenticated only by their head and not encrypted: faster, for networks that are
-    trusted."""
+    """False sends large arrays authenticated only by their head and not encrypted, and lets accelerators send theirs by
+    transfer servers: faster, for networks that are trusted."""
     array_connections: int = 2
     """Over how many connections the arrays between two processes travel: on how many cores they are encrypted, and by
     how many threads copied from devices, and to them."""

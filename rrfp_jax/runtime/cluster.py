@@ -191,6 +191,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             )
 
     @property
+    def encrypts_arrays(self) -> bool:
+        """Whether arrays are to travel encrypted."""
+        return self._config.encrypt_arrays
+
+    @property
     def processes_per_device(self) -> int:
         """How many processes of a host share an accelerator."""
         return self._config.processes_per_device

@@ -21,7 +21,7 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
-from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers
+from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
@@ -306,10 +306,12 @@ class Process:
     def _transfer_probe(self) -> "Callable[[], Probe] | str":
         """Starts what tries a transfer; or why nothing is tried."""
         device = self.own_device(self.units[0])
-        is_tried = self._selection == "transfer" or self._tries_transfer
-        if not is_tried and (self._tries_transfer is False or device.platform == "cpu"):
-            return "devices share the host's memory, where they are the fastest"
         assert self.cluster is not None
+        tries = self._tries_transfer
+        if self._selection != "transfer" and not tries:
+            why = why_untried(device.platform, encrypts=self.cluster.encrypts_arrays)
+            if why is not None or tries is False:
+                return why or "nothing else was to be tried"
         interface = host_of(self.cluster.network.address)
 
         def start() -> Probe:

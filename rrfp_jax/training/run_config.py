@@ -69,7 +69,8 @@ class PipelineConfig:
     """How long no task may finish before the run is given up with a report."""
     transport: str = "auto"
     """Between processes: ``sockets`` (through host memory, works everywhere), ``transfer`` (JAX's own transfer
-    server), or ``auto``, which is ``sockets``."""
+    server, not encrypted), or ``auto``: on accelerators, where arrays need not be encrypted, ``transfer`` between those
+    where an exchange at the start shows that it works, else ``sockets``."""
     group_protocol: str = "leader"
     """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
 

@@ -45,7 +45,7 @@ def test_every_field_of_every_record_is_an_option_with_its_docstring() -> None:
             assert text in flat
             assert "``" not in text
             assert ":class:" not in text
-    assert "Tasks that a stage is handed before the running one has ended" in flat
+    assert "When a stage is handed its next task: a number, so many before the running one has ended" in flat
     assert "(one of ready, strict; default ready)" in flat
     assert "--tie-embeddings true|false" in shown
     assert "(a whole number; required in the file)" in flat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers
+from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
 
 Found = dict[tuple[int, int], str]
 NEIGHBOURS = {0: {1}, 1: {0, 2}, 2: {1}}
@@ -123,3 +123,13 @@ def test_a_server_that_does_not_start_leaves_the_others_theirs(start: Callable[[
 def test_ranks_without_arrays_between_them_try_nothing() -> None:
     assert try_transfers(lambda name, data: {0: data}, 0, (), "none") == {}
     assert described({}) == "no arrays travel between processes"
+
+
+@pytest.mark.parametrize(
+    ("platform", "encrypts", "why"), [("cpu", False, "share"), ("gpu", True, "encrypted"), ("gpu", False, None)]
+)
+def test_transfer_servers_are_tried_where_arrays_need_not_be_encrypted(
+    platform: str, encrypts: bool, why: str | None
+) -> None:
+    said = why_untried(platform, encrypts=encrypts)
+    assert said is None if why is None else why in str(said)

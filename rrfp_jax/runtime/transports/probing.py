@@ -36,6 +36,15 @@ class Probe(Protocol):
         """Fetch the pattern of another rank. Raises an error where that fails or other bytes come."""
 
 
+def why_untried(platform: str, *, encrypts: bool) -> str | None:
+    """Why transfer servers are not even tried between devices of a platform; None where they are."""
+    if platform == "cpu":
+        return "devices share the host's memory, where they are the fastest"
+    if encrypts:
+        return "arrays are to be encrypted; cluster.encrypt_arrays false lets them go from device to device"
+    return None
+
+
 def try_transfers(
     gather: Gather,
     own: int,
