@@ -38,11 +38,16 @@ class Hint:
     """The order that it ranks by, where there is one; with the name it tells all of a hint of this module."""
 
 
+def _last_rank(task: Task) -> Rank:
+    """Each R from the last chunk to the first, as backwards complete them; then each U from the first to the last."""
+    return (2, task.chunk) if task.kind is TaskKind.U else (1, -task.chunk)
+
+
 def _backward_rank(task: Task) -> Rank:
     if task.kind is TaskKind.W:
         return (task.microbatch, -task.chunk)
     if task.kind in (TaskKind.R, TaskKind.U):
-        return (task.kind is TaskKind.U, task.chunk)
+        return _last_rank(task)
     return (-task.chunk, task.microbatch)
 
 
@@ -126,7 +131,9 @@ def schedule_hint(order: Iterable[Task]) -> Hint:
     last = len(place)
 
     def rank(task: Task) -> Rank:
-        return (place.get(task, last), task.kind is TaskKind.U, task.chunk, task.microbatch)
+        if task.kind in (TaskKind.R, TaskKind.U):
+            return (place.get(task, last), *_last_rank(task), 0)
+        return (place.get(task, last), 0, task.chunk, task.microbatch)
 
     return Hint(SCHEDULE, rank, _choose_smallest, row=row)
 

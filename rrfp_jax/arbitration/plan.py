@@ -54,8 +54,8 @@ class StepRules:
     agreement: Agreement = Agreement.ALL
     """What the stages agree on between R and U."""
     lockstep: bool = False
-    """End the step in one fixed order on each stage, all R and then all U by chunk, as collectives between replicas
-    of a stage need it."""
+    """End the step in one fixed order on each stage, as collectives between replicas of a stage need it: all R from the
+    last chunk to the first, as backwards complete them, and then all U from the first to the last."""
     tree_degree: int = CONTROL_DEGREE
     """How many stages report to the same one at most."""
 
@@ -145,8 +145,12 @@ class _PlanBuilder:
                 self._wire_backwards(chunk)
         if self.rules.ordered:
             self._wire_order()
-        for position, chunk in enumerate(self.trained):
-            self._wire_reduction(chunk, self.trained[:position])
+        for chunk in self.trained:
+            self._wire_reduction(chunk)
+        if self.rules.lockstep:
+            reductions = [self.index[Task(TaskKind.R, chunk)] for chunk in reversed(self.trained)]
+            for before, after in pairwise(reductions):
+                self._after(after, before)
         self._wire_agreement()
         first = min(self.graph.range_of(c).start for c in self.chunks)
         per_microbatch = [0] * (max(self.graph.range_of(c).stop for c in self.chunks) - first)
@@ -232,11 +236,9 @@ class _PlanBuilder:
                 for earlier, later in pairwise(self._accumulations(chunk)):
                     self._after(later, earlier)
 
-    def _wire_reduction(self, chunk: int, earlier: list[int]) -> None:
-        """R of a chunk: after the gradients of all that share its parameters, and after R of smaller chunks here."""
+    def _wire_reduction(self, chunk: int) -> None:
+        """R of a chunk: after the gradients of all that share its parameters."""
         reduction = self.index[Task(TaskKind.R, chunk)]
-        if earlier:
-            self._after(reduction, self.index[Task(TaskKind.R, earlier[-1])])
         own, copies = self._sharers(chunk)
         stage_of = self.placement.stage_of_chunk
         complete = [node for c in own if stage_of[c] == self.stage for node in self._accumulations(c)]
@@ -291,7 +293,7 @@ class _PlanBuilder:
         """U after R and, where the stages agree on something, after the verdict."""
         updates = [self.index[Task(TaskKind.U, c)] for c in self.trained]
         for chunk, update in zip(self.trained, updates, strict=True):
-            self._after(update, self.index[Task(TaskKind.R, self.trained[-1] if self.rules.lockstep else chunk)])
+            self._after(update, self.index[Task(TaskKind.R, self.trained[0] if self.rules.lockstep else chunk)])
         if self.rules.lockstep:
             for earlier, later in pairwise(updates):
                 self._after(later, earlier)

@@ -123,9 +123,10 @@ class _StepDemands:
                     own = {t for t in self.last if self.stage_of(t) == stage}
                     self.local[task] |= {t for t in own if t.kind is TaskKind.R or t.chunk < task.chunk}
                 continue
-            self.local[task] |= {
-                t for t in self.last if t.kind is TaskKind.R and t.chunk < task.chunk and self.stage_of(t) == stage
-            }
+            if self.rules.lockstep:
+                self.local[task] |= {
+                    t for t in self.last if t.kind is TaskKind.R and t.chunk > task.chunk and self.stage_of(t) == stage
+                }
             replica = self.graph.range_of(task.chunk)
             for sharer in (c for c in self.graph.sharing(task.chunk) if self.graph.range_of(c) == replica):
                 gradients = self._gradients(sharer)

@@ -24,7 +24,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
 from rrfp_jax.timeline import IdleReason
 
 LOSS = StepRules(agreement=Agreement.LOSS)
@@ -84,6 +84,31 @@ def test_a_whole_step_of_the_last_stage_with_update():
     assert stage.finish("1R") == ["send report from stage 1 to stage 0"]
     assert stage.control(MessageKind.VERDICT, 0, 1) == ["run 1U"]
     assert stage.finish("1U") == ["end"]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_r_of_a_chunk_fills_the_wait_for_another_and_does_not_hold_it_up(lockstep):
+    """Chunks 0 and 2 of four; the last backward of 2 comes two hops before that of 0."""
+    stage = Stage(chain(4, 1), looped(2, 2), 0, rules=StepRules(lockstep=lockstep))
+    stage.start()
+    stage.finish("0F0")
+    stage.activation(1, 2, 0)
+    stage.finish("2F0")
+    stage.gradient(3, 2, 0)
+    sent = "send gradient of microbatch 0 from chunk 2 to chunk 1"
+    assert stage.finish("2B0") == [sent, "run 2R"]
+    assert stage.finish("2R") == []
+    assert stage.gradient(1, 0, 0) == ["run 0B0"]
+    assert stage.finish("0B0") == ["run 0R"]
+
+
+def test_a_backward_that_is_ready_goes_before_r():
+    stage = Stage(chain(2, 1), Placement((0, 0)), 0, rules=StepRules())
+    stage.start()
+    stage.finish("0F0")
+    stage.finish("1F0")
+    assert stage.finish("1B0") == ["run 0B0"]
+    assert stage.finish("0B0") == ["run 1R"]
 
 
 def test_the_coordinator_sends_its_verdict_when_all_reports_are_in():

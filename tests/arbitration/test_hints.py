@@ -131,10 +131,10 @@ def test_weight_gradients_fill_gaps_oldest_first(name):
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_the_end_of_the_step_comes_last_in_ascending_order(name):
+def test_the_end_of_the_step_comes_last_r_as_chunks_complete(name):
     rules = StepRules()
     chooser = Chooser(ready(HINTS[name]), rules=rules)
-    assert chooser.run("2U", "0U", "1R", "2R", "0B3", "0R") == "0B3 0R 1R 2R 0U 2U"
+    assert chooser.run("2U", "0U", "1R", "2R", "0B3", "0R") == "0B3 2R 1R 0R 0U 2U"
 
 
 @pytest.mark.parametrize("name", HINTS)
@@ -149,7 +149,7 @@ def test_nothing_ready_nothing_chosen_and_the_state_stays(name):
 def test_schedule_hint_follows_the_table_and_ranks_the_rest_last():
     row = [Task.parse(t) for t in ("1F0", "0B3", "0F0")]
     chooser = Chooser(ready(schedule_hint(row)), rules=StepRules())
-    assert chooser.run("0F1", "0F0", "0B3", "2F0", "1F0", "0R") == "1F0 0B3 0F0 0R 0F1 2F0"
+    assert chooser.run("0F1", "0F0", "0B3", "2F0", "1F0", "0R") == "1F0 0B3 0F0 0F1 2F0 0R"
 
 
 def test_schedule_hint_skips_what_is_absent():
@@ -168,7 +168,7 @@ def test_strict_waits_for_the_next_entry():
 
 def test_strict_ends_with_reductions_then_updates():
     order = Chooser(strict(tuple(FUSED.tasks())), rules=StepRules())
-    assert [str(order.plan.tasks[n]) for n in order.order][-6:] == ["0R", "1R", "2R", "0U", "1U", "2U"]
+    assert [str(order.plan.tasks[n]) for n in order.order][-6:] == ["2R", "1R", "0R", "0U", "1U", "2U"]
 
 
 def test_hints_are_found_by_name():

@@ -53,11 +53,12 @@ def test_replicas_tell_each_other_along_a_tree() -> None:
     assert told == {(m, plan.stage) for plan in plans for m in plan.arrivals if m.kind is MessageKind.SHARED}
 
 
-def test_in_lockstep_all_reductions_come_before_the_updates_and_both_ascend() -> None:
+def test_in_lockstep_reductions_descend_as_backwards_do_and_updates_follow_ascending() -> None:
     rules = StepRules(agreement=Agreement.LOSS, lockstep=True)
     plan = stage_plan(replicated_graph(chain(4, 1), 2), replicated_placement(looped(2, 2), 2), 2, rules)
     update = {chunk: set(plan.prerequisites(plan.index[Task(TaskKind.U, chunk)])) for chunk in (4, 6)}
-    assert plan.index[Task(TaskKind.R, 6)] in update[4]
+    assert plan.index[Task(TaskKind.R, 6)] in plan.prerequisites(plan.index[Task(TaskKind.R, 4)])
+    assert plan.index[Task(TaskKind.R, 4)] in update[4] & update[6]
     assert plan.index[Task(TaskKind.U, 4)] in update[6]
 
 
