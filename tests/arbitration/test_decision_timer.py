@@ -1,6 +1,5 @@
 """When to decide what follows a task: by the shortest of the recent tasks and the longest of the recent latencies."""
 
-import timeit
 from random import Random
 
 import pytest
@@ -76,14 +75,3 @@ def test_the_quantile_is_that_of_the_newest_values(quantile):
 def test_bad_rules_are_refused(rule, what):
     with pytest.raises(ValueError, match=what):
         TimingRule(**rule)
-
-
-def test_it_costs_microseconds():
-    timer = told(*[1.0] * 100, latencies_s=[0.1] * 100)
-
-    def once():
-        timer.delay_s(F0)
-        timer.latency(0.1)
-        timer.ended(F0, 1.0)
-
-    assert min(timeit.repeat(once, number=1000, repeat=5)) / 1000 < 20e-6
