@@ -13,6 +13,9 @@ from rrfp_jax.network.buffers import ALIGNMENT, BufferPool
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
 
 PART_BYTES = 1 << 19
+"""Of a part that is sealed: small enough that one is opened while the next one comes."""
+CLEAR_PART_BYTES = 1 << 21
+"""Of a part that is not: the fewer there are, the less the threads hold each other up."""
 _MAX_BUFFERS = 500
 """Of a part: what the system takes in one call, with some to spare."""
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from rrfp_jax.network.assembly import Assembly, cut
+from rrfp_jax.network.assembly import CLEAR_PART_BYTES, PART_BYTES, Assembly, cut
 from rrfp_jax.network.buffers import BufferPool
 from rrfp_jax.network.lane import Lane, Parts, Proven
 from rrfp_jax.network.link import Message
@@ -47,6 +47,7 @@ class LaneLink:
 
     def __init__(self, rank: int, *, encrypts: bool, keep_bytes: int, broken: Callable[[int, str], None]) -> None:
         self.rank, self._encrypts, self._broken = rank, encrypts, broken
+        self._part_bytes = PART_BYTES if encrypts else CLEAR_PART_BYTES
         self._pool = BufferPool(keep_bytes)
         self._bundles: dict[int, _Bundle] = {}
         self._ended: list[_Bundle] = []
@@ -87,7 +88,7 @@ class LaneLink:
         bundle = self._bundles.get(rank)
         if bundle is None:
             return
-        for part in cut(bundle.num_sent, head, frames):
+        for part in cut(bundle.num_sent, head, frames, self._part_bytes):
             bundle.parts.put(part)
         bundle.num_sent += 1
 
