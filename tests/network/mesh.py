@@ -19,7 +19,7 @@ from rrfp_jax.network import LoopThread, NetworkSettings, PeerAddress, PeerNetwo
 from rrfp_jax.network.plain import pack
 from rrfp_jax.tree import children, parent
 
-PATIENCE_S = 8.0
+PATIENCE_S = 30.0
 START_S = 60.0
 
 
