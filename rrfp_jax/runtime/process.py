@@ -45,7 +45,7 @@ class Process:
         num_devices: how many devices each process takes; None: one for each that the layout asks of it. Where they are
             fewer, stages share them.
         transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
-        tries_transfer: whether ``auto`` tries transfer servers; None: where devices have memory of their own.
+        tries_transfer: whether ``auto`` tries transfer servers also where it would not, as on CPU.
         patience_s: how long this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
@@ -61,7 +61,7 @@ class Process:
         devices: Sequence[jax.Device] | None = None,
         num_devices: int | None = None,
         transport: Selection = "auto",
-        tries_transfer: bool | None = None,
+        tries_transfer: bool = False,
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
@@ -307,11 +307,10 @@ class Process:
         """Starts what tries a transfer; or why nothing is tried."""
         device = self.own_device(self.units[0])
         assert self.cluster is not None
-        tries = self._tries_transfer
-        if self._selection != "transfer" and not tries:
+        if self._selection != "transfer" and not self._tries_transfer:
             why = why_untried(device.platform, encrypts=self.cluster.encrypts_arrays)
-            if why is not None or tries is False:
-                return why or "nothing else was to be tried"
+            if why is not None:
+                return why
         interface = host_of(self.cluster.network.address)
 
         def start() -> Probe:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from rrfp_jax.arbitration import Message
-from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import Launched, StageExecutor
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.tasks import PipelineGraph, Task
+from rrfp_jax.tasks import Task
+from rrfp_jax.testing.wrapped import WrappedStage
 from rrfp_jax.timeline import Span
 
 
@@ -56,7 +55,7 @@ class EmulatedAccelerator:
             return DeviceTask(start_s, self._free_s)
 
 
-class AcceleratedStage:
+class AcceleratedStage(WrappedStage):
     """Wraps a stage's executor so that its tasks take given times on an emulated accelerator.
 
     For emulated stages, and for those of a model: give
@@ -79,28 +78,17 @@ class AcceleratedStage:
         *,
         stage: int = 0,
     ) -> None:
-        self._inner, self._accelerator, self._duration_ms, self._stage = inner, accelerator, duration_ms, stage
+        super().__init__(inner)
+        self._accelerator, self._duration_ms, self._stage = accelerator, duration_ms, stage
         self.spans: list[Span] = []
         """When the device ran each task: exact, and complete for steps that have ended."""
 
-    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
-        self._inner.begin(step, batch, graph)
-
     def launch(self, step: int, task: Task) -> Launched:
         since_s = time.perf_counter()
-        inner = self._inner.launch(step, task)
+        inner = super().launch(step, task)
         on_device = self._accelerator.launch(self._duration_ms(step, task), since_s=since_s)
         self.spans.append(Span(step, self._stage, task, on_device.start_s, on_device.end_s))
         return Launched(time.perf_counter(), partial(_wait, inner, on_device))
-
-    def payload(self, step: int, message: Message) -> Any:
-        return self._inner.payload(step, message)
-
-    def accept(self, step: int, message: Message, payload: Any) -> None:
-        self._inner.accept(step, message, payload)
-
-    def finish(self, step: int) -> StageOutcome:
-        return self._inner.finish(step)
 
 
 def _wait(inner: Launched, on_device: DeviceTask) -> None:

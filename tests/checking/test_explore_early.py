@@ -43,10 +43,15 @@ def early(graph, placement, *, hint="bf", window=2, rules=PIPELINE_ONLY, **more)
     )
 
 
+SMALL = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2), (2, 2, 1)]
+LARGER = [(2, 1, 3), (3, 1, 3), (2, 2, 2), (2, 1, 4), (4, 1, 2)]
+"""Stages, chunks of each, microbatches."""
+
+
 @ORDERED_OR_NOT
 @SPLIT_OR_NOT
-@pytest.mark.parametrize("size", [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2), (2, 2, 1)], ids=str)
-def test_small_pipelines(size, split, ordered):
+@pytest.mark.parametrize("size", [*SMALL, *(pytest.param(size, marks=pytest.mark.slow) for size in LARGER)], ids=str)
+def test_pipelines(size, split, ordered):
     num_stages, per_stage, num_microbatches = size
     for graph in small_graphs(num_stages * per_stage, num_microbatches, split=split).values():
         explore_everything(graph, looped(num_stages, per_stage), replace(PIPELINE_ONLY, ordered=ordered))
@@ -57,16 +62,6 @@ def test_two_chunks_per_stage(ordered):
     rules = replace(PIPELINE_ONLY, ordered=ordered)
     explore_everything(chain(4, 2), looped(2, 2), rules)
     explore_everything(chain(2, 3), linear(2), rules)
-
-
-@pytest.mark.slow
-@ORDERED_OR_NOT
-@SPLIT_OR_NOT
-@pytest.mark.parametrize("size", [(2, 1, 3), (3, 1, 3), (2, 2, 2), (2, 1, 4), (4, 1, 2)], ids=str)
-def test_larger_pipelines(size, split, ordered):
-    num_stages, per_stage, num_microbatches = size
-    for graph in small_graphs(num_stages * per_stage, num_microbatches, split=split).values():
-        explore_everything(graph, looped(num_stages, per_stage), replace(PIPELINE_ONLY, ordered=ordered))
 
 
 def test_early_decisions_lead_to_more_states_than_late_ones():

@@ -1,0 +1,29 @@
+"""A stage's executor around another one: hands everything on, for subclasses that change how tasks are launched."""
+
+from typing import Any
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
+from rrfp_jax.tasks import PipelineGraph, Task
+
+
+class WrappedStage:
+    """Does what ``inner`` does; for ``RuntimeOptions.wrap_stage``."""
+
+    def __init__(self, inner: StageExecutor) -> None:
+        self._inner = inner
+
+    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+        self._inner.begin(step, batch, graph)
+
+    def launch(self, step: int, task: Task) -> Launched:
+        return self._inner.launch(step, task)
+
+    def payload(self, step: int, message: Message) -> Any:
+        return self._inner.payload(step, message)
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        self._inner.accept(step, message, payload)
+
+    def finish(self, step: int) -> StageOutcome:
+        return self._inner.finish(step)
