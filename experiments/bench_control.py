@@ -113,6 +113,9 @@ class ControlPlane:
     def heard(self, *_: object) -> None:
         raise AssertionError("no stage spans processes here")
 
+    def task_announced(self, *_: object) -> None:
+        raise AssertionError("no stage looks ahead here")
+
     def step_ended(self, step: int, summary: Summary) -> None:  # noqa: ARG002
         self.ended.append(summary)
 

@@ -8,7 +8,8 @@
 With ``--json`` the last line on stdout is one JSON object.
 
 Durations are those of a *whole stage*, divided among its chunks, so that all schedules do the same work (simulate's are
-those of one chunk). Each schedule has one table at all levels: executed strictly, and as a hint under readiness.
+those of one chunk). Each schedule has one table at all levels: executed strictly, and as a hint under
+readiness alone.
 """
 
 import argparse
@@ -150,11 +151,12 @@ def _row(setting: Setting, ideal: Levels) -> Row:
     cut = schedule_entry(name).chunk_parts
     parts = cut(table.num_stages) if cut else ()
     window = table.peak_in_flight() if setting.arguments.window == OWN_PEAK else setting.window
+    readiness = Ordering(schedule=table, consume=READY, window=window, footprint=False, foresight=False)
     return Row(
         ideal=ideal,
         formulas=formulas_of(name, setting.request, setting.slot_lengths),
         strict=_execute(setting, table, parts, Ordering(schedule=table, consume=STRICT)),
-        hint=_execute(setting, table, parts, Ordering(schedule=table, consume=READY, window=window)),
+        hint=_execute(setting, table, parts, readiness),
     )
 
 

@@ -12,9 +12,11 @@ from rrfp_jax.arbitration import (
     DEFAULT_WINDOW,
     FUSED,
     READY,
+    SCHEDULE,
     SPLIT,
     STRICT,
     Order,
+    check_guidance,
     check_windows,
     check_words,
     hint_names,
@@ -33,9 +35,13 @@ class Ordering:
     hint: str | None = None
     window: int | tuple[int, ...] | None = None
     backward: str | None = None
+    footprint: bool | None = None
+    foresight: bool | None = None
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
+        is_guided = self.schedule is not None and self.consume == READY and self.hint in (None, SCHEDULE)
+        check_guidance(self.footprint, self.foresight, is_guided=is_guided)
 
     def resolve(
         self,
@@ -89,7 +95,13 @@ class Ordering:
     def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
         """The same wishes with their table built."""
         return arbitration.Ordering(
-            schedule=table, consume=self.consume, hint=self.hint, window=self.window, backward=self.backward
+            schedule=table,
+            consume=self.consume,
+            hint=self.hint,
+            window=self.window,
+            backward=self.backward,
+            footprint=self.footprint,
+            foresight=self.foresight,
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:

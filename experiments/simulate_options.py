@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from experiments.durations import parse_numbers
 from experiments.machine import add_machine_arguments
@@ -12,6 +13,8 @@ from experiments.ordering import Ordering, add_ordering_arguments
 from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.simulation import MemoryWeights
+
+FOOTPRINT, FORESIGHT = "footprint", "foresight"
 
 
 def make_parser() -> CommandParser:
@@ -32,7 +35,10 @@ def make_parser() -> CommandParser:
     )
     add_ordering_arguments(parser)
     add(
-        "--compare", metavar="A,B,...", help="several orders side by side: hints, and schedules with or without :strict"
+        "--compare",
+        metavar="A,B,...",
+        help="several orders side by side: hints, and schedules, alone or with :strict, :ready (readiness alone) or "
+        ":ready+footprint+foresight",
     )
     add("--steps", type=int, metavar="N", help="how many, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
@@ -78,7 +84,9 @@ def parse_memory_weights(text: str | None) -> MemoryWeights:
 
 
 def parse_entries(text: str, base: Ordering) -> list[tuple[str, Ordering]]:
-    """``1f1b:strict,bf,bfw``: hints, and schedules consumed strictly or (without a word) as hints.
+    """``1f1b:strict,zb-h1:ready+footprint+foresight,bf``: hints, and schedules with how they are consumed.
+
+    A schedule without a colon is consumed as ``base`` and the defaults have it.
 
     ``base`` gives window and backward to all of them.
     """
@@ -93,14 +101,24 @@ def _distinct(entries: Sequence[str]) -> Sequence[str]:
 
 
 def _entry(entry: str, base: Ordering) -> Ordering:
-    name, colon, consume = entry.partition(":")
-    if colon and consume not in (READY, STRICT):
-        raise ValueError(f"compare entry {entry!r} ends in {consume!r}: write {name}:{STRICT} or {name}:{READY}")
+    name, colon, words = entry.partition(":")
     if name in schedule_names() or name.endswith(".csv"):
-        return replace(base, schedule=name, consume=consume or READY)
+        return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
     if name not in hint_names() or name == SCHEDULE:
         known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])
         raise ValueError(f"compare entry {entry!r} names no schedule and no hint: choose among {known}")
-    if consume == STRICT:
-        raise ValueError(f"compare entry {entry!r}: only a schedule can be consumed strictly, {name!r} is a hint")
+    if words not in ("", READY):
+        raise ValueError(f"compare entry {entry!r}: {words} needs a schedule, and {name!r} is a hint")
     return replace(base, hint=name)
+
+
+def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
+    """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
+    consume, *more = words.split("+")
+    known = consume == STRICT and not more
+    if not known and (consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT} or len(set(more)) < len(more)):
+        choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{FOOTPRINT}+{FORESIGHT}"
+        raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
+    if consume == STRICT:
+        return {"consume": STRICT, "footprint": None, "foresight": None}
+    return {"consume": READY, "footprint": FOOTPRINT in more, "foresight": FORESIGHT in more}

@@ -39,6 +39,8 @@ class IdleReason(StrEnum):
     """Forwards are ready, but the window admits none."""
     ORDER = "order"
     """Tasks are ready, but a strict table names another one next."""
+    HOLD = "hold"
+    """Tasks are ready, but foresight waits for one that its table names before them."""
     AGREEMENT = "agreement"
     """Tasks are ready on this process, but the processes that the stage spans have not agreed on one yet."""
     DRAIN = "drain"

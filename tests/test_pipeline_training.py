@@ -83,7 +83,7 @@ def untied_looped() -> Case:
 @pytest.mark.parametrize("window", [1, 3, (4, 1, 2)])
 def test_every_hint_on_a_linear_placement(tied_linear: Case, hint: str, window: Any) -> None:
     schedule = tied_linear.table("1f1b") if hint == "schedule" else None
-    tied_linear.check(hint=hint, window=window, schedule=schedule)
+    tied_linear.check(hint=hint, window=window, schedule=schedule, footprint=False if schedule else None)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -94,7 +94,17 @@ def test_strict_tables_on_a_linear_placement(tied_linear: Case, name: str) -> No
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> None:
     schedule = untied_looped.table("interleaved-1f1b") if hint == "schedule" else None
-    untied_looped.check(hint=hint, window=2, schedule=schedule)
+    untied_looped.check(hint=hint, window=2, schedule=schedule, footprint=False if schedule else None)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_tables_with_foresight_on_a_linear_placement(tied_linear: Case, name: str) -> None:
+    tied_linear.check(schedule=tied_linear.table(name))
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first"])
+def test_tables_with_foresight_on_a_looped_placement(untied_looped: Case, name: str) -> None:
+    untied_looped.check(schedule=untied_looped.table(name))
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first"])

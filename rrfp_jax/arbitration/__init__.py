@@ -8,6 +8,9 @@ from rrfp_jax.arbitration.decision_timer import DecisionTimer as DecisionTimer
 from rrfp_jax.arbitration.decision_timer import TimingRule as TimingRule
 from rrfp_jax.arbitration.dispatch import Dispatch as Dispatch
 from rrfp_jax.arbitration.dispatch import dispatch_of as dispatch_of
+from rrfp_jax.arbitration.estimates import Estimates as Estimates
+from rrfp_jax.arbitration.events import Announce as Announce
+from rrfp_jax.arbitration.events import ClockTick as ClockTick
 from rrfp_jax.arbitration.events import DecideNow as DecideNow
 from rrfp_jax.arbitration.events import Event as Event
 from rrfp_jax.arbitration.events import FinishStep as FinishStep
@@ -22,10 +25,14 @@ from rrfp_jax.arbitration.events import Note as Note
 from rrfp_jax.arbitration.events import RunTask as RunTask
 from rrfp_jax.arbitration.events import Send as Send
 from rrfp_jax.arbitration.events import StepStarted as StepStarted
+from rrfp_jax.arbitration.events import TaskAnnounced as TaskAnnounced
 from rrfp_jax.arbitration.events import TaskChosen as TaskChosen
 from rrfp_jax.arbitration.events import TaskFinished as TaskFinished
 from rrfp_jax.arbitration.events import TaskProposed as TaskProposed
 from rrfp_jax.arbitration.events import TellGroup as TellGroup
+from rrfp_jax.arbitration.events import WakeAt as WakeAt
+from rrfp_jax.arbitration.foresight import Foresight as Foresight
+from rrfp_jax.arbitration.foresight import ForesightRules as ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol as GroupProtocol
 from rrfp_jax.arbitration.group import group_arbiter as group_arbiter
 from rrfp_jax.arbitration.group_overhead import Launch as Launch
@@ -43,6 +50,7 @@ from rrfp_jax.arbitration.ordering import SPLIT as SPLIT
 from rrfp_jax.arbitration.ordering import STRICT as STRICT
 from rrfp_jax.arbitration.ordering import Order as Order
 from rrfp_jax.arbitration.ordering import Ordering as Ordering
+from rrfp_jax.arbitration.ordering import check_guidance as check_guidance
 from rrfp_jax.arbitration.ordering import check_words as check_words
 from rrfp_jax.arbitration.ordering import hint_names as hint_names
 from rrfp_jax.arbitration.plan import Agreement as Agreement

@@ -45,8 +45,11 @@ messages arrive never shows in the state, and any driver may deliver them in any
 from collections.abc import Hashable
 from typing import NoReturn
 
-from rrfp_jax.arbitration import story
+from rrfp_jax.arbitration import invariants, story
+from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import (
+    Announce,
+    ClockTick,
     DecideNow,
     Event,
     FinishStep,
@@ -57,10 +60,14 @@ from rrfp_jax.arbitration.events import (
     RunTask,
     Send,
     StepStarted,
+    TaskAnnounced,
     TaskFinished,
+    WakeAt,
 )
-from rrfp_jax.arbitration.hints import Choice
-from rrfp_jax.arbitration.plan import FINISHED, StagePlan, stage_plan
+from rrfp_jax.arbitration.footprint import Footprint, RowMemory
+from rrfp_jax.arbitration.foresight import Foresight, ForesightRules
+from rrfp_jax.arbitration.hints import Choice, Heads
+from rrfp_jax.arbitration.plan import FINISHED, gates, own_tasks, stage_plan
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
@@ -78,17 +85,25 @@ class StageArbiter:
     def __init__(self, setup: StageSetup) -> None:
         self.graph, self.placement, self.stage, self.rules = setup.graph, setup.placement, setup.stage, setup.rules
         self.consumption, self.dispatch_ahead = setup.consumption, setup.dispatch_ahead
-        self.limit = None if self.consumption.is_strict else setup.window
+        self.footprint = setup.footprint
+        """How many activations the stage may hold; None: :attr:`limit` counts."""
+        self.limit = None if self.consumption.is_strict or setup.footprint is not None else setup.window
+        """How many microbatches the stage may hold; None: as many as come."""
         self.step: int | None = None
         self.is_active = False
         self._full = StepPlan(stage_plan(self.graph, self.placement, self.stage, self.rules), self.consumption)
         self._prepared = self._full
+        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph)
+        if self._row is not None:
+            self._row.check_limit(setup.footprint or 0, self.stage)
+        self._foresight = None if setup.foresight is None else setup.foresight.make()
         self._early: dict[int, tuple[InputArrived, ...]] = {}
         self._begin(self._full)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
         out: list[Instruction] = []
+        self._now_s = event.time_s
         if self._take(event, out):
             self._dispatch(out)
             if not self._left:
@@ -105,6 +120,8 @@ class StageArbiter:
         twin._window = self._window.copy()
         twin._running = self._running.copy()
         twin._early = self._early.copy()
+        twin._footprint = self._footprint and self._footprint.copy()
+        twin._foresight = self._foresight and self._foresight.copy()
         return twin
 
     def plan_without(self, absent: Absences) -> StepPlan:
@@ -118,22 +135,41 @@ class StageArbiter:
         """
         self._prepared = plan
 
-    def fresh(self, after: int | None) -> "StageArbiter":
-        """An arbiter made alike that has ended step ``after``, or has not begun, and knows nothing of later steps."""
+    def fresh(self, after: int | None, estimates: Estimates | None = None) -> "StageArbiter":
+        """An arbiter made alike that has ended step ``after``, or has not begun, and knows nothing of later steps.
+
+        ``estimates`` is what :meth:`estimates` gave when that step had ended.
+        """
         twin = self.copy()
         twin.step, twin.is_active = after, False
         twin._early, twin._prepared = {}, self._full
+        twin._foresight = self._foresight and self._foresight.fresh(estimates or Estimates())
         twin._begin(self._full)
         return twin
+
+    def estimates(self) -> Estimates | None:
+        """What the stage has learnt for its foresight so far; None if it has none."""
+        return None if self._foresight is None else self._foresight.estimates.copy()
+
+    @property
+    def foresight_rules(self) -> ForesightRules | None:
+        return None if self._foresight is None else self._foresight.rules
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether foresight is at work: it sleeps where tasks are too short for it."""
+        return self._foresight is not None and self._foresight.is_awake
 
     def key(self) -> Hashable:
         """The state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
         early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
+        seen = self._foresight and self._foresight.key(is_active=self.is_active)
         if not self.is_active:
-            return (self.step, early)
+            return (self.step, early, seen)
         return (
             self.step,
             early,
+            seen,
             self._ranked.absent,
             tuple(self._waiting),
             frozenset(self._arrived),
@@ -147,6 +183,8 @@ class StageArbiter:
             return None
         if not self.is_active or not self._tasks_left:
             return IdleReason.DRAIN
+        if self._foresight is not None and self._foresight.is_holding:
+            return IdleReason.HOLD
         if self._ready:
             return IdleReason.ORDER if self.consumption.is_strict else IdleReason.WINDOW
         return IdleReason.INPUT if self._num_started else IdleReason.FILL
@@ -177,6 +215,7 @@ class StageArbiter:
         self._waiting = list(plan.needs)
         self._arrived: set[Message] = set()
         self._ready = ReadySet()
+        self._footprint = None if self._row is None else Footprint(self._row, self.footprint or 0)
         self._window = Window(self.limit, plan.tasks_per_microbatch, plan.first_microbatch)
         self._running: list[int] = []
         self._due: int | None = None
@@ -185,15 +224,19 @@ class StageArbiter:
         self._left = plan.num_nodes - len(plan.absent)
         self._tasks_left = sum(plan.tasks_per_microbatch)
         self._num_started = 0
+        if self._foresight is not None:
+            self._foresight.begin(-1 if self.step is None else self.step)
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
         """Take an event in; tells whether the stage may have something to do."""
         if event.step != self.step or not self.is_active:
             return self._take_other_step(event, out)
         if isinstance(event, InputArrived):
-            self._arrive(event.message, out)
+            self._arrive(event, out)
         elif isinstance(event, TaskFinished):
             self._finish_task(event.task, out)
+        elif isinstance(event, TaskAnnounced | ClockTick):
+            return self._foresight is not None and self._look_up(self._foresight, event)
         elif isinstance(event, DecideNow):
             return self._decide_now(event.task, out)
         elif isinstance(event, StepStarted):
@@ -207,6 +250,10 @@ class StageArbiter:
         if isinstance(event, GroupHeard):
             self._refuse(event)
         is_over = self.step is not None and event.step <= self.step
+        if isinstance(event, TaskAnnounced | ClockTick):
+            if isinstance(event, TaskAnnounced) and self._foresight is not None and not is_over:
+                self._foresight.hear_early(event.step, event.message, event.time_s)
+            return False
         if isinstance(event, DecideNow) and is_over:
             return False
         if isinstance(event, TaskFinished | DecideNow):
@@ -242,7 +289,7 @@ class StageArbiter:
             if not needs:
                 self._make_ready(node, out)
         for early in self._early.pop(event.step, ()):
-            self._arrive(early.message, out)
+            self._arrive(early, out)
 
     def _end_step(self, out: list[Instruction]) -> None:
         assert self.step is not None
@@ -251,14 +298,16 @@ class StageArbiter:
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
-    def _arrive(self, message: Message, out: list[Instruction]) -> None:
+    def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
+        message, plan = event.message, self._ranked.plan
         if message in self._arrived:
             return
-        plan = self._ranked.plan
         if message not in plan.arrivals:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
         self._arrived.add(message)
+        if self._foresight is not None:
+            self._foresight.arrived(message, event.time_s)
         self._count_down((plan.arrivals[message],), out)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
@@ -271,12 +320,14 @@ class StageArbiter:
         if self._due is not None:
             self._settle_due(node, task)
         self._running.remove(node)
+        if self._foresight is not None:
+            self._foresight.finish(task, self._now_s)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
-                self._window.finish(task.microbatch)
+                self._free(node)
         dependents = plan.dependents[node]
-        self._finish_node(node, dependents if left == RUNNING else _gates(plan, dependents), out)
+        self._finish_node(node, dependents if left == RUNNING else gates(plan, dependents), out)
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""
@@ -311,8 +362,8 @@ class StageArbiter:
         self._capacity += 1
         self._waiting[node] = DUE
         if task.microbatch >= 0:
-            self._window.finish(task.microbatch)
-        self._count_down(_tasks(plan, plan.dependents[node]), out)
+            self._free(node)
+        self._count_down(own_tasks(plan, plan.dependents[node]), out)
         return True
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
@@ -331,18 +382,39 @@ class StageArbiter:
         else:
             self._finish_node(node, ranked.plan.dependents[node], out)
 
+    def _free(self, node: int) -> None:
+        """A task with a microbatch has ended, or counts as ended: so does what it held."""
+        self._window.finish(self._ranked.plan.tasks[node].microbatch)
+        if self._footprint is not None:
+            self._footprint.finish(self._ranked.position[node])
+
     def _dispatch(self, out: list[Instruction]) -> None:
         while len(self._running) < self._capacity and any(self._ready.lanes):
-            position, state = self._choose()
+            heads = self._heads()
+            position, state = self.consumption.choose(self._hint_state, heads)
+            if self._foresight is not None and position is not None:
+                position = self._look_ahead(self._foresight, position, heads, out)
             if position is None:
                 return
             self._hint_state = state
             self._start(self._ranked.at[position], position, out)
 
     def _choose(self) -> Choice:
+        """What the hint alone would run next."""
+        return self.consumption.choose(self._hint_state, self._heads())
+
+    def _heads(self) -> Heads:
         ranked = self._ranked
         heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
-        return self.consumption.choose(self._hint_state, heads)
+        if self._footprint is None or heads[0] is None or self._footprint.admits(heads[0], self._waiting):
+            return heads
+        return (None, *heads[1:])
+
+    def _admits(self, position: int) -> bool:
+        """Whether the task at this position, an F, may start as far as memory goes."""
+        if self._footprint is not None:
+            return self._footprint.admits(position, self._waiting)
+        return self._window.admits(self._ranked.microbatch_at[position])
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan
@@ -355,74 +427,59 @@ class StageArbiter:
             self._ready.remove(lane, position)
             self._window.start_forward(task.microbatch)
             self._ready.hold(self._ranked.forwards_of[task.microbatch])
+        if self._footprint is not None:
+            self._footprint.start(position)
         self._waiting[node] = RUNNING
         self._running.append(node)
         self._num_started += 1
         out.append(RunTask(self.step, task))  # type: ignore[arg-type]
+        if self._foresight is not None:
+            self._foresight.start(task, self._now_s)
+            if self._foresight.is_awake:
+                for message, stage in plan.sends[node]:
+                    out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
 
-    # -- invariants --------------------------------------------------------------------------------------------------
+    # -- foresight ---------------------------------------------------------------------------------------------------
+
+    def _look_up(self, foresight: Foresight, event: TaskAnnounced | ClockTick) -> bool:
+        """Take in what only foresight hears; tells whether it may end a hold."""
+        if isinstance(event, ClockTick):
+            foresight.tick()
+        elif event.message not in self._arrived and event.message in self._ranked.plan.arrivals:
+            foresight.hear(event.message, event.time_s)
+        return foresight.is_holding
+
+    def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
+        """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
+        tasks, at = self._ranked.plan.tasks, self._ranked.at
+        missing = self._missing_before(best, foresight)
+        if not missing:
+            return best
+        if len(self._running) > (self._due is not None):
+            return None  # ahead of a running task only the next entry goes; its end decides on others
+        free_s = self._now_s
+        if self._due is not None:
+            free_s = max(free_s, foresight.expected_end_s(tasks[self._due]))
+        candidates = sorted(head for head in heads if head is not None)
+        chosen = foresight.choose(candidates, lambda position: tasks[at[position]], missing, self._now_s, free_s)
+        if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
+            out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
+        return chosen
+
+    def _missing_before(self, best: int, foresight: Foresight) -> list[Message]:
+        """The inputs that the row's next entry lacks; none if ``best`` is that entry, or it lacks anything else."""
+        ranked, waiting, position = self._ranked, self._waiting, foresight.next
+        while waiting[ranked.at[position]] < 0:
+            position += 1
+        foresight.next = position
+        node = ranked.at[position]
+        if position >= best or not waiting[node]:
+            return []
+        missing = [p for p in ranked.plan.prerequisites(node) if isinstance(p, Message) and p not in self._arrived]
+        if len(missing) != waiting[node] or (not ranked.plan.lanes[node] and not self._admits(position)):
+            return []
+        return missing
 
     def validate(self) -> None:
         """Check every invariant from first principles; raises AssertionError. For tests: it is slow."""
-        plan, waiting = self._ranked.plan, self._waiting
-        if not self.is_active:
-            assert not self._running
-            return
-        self._validate_counts()
-        assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
-        unfinished = [(node, left) for node, left in enumerate(waiting) if left != FINISHED]
-        ready = {self._ranked.position[n] for n, left in unfinished if not left}
-        assert ready == {p for lane in self._ready.lanes for p in lane}
-        assert all(sorted(set(lane)) == lane for lane in self._ready.lanes)
-        forwards = [(p, is_held) for is_held in (0, 1) for p in self._ready.lanes[is_held * HELD]]
-        assert all((self._ranked.microbatch_at[p] in self._window.held) == is_held for p, is_held in forwards)
-        due = [n for n, left in unfinished if left == DUE]
-        assert due == ([] if self._due is None else [self._due])
-        assert set(self._running) == {n for n, left in unfinished if left in _RUNNING_OR_DUE}
-        assert len(self._running) <= self._capacity == 1 + self.dispatch_ahead + len(due)
-        assert self._left == len(unfinished)
-        self._validate_window(unfinished)
-
-    def _validate_counts(self) -> None:
-        """Each node lacks the nodes and messages that it waits for and that are not done."""
-        plan, waiting = self._ranked.plan, self._waiting
-        missing = [0] * plan.num_nodes
-        for node, left in enumerate(waiting):
-            if left != FINISHED:
-                for dependent in plan.dependents[node] if left != DUE else _gates(plan, plan.dependents[node]):
-                    missing[dependent] += 1
-        for message in plan.arrivals.keys() - self._arrived:
-            missing[plan.arrivals[message]] += 1
-        counted = [max(left, 0) for left in waiting]
-        assert counted == missing, [plan.name(n) for n in range(plan.num_nodes) if counted[n] != missing[n]]
-
-    def _validate_window(self, unfinished: list[tuple[int, int]]) -> None:
-        plan, window, first = self._ranked.plan, self._window, self._ranked.plan.first_microbatch
-        of_microbatch = [0] * len(plan.tasks_per_microbatch)
-        untouched, num_left = of_microbatch.copy(), 0
-        for node, left in unfinished:
-            microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
-            if microbatch >= 0:
-                num_left += 1
-                of_microbatch[microbatch - first] += left != DUE
-                untouched[microbatch - first] += left >= 0
-        held = {
-            first + place
-            for place, num_tasks in enumerate(plan.tasks_per_microbatch)
-            if of_microbatch[place] and untouched[place] < num_tasks
-        }
-        assert window.held == held
-        assert window.left == of_microbatch
-        assert self._tasks_left == num_left
-        if self.limit is not None:
-            assert len(held) <= self.limit
-            oldest = next((first + place for place, num_left in enumerate(of_microbatch) if num_left), None)
-            assert oldest is None or oldest in held or len(held) < self.limit
-
-
-def _tasks(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(node for node in nodes if node < len(plan.tasks))
-
-
-def _gates(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(node for node in nodes if node >= len(plan.tasks))
+        invariants.check(self)

@@ -76,6 +76,27 @@ class DecideNow(NamedTuple):
     task: Task
 
 
+class TaskAnnounced(NamedTuple):
+    """Another stage has started the task that will send this message; it may belong to a later step.
+
+    An announcement is a favour: it may be lost, late, doubled or false, and costs then no more than time.
+    """
+
+    step: int
+    time_s: float
+    message: Message
+
+
+class ClockTick(NamedTuple):
+    """The time that :class:`WakeAt` asked for has come. Ticks may come early or in vain, but the one in time must come.
+
+    ``time_s`` is not before the time asked for, even where a clock's rounding has it so.
+    """
+
+    step: int
+    time_s: float
+
+
 class MemberStarted(NamedTuple):
     """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`."""
 
@@ -119,7 +140,7 @@ class GroupHeard(NamedTuple):
     note: Note
 
 
-Event = StepStarted | InputArrived | TaskFinished | DecideNow | GroupHeard
+Event = StepStarted | InputArrived | TaskFinished | DecideNow | TaskAnnounced | ClockTick | GroupHeard
 
 
 class RunTask(NamedTuple):
@@ -137,6 +158,21 @@ class Send(NamedTuple):
     stage: int
 
 
+class Announce(NamedTuple):
+    """Tell another stage that the task which will send it this message has started; nothing depends on it."""
+
+    step: int
+    message: Message
+    stage: int
+
+
+class WakeAt(NamedTuple):
+    """Report back with :class:`ClockTick` at this time of the stage's own clock, and not before."""
+
+    step: int
+    time_s: float
+
+
 class FinishStep(NamedTuple):
     """Nothing is left to do for this step on this stage."""
 
@@ -151,4 +187,4 @@ class TellGroup(NamedTuple):
     note: Note
 
 
-Instruction = RunTask | Send | TellGroup | FinishStep
+Instruction = RunTask | Send | Announce | WakeAt | TellGroup | FinishStep

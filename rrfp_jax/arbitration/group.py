@@ -6,6 +6,7 @@ that do not agree the processes wait for each other forever. The members of a gr
 made of the same graph, consumption, window and rules.
 """
 
+from dataclasses import replace
 from enum import StrEnum
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
@@ -31,6 +32,8 @@ def group_arbiter(
 ) -> StageArbiter:
     """The arbiter of one of a stage's ``num_members`` processes; a plain one if it is the only one.
 
+    Of a group only a leader has foresight: it alone hears announcements, makes them, holds and is woken.
+
     Raises ValueError if there is no such member or protocol.
     """
     if not 0 <= member < num_members:
@@ -41,6 +44,8 @@ def group_arbiter(
         raise ValueError(
             f"group protocol {str(protocol)!r} is unknown: choose one of {', '.join(GroupProtocol)}"
         ) from None
+    if num_members > 1 and (protocol is not GroupProtocol.LEADER or member != LEADER):
+        setup = replace(setup, foresight=None)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)
     return _member_class(protocol, member)(setup, member, num_members)

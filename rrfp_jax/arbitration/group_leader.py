@@ -157,7 +157,8 @@ class FollowingMember(GroupMember[int, TaskChosen]):
         if node is None or self._waiting[node] < 0:
             what = f"the leader chose {note.task} as number {note.number}, which cannot be started here"
             raise story.illegal(what, self.stage, self.step, note.task, self.tell(note.task.microbatch))
-        return not self._waiting[node] and (plan.lanes[node] != 0 or self._window.admits(note.task.microbatch))
+        is_forward = plan.lanes[node] == 0
+        return not self._waiting[node] and (not is_forward or self._admits(self._ranked.position[node]))
 
     def validate(self) -> None:
         super().validate()

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
+from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.timeline import IdleReason
@@ -37,8 +38,8 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
         twin._kept = {step: kept.copy() for step, kept in self._kept.items()}
         return twin
 
-    def fresh(self, after: int | None) -> "GroupMember[Key, Value]":
-        twin = super().fresh(after)
+    def fresh(self, after: int | None, estimates: Estimates | None = None) -> "GroupMember[Key, Value]":
+        twin = super().fresh(after, estimates)
         assert isinstance(twin, GroupMember)
         twin._kept = {}
         return twin

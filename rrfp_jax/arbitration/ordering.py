@@ -2,7 +2,9 @@
 
 ``schedule`` is a table of tasks; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs
 the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
-hold; ``backward`` runs as one task (``fused``) or as two (``split``).
+hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a table ranks what is ready, ``footprint``
+bounds memory by what the table itself holds, and ``foresight`` waits for what it names next once that is in sight; both
+are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it.
 """
 
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from itertools import islice
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
+from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
@@ -48,6 +51,9 @@ class Order:
     """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
     is_bf: bool
     """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
+    foresight: ForesightRules | None = None
+    footprints: tuple[int, ...] | None = None
+    """One per stage, in activations of one chunk and microbatch; they take the place of the windows."""
 
     def arbiters(
         self,
@@ -74,6 +80,8 @@ class Order:
                 window=self.windows[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
+                foresight=self.foresight,
+                footprint=None if self.footprints is None else self.footprints[stage],
             )
             for stage in wanted
         }
@@ -96,12 +104,19 @@ class Ordering:
     """
     window: int | tuple[int, ...] | str | None = None
     """Microbatches that a stage may hold, one number or one per stage; or, as text, the memory that they may take on
-    every stage, for example ``512MiB``. None: 32, or no limit under strict."""
+    every stage, for example ``512MiB``. None: what the schedule itself holds, if it ranks what is ready (footprint);
+    no limit under strict; else 32."""
     backward: str | None = None
     """``split`` or ``fused``; None: what the table or hint calls for, otherwise fused."""
+    footprint: bool | None = None
+    """Whether a table that ranks what is ready also bounds the activations held, by its own peak or, where one is
+    given, by the window; None: yes."""
+    foresight: ForesightRules | bool | None = None
+    """Whether, and how far, a stage waits for what such a table names next; None: yes."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
+        check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
 
@@ -114,6 +129,11 @@ class Ordering:
     def follows_table(self) -> bool:
         """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
         return self.schedule is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a table ranks what is ready, so that footprint and foresight have a meaning."""
+        return self.follows_table and self.consume == READY
 
     def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
         """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
@@ -130,6 +150,7 @@ class Ordering:
             _check_names_all(self.schedule, graph)
         if not isinstance(self.window, str):
             self._windows(placement.num_stages)
+            self._footprints(placement.num_stages, 1)
         return graph
 
     def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
@@ -147,6 +168,8 @@ class Ordering:
             consumptions=self._consumptions(hint, table, placement.num_stages * num_replicas),
             windows=self._windows(placement.num_stages) * num_replicas,
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
+            foresight=self._foresight(),
+            footprints=self._footprints(placement.num_stages, num_replicas),
         )
 
     def _label(self, hint: str) -> str:
@@ -154,7 +177,37 @@ class Ordering:
             return hint
         if self.consume == STRICT:
             return f"{self.schedule.name} strict"
-        return f"{self.schedule.name} as hint" if hint == SCHEDULE else f"{hint} on {self.schedule.name}"
+        if hint != SCHEDULE:
+            return f"{hint} on {self.schedule.name}"
+        return f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
+
+    @property
+    def _has_footprint(self) -> bool:
+        return self.is_guided and self.footprint is not False
+
+    def _foresight(self) -> ForesightRules | None:
+        if not self.is_guided or self.foresight is False:
+            return None
+        return self.foresight if isinstance(self.foresight, ForesightRules) else ForesightRules()
+
+    def _footprints(self, num_stages: int, num_replicas: int) -> tuple[int, ...] | None:
+        """Activations of one chunk and microbatch that each stage may hold; raises ValueError below the table's own."""
+        table = self.schedule
+        if table is None or not self._has_footprint:
+            return None
+        passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
+        peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), passes, strict=True)]
+        if self.window is None:
+            return tuple(peaks) * num_replicas
+        limits = [window * each for window, each in zip(self._windows(num_stages), passes, strict=True)]
+        for stage, (peak, limit, each) in enumerate(zip(peaks, limits, passes, strict=True)):
+            if limit < peak:
+                raise ValueError(
+                    f"window {limit // each} of stage {stage} is less than the {peak / each:g} microbatches that "
+                    f"schedule {table.name!r} holds there: give at least {-(-peak // each)}, leave window out, or "
+                    "switch footprint off"
+                )
+        return tuple(limits) * num_replicas
 
     def _hint(self, placement: Placement) -> str:
         if self.hint is not None:
@@ -213,6 +266,16 @@ def check_words(consume: str, hint: str | None, backward: str | None, *, has_sch
         raise ValueError("hint schedule needs a schedule to rank by: give one, for example 1f1b")
     if hint == BFW.name and consume == READY and backward == FUSED:
         raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
+
+
+def check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
+    """Raise ValueError where footprint or foresight are asked for and no table ranks what is ready."""
+    for name, asked in (("footprint", footprint), ("foresight", foresight)):
+        if asked and not is_guided:
+            raise ValueError(
+                f"{name} needs a schedule that ranks what is ready: give one, for example zb-h1, with consume {READY} "
+                f"and no other hint, or leave {name} out"
+            )
 
 
 def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:

@@ -112,6 +112,16 @@ class StagePlan:
         return tuple(map(tuple, before))
 
 
+def own_tasks(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of some nodes that are tasks."""
+    return tuple(node for node in nodes if node < len(plan.tasks))
+
+
+def gates(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of some nodes that are gates."""
+    return tuple(node for node in nodes if node >= len(plan.tasks))
+
+
 def stage_plan(graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules) -> StagePlan:
     """Compile the plan of one stage; raises ValueError where graph and placement do not fit together."""
     if graph.num_chunks != placement.num_chunks:

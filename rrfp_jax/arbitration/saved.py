@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
+from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
@@ -27,9 +28,12 @@ class SavedArbiter:
     row: tuple[Task, ...] | None
     """The stage's row of the table that the hint ranks by, or that is consumed strictly."""
     window: int | None
-    """Microbatches; None under strict consumption."""
+    """Microbatches; None under strict consumption, and where a footprint counts."""
     rules: StepRules
     dispatch_ahead: int
+    footprint: int | None
+    """Activations."""
+    foresight: ForesightRules | None
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
@@ -47,6 +51,8 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         window=arbiter.limit,
         rules=arbiter.rules,
         dispatch_ahead=arbiter.dispatch_ahead,
+        footprint=arbiter.footprint,
+        foresight=arbiter.foresight_rules,
     )
 
 
@@ -54,16 +60,19 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
     """A fresh arbiter; raises ValueError where its parts do not fit together, or the hint is unknown here."""
     if not 0 <= saved.stage < placement.num_stages:
         raise ValueError(f"stage {saved.stage} is none of the {placement.num_stages} stages")
-    if (saved.window is None) != saved.is_strict or (saved.window is not None and saved.window < 1):
+    has_window = not saved.is_strict and saved.footprint is None
+    if (saved.window is not None) != has_window or (saved.window is not None and saved.window < 1):
         raise ValueError(f"stage {saved.stage} has window {saved.window}, which its consumption does not allow")
     setup = StageSetup(
         graph,
         placement,
         saved.stage,
         consumption=_consumption(saved),
-        window=1 if saved.window is None else saved.window,  # strict consumption ignores it
+        window=1 if saved.window is None else saved.window,  # ignored where it is None
         rules=saved.rules,
         dispatch_ahead=saved.dispatch_ahead,
+        footprint=saved.footprint,
+        foresight=saved.foresight,
     )
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 

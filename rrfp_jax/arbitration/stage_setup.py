@@ -3,13 +3,17 @@
 from dataclasses import KW_ONLY, dataclass
 
 from rrfp_jax.arbitration.consumption import Consumption
+from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.tasks import PipelineGraph, Placement
 
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What the arbiter of a stage is made of; the same for all members of a group."""
+    """What the arbiter of a stage is made of; the same for all members of a group.
+
+    Raises ValueError for foresight or a footprint without a table's row that ranks what is ready.
+    """
 
     graph: PipelineGraph
     placement: Placement
@@ -18,8 +22,17 @@ class StageSetup:
     consumption: Consumption
     """:func:`ready` with a hint, or :func:`strict` with a table's row."""
     window: int
-    """How many microbatches the stage may hold; strict consumption ignores it."""
+    """How many microbatches the stage may hold; strict consumption, and a footprint, take its place."""
     rules: StepRules = StepRules()  # noqa: RUF009 - frozen
     """What a step consists of beyond the graph's tasks."""
     dispatch_ahead: int = 0
     """How many tasks may be dispatched before the running one has finished (hides host latency)."""
+    foresight: ForesightRules | None = None
+    """How the stage waits for what its table names next; None: never."""
+    footprint: int | None = None
+    """How many activations the stage may hold (:mod:`rrfp_jax.arbitration.footprint`); None: the window counts."""
+
+    def __post_init__(self) -> None:
+        has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
+        if not has_row and (self.foresight is not None or self.footprint is not None):
+            raise ValueError("foresight and footprint need a table as hint, whose row they follow")

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp_jax.arbitration.events import (
+    Announce,
+    ClockTick,
     DecideNow,
     Event,
     GroupHeard,
@@ -15,9 +17,11 @@ from rrfp_jax.arbitration.events import (
     RunTask,
     Send,
     StepStarted,
+    TaskAnnounced,
     TaskChosen,
     TaskProposed,
     TellGroup,
+    WakeAt,
 )
 from rrfp_jax.arbitration.plan import FINISHED, StagePlan
 from rrfp_jax.tasks import Task
@@ -98,6 +102,10 @@ def of_event(event: Event) -> str:
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):
         return f"member {event.member} said: {_note(event.note)}"
+    if isinstance(event, TaskAnnounced):
+        return f"the {event.message} was announced"
+    if isinstance(event, ClockTick):
+        return "the clock ticked"
     return f"{event.task} was about to end" if isinstance(event, DecideNow) else f"{event.task} finished"
 
 
@@ -107,6 +115,10 @@ def of_instruction(instruction: Instruction) -> str:
         return f"{instruction.task} was dispatched"
     if isinstance(instruction, Send):
         return f"the {instruction.message} was sent"
+    if isinstance(instruction, Announce):
+        return f"the {instruction.message} was announced"
+    if isinstance(instruction, WakeAt):
+        return f"a tick was asked for at {instruction.time_s} s"
     if isinstance(instruction, TellGroup):
         return f"member {instruction.member} was told: {_note(instruction.note)}"
     return f"step {instruction.step} ended"

@@ -95,7 +95,7 @@ class StageJudge:
                 account = self._send(account, instruction)
             elif isinstance(instruction, TellGroup):
                 account = self._tell(account, instruction)
-            else:
+            elif isinstance(instruction, FinishStep):
                 account = self._finish_step(account, instruction)
         if self.demand_work:
             self._check_idling(account)

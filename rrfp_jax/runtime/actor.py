@@ -6,9 +6,12 @@ Everything here runs on the event loop. Tasks run on the actor's compute thread;
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rrfp_jax.arbitration import (
+    Announce,
+    ClockTick,
     DecideNow,
     Event,
     FinishStep,
@@ -22,7 +25,9 @@ from rrfp_jax.arbitration import (
     StageArbiter,
     StepPlan,
     StepStarted,
+    TaskAnnounced,
     TaskFinished,
+    WakeAt,
 )
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
@@ -36,6 +41,11 @@ StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
 Tell = Callable[[int, int, int, Note], None]
 """Called with the stage, the member of its group, the step and what to tell it."""
 
+AnnounceTo = Callable[[int, int, Message], None]
+"""Called with a stage, the step and the message whose task has started, for that stage to hear of."""
+WakeLater = Callable[[float, Callable[[], None]], object]
+"""Called with a time (``time.perf_counter``) and what to call then, on the event loop."""
+
 
 class StageActor:
     """Drives one stage; ``submit`` hands a task to the compute thread."""
@@ -48,6 +58,8 @@ class StageActor:
         *,
         submit: Callable[[RunTask], None],
         ended: StepEnded,
+        announce: AnnounceTo,
+        wake_later: WakeLater,
         tell: Tell | None = None,
         log_steps: int,
     ) -> None:
@@ -56,6 +68,7 @@ class StageActor:
         self.log = EventLog(arbiter, log_steps)
         self.last_event_s = time.perf_counter()
         self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
+        self._announce, self._wake_later = announce, wake_later
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
@@ -84,6 +97,13 @@ class StageActor:
 
     def hear(self, step: int, member: int, note: Note) -> None:
         self._handle(GroupHeard(step, time.perf_counter(), member, note))
+
+    def announced(self, step: int, message: Message) -> None:
+        """Another stage has started the task that will send this."""
+        self._handle(TaskAnnounced(step, time.perf_counter(), message))
+
+    def _woken(self, asked: WakeAt) -> None:
+        self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         self._recorder.ran(instruction, start_s, end_s)
@@ -114,6 +134,10 @@ class StageActor:
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
+            elif isinstance(instruction, Announce):
+                self._announce(instruction.stage, instruction.step, instruction.message)
+            elif isinstance(instruction, WakeAt):
+                self._wake_later(instruction.time_s, partial(self._woken, instruction))
             elif isinstance(instruction, FinishStep):
                 self._finish(instruction.step, time_s)
             else:

@@ -155,6 +155,8 @@ class PipelineRuntime:
             self.transport,
             submit=thread.submit,
             ended=self._stage_ended,
+            announce=self._announce,
+            wake_later=self._wake_later,
             tell=None if self._peers is None else self._peers.tell,
             log_steps=log_steps,
         )
@@ -286,6 +288,16 @@ class PipelineRuntime:
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._pump(self._actors[stage].receive, step, message, payload)
 
+    def _announce(self, stage: int, step: int, message: Message) -> None:
+        """Have a stage hear that what will send this message has started."""
+        if self._peers is not None and self._peers.layout.ranks_of(stage)[0] != self._peers.rank:
+            self._peers.announce_task(stage, step, message)
+        else:
+            self._pump(self._actors[stage].announced, step, message)
+
+    def _wake_later(self, at_s: float, call: Callable[[], None]) -> None:
+        self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._pump, call)
+
     def _take_completions(self) -> None:
         self._is_waking = False
         while self._completions:
@@ -353,6 +365,10 @@ class PipelineRuntime:
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of a hosted unit's group says something."""
         self._pump(self._actors[unit].hear, step, member, note)
+
+    def task_announced(self, unit: int, step: int, message: Message) -> None:
+        """Another rank has started the task that will send this message to a hosted unit."""
+        self._pump(self._actors[unit].announced, step, message)
 
     def step_ended(self, step: int, summary: Summary) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""

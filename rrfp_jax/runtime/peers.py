@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rrfp_jax.arbitration import Note
+from rrfp_jax.arbitration import Message, Note
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import field, pack, unpack
 from rrfp_jax.network.watch_graph import watched
@@ -23,7 +23,7 @@ from rrfp_jax.tree import neighbours
 __all__ = ["Listener", "PeerFailed", "Peers"]
 
 _LOG = logging.getLogger(__name__)
-_NOTE, _FAILURE = "note", "failure"
+_NOTE, _TASK, _FAILURE = "note", "task", "failure"
 _MAX_NEWS_BYTES = 1 << 26
 
 
@@ -32,6 +32,9 @@ class Listener(Protocol):
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of the unit's group says something."""
+
+    def task_announced(self, unit: int, step: int, message: Message) -> None:
+        """The task that will send this message to the unit has started elsewhere."""
 
     def step_ended(self, step: int, summary: Summary) -> None:
         """All units of the run have ended a step; only rank 0 is told."""
@@ -62,18 +65,25 @@ class Peers:
         self._listener = listener
         self.outcomes.begin(listener.step_ended)
         self.network.subscribe(_NOTE, self._note)
+        self.network.subscribe(_TASK, self._task)
 
     def detach(self) -> None:
         """The driver is closed; what comes from now on is kept for the next."""
         if self._listener is not None:
             self._listener = None
             self.network.unsubscribe(_NOTE)
+            self.network.unsubscribe(_TASK)
 
     def tell(self, unit: int, member: int, step: int, note: Note) -> None:
         """Say something to a member of a unit's group."""
         ranks = self.layout.ranks_of(unit)
         header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
         self.network.send(ranks[member], _NOTE, header)
+
+    def announce_task(self, unit: int, step: int, message: Message) -> None:
+        """Tell a unit, the leader of its group, that what will send it this message has started."""
+        header = {"unit": unit, "step": step, "message": to_plain(message)}
+        self.network.send(self.layout.ranks_of(unit)[0], _TASK, header)
 
     def announce(self, news: FailureNews) -> None:
         """Tell this rank's neighbours of a failure; no gathering can be completed any more. Never raises."""
@@ -94,6 +104,11 @@ class Peers:
         unit, step, member = (field(header, name, int) for name in ("unit", "step", "member"))
         assert self._listener is not None
         self._listener.heard(unit, step, member, _record(Note, field(header, "note", list)))
+
+    def _task(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
+        unit, step = field(header, "unit", int), field(header, "step", int)
+        assert self._listener is not None
+        self._listener.task_announced(unit, step, _record(Message, field(header, "message", list)))
 
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rrfp_jax.arbitration import (
+    Announce,
+    ClockTick,
     DecideNow,
     DecisionTimer,
     Event,
@@ -20,6 +22,8 @@ from rrfp_jax.arbitration import (
     Send,
     StageArbiter,
     StepStarted,
+    TaskAnnounced,
+    WakeAt,
 )
 from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
 from rrfp_jax.simulation.event_queue import EventQueue
@@ -185,6 +189,10 @@ class _Driver:
                 self._dispatch(index, stage, instruction)
             elif isinstance(instruction, Send):
                 self.transfers.send(index, instruction)
+            elif isinstance(instruction, Announce):
+                self._announce(index, instruction)
+            elif isinstance(instruction, WakeAt):
+                self.queue.post(instruction.time_s * 1e3, self.deliver, index, ClockTick(*instruction))
             elif isinstance(instruction, FinishStep):
                 self._finish_step(index, instruction)
         self._note_idle(index, stage)
@@ -204,6 +212,11 @@ class _Driver:
             self.queue.post(self.queue.now_ms, self._start_step, index, step + 1)
         else:
             self.stages[index].is_over = True
+
+    def _announce(self, index: int, instruction: Announce) -> None:
+        step, message, stage = instruction
+        at_ms = self.queue.now_ms + self.machine.links.announcement_ms(index, stage)
+        self.queue.post_arrival(at_ms, self.deliver, stage, TaskAnnounced(step, at_ms / 1e3, message))
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -262,13 +275,12 @@ class _Driver:
     # -- record ------------------------------------------------------------------------------------------------------
 
     def _note_idle(self, index: int, stage: _Stage) -> None:
-        if stage.dispatched:
+        if stage.dispatched or stage.arbiter.step is None:
             return
         if stage.is_over:
             self._set_idle(index, stage, None)
             return
         reason = stage.arbiter.idle_reason() or OCCUPIED
-        assert stage.arbiter.step is not None
         self._set_idle(index, stage, (stage.arbiter.step, reason))
 
     def _set_idle(self, index: int, stage: _Stage, idle: tuple[int, IdleReason] | None) -> None:

@@ -38,6 +38,8 @@ class Links:
     """Extra latency of tensors on directed links, by (sending stage, receiving stage)."""
     control_ms: float = 0.0
     """Latency of reports and verdicts, which carry no tensor."""
+    announce_ms: float | None = None
+    """Latency of announcements, which carry no tensor; None: that of tensors on the same link, without their bytes."""
     contention: bool = False
     """A directed link carries one tensor at a time, from the start of its transfer to its end; later ones queue.
 
@@ -47,6 +49,7 @@ class Links:
     def __post_init__(self) -> None:
         names = ("latency_ms", "activation_bytes", "gradient_bytes", "shared_bytes", "control_ms")
         numbers = {name: getattr(self, name) for name in names}
+        numbers["announce_ms"] = self.announce_ms or 0.0
         numbers |= {f"extra_ms of link {a}-{b}": extra for (a, b), extra in self.extra_ms.items()}
         for name, number in numbers.items():
             if not 0 <= number < math.inf:
@@ -65,6 +68,12 @@ class Links:
         }[kind]
         seconds = size / (self.bandwidth_gb_per_s * 1e9)
         return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * 1e3
+
+    def announcement_ms(self, source: int, target: int) -> float:
+        """How long an announcement takes; unless said otherwise as long as a tensor without any bytes."""
+        if self.announce_ms is not None:
+            return self.announce_ms
+        return self.latency_ms + self.extra_ms.get((source, target), 0.0)
 
 
 def both_directions(delays_ms: Mapping[tuple[int, int], float], num_stages: int) -> dict[tuple[int, int], float]:

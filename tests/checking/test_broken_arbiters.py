@@ -242,9 +242,9 @@ class NumbersStepsWrongly(Answers):
 class DropsArrivals(Answers):
     """Loses the message of microbatch 1 if it arrives while a task runs."""
 
-    def _arrive(self, message, out):
-        if not (message.microbatch == 1 and self._running):
-            super()._arrive(message, out)
+    def _arrive(self, event, out):
+        if not (event.message.microbatch == 1 and self._running):
+            super()._arrive(event, out)
 
 
 class PrefersTheLatestArrival(Answers):
@@ -252,9 +252,9 @@ class PrefersTheLatestArrival(Answers):
 
     latest = ()
 
-    def _arrive(self, message, out):
-        self.latest = (*self.latest, message)
-        super()._arrive(message, out)
+    def _arrive(self, event, out):
+        self.latest = (*self.latest, event.message)
+        super()._arrive(event, out)
 
     def key(self):
         return (super().key(), self.latest)

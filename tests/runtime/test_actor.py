@@ -51,7 +51,16 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
     arbiter = StageArbiter(
         StageSetup(chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2, rules=StepRules(updates=False))
     )
-    actor = StageActor(arbiter, journal, journal, submit=journal.submit, ended=lambda *_: None, log_steps=1)
+    actor = StageActor(
+        arbiter,
+        journal,
+        journal,
+        submit=journal.submit,
+        ended=lambda *_: None,
+        announce=lambda *_: None,
+        wake_later=lambda *_: None,
+        log_steps=1,
+    )
     actor.start_step(0, {}, arbiter.graph, arbiter.plan_without(()))
     assert journal.taken() == ["begin", "run 0F0"]
     actor.completed(RunTask(0, Task.parse("0F0")), 0.0, 1.0)

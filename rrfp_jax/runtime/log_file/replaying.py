@@ -91,7 +91,7 @@ class _Replay:
         if self.difference is not None:
             return
         try:
-            opened = opening(self.arbiter, segment.ended, segment.early)
+            opened = opening(self.arbiter, segment.ended, segment.early, segment.estimates)
         except Exception as error:  # nothing that comes early is refused, so this log was changed
             raise ValueError(f"the log of stage {self.log.arbiter.stage} contradicts itself: {error}") from error
         if is_first or opened.key() == self.arbiter.key():

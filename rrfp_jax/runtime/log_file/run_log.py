@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rrfp_jax.arbitration import Event, Instruction, RunTask
+from rrfp_jax.arbitration import Estimates, Event, Instruction, RunTask
 from rrfp_jax.arbitration.saved import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
@@ -21,7 +21,7 @@ from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
-FORMAT, VERSION = "rrfp-jax event log", 2
+FORMAT, VERSION = "rrfp-jax event log", 3
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 
@@ -45,6 +45,8 @@ class SegmentLog:
     """The step that the stage had ended before; None: it had not begun."""
     early: tuple[Event, ...]
     """What had come before for later steps, in order."""
+    estimates: Estimates | None
+    """What the stage had learnt for its foresight by then; None where it has none."""
     entries: tuple[Entry, ...]
 
 
@@ -140,6 +142,7 @@ def _segment(segment: Segment) -> SegmentLog:
     return SegmentLog(
         ended=segment.ended,
         early=tuple(segment.early),
+        estimates=segment.estimates,
         entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
     )
 

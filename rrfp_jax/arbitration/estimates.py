@@ -1,0 +1,46 @@
+"""What a stage learns for its foresight, on its own clock alone: moving averages that outlive the steps."""
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rrfp_jax.arbitration.events import Message, MessageKind
+from rrfp_jax.tasks import Task, TaskKind
+
+TaskKey = tuple[TaskKind, int]
+"""Kind and chunk."""
+Edge = tuple[MessageKind, int, int]
+"""Kind of the message, source and target chunk."""
+K = TypeVar("K")
+
+
+@dataclass(kw_only=True)
+class Estimates:
+    """Durations in seconds. Plain data, so that a log can hold them."""
+
+    durations_s: dict[TaskKey, float] = field(default_factory=dict)
+    """What a task usually takes."""
+    leads_s: dict[Edge, float] = field(default_factory=dict)
+    """From an announcement to the arrival of what it announced."""
+    notices: dict[Edge, float] = field(default_factory=dict)
+    """The share of waits for an announcement that were not in vain."""
+
+    def copy(self) -> "Estimates":
+        return Estimates(durations_s=self.durations_s.copy(), leads_s=self.leads_s.copy(), notices=self.notices.copy())
+
+    def usual_s(self, task: Task) -> float | None:
+        """What such a task usually takes; as long as the longest other one, if it has not run yet; None: none has."""
+        usual = self.durations_s.get(task[:2])
+        return max(self.durations_s.values(), default=None) if usual is None else usual
+
+    def lead_s(self, message: Message) -> float | None:
+        return self.leads_s.get(message[:3])
+
+    def key(self) -> tuple[frozenset[object], ...]:
+        """All of it as a hashable value."""
+        return tuple(frozenset(one.items()) for one in (self.durations_s, self.leads_s, self.notices))
+
+
+def learn(averages: dict[K, float], key: K, observed: float, kept: float) -> None:
+    """Move an average; the first observation is the average itself."""
+    before = averages.get(key)
+    averages[key] = observed if before is None else before + (1 - kept) * (observed - before)

@@ -1,0 +1,117 @@
+"""A bound of memory that a table itself gives: no more activations than it holds, whatever order readiness makes of it.
+
+The window of :mod:`rrfp_jax.arbitration.window` counts microbatches. With several chunks per stage that does not bound
+memory at the table's own peak, since a microbatch holds one activation for each chunk that it has passed: a hint that
+runs other forwards first holds up to twice as many. The footprint counts activations, one per chunk and microbatch,
+from the start of F to the end of B, or of W where the backward is split.
+
+Rule
+----
+Let the *row* be the table's order of the stage's tasks, and ``limit`` at least the peak of that row. An F is admitted
+if memory suffices also when everything before it in the row still runs in the row's order: the activations held now,
+this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. An F
+counts as done with in the row from its start, all else from its end, which frees memory. Other tasks are never
+restrained. If a ready F is not admitted, none behind it in the row is, for what stands before it stands before those
+as well; so one question answers for all forwards.
+
+Why it cannot deadlock
+----------------------
+A valid table is, over all stages, one order of all tasks in which every dependency goes forward. *Invariant*: on each
+stage the unfinished entries, run in the row's order from here on, stay within the limit. It holds at first, as the
+limit is not below the row's peak. It holds after an F that was admitted: the entries behind it in the row find what
+they would have found, and those before it one activation more, which the rule has counted. Other tasks only free
+memory, sooner than the row does. Now let T be the first unfinished task of the total order. All that it waits for has
+finished, so it is ready, running, or its input is on its way; and nothing before it is left in its row, so it is
+admissible by the invariant. So in every state with work left something can run, and as each task runs once, the step
+ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rrfp_jax.arbitration.plan import FINISHED
+from rrfp_jax.arbitration.step_plan import StepPlan
+from rrfp_jax.arbitration.story import DUE
+from rrfp_jax.tasks import PipelineGraph, TaskKind
+
+_DONE = (FINISHED, DUE)
+
+
+class RowMemory:
+    """What the entries of a stage's row do to its memory: fixed, and the same for every step."""
+
+    __slots__ = ("at", "changes", "peak")
+
+    def __init__(self, step: StepPlan, graph: PipelineGraph) -> None:
+        self.at = step.at
+        tasks = [step.plan.tasks[node] for node in step.at]
+        self.changes = tuple(
+            0
+            if task.microbatch < 0 or not graph.has_backward(task.chunk)
+            else (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
+            for task in tasks
+        )
+        """By position: 1 for what takes an activation, -1 for what frees one."""
+        self.peak = max(accumulate(self.changes), default=0)
+        """The most activations that the row holds at once."""
+
+    def check_limit(self, limit: int, stage: int) -> None:
+        """Raise ValueError where the row alone holds more."""
+        if self.peak > limit:
+            raise ValueError(
+                f"the footprint of stage {stage} is {limit} activations and its table holds {self.peak}: "
+                f"allow at least {self.peak}, or take a schedule with a lower peak"
+            )
+
+
+class Footprint:
+    """One stage's activations under the rule above, during one step.
+
+    What has started and finished is the arbiter's own count of what each node waits for, ``waiting``; positions are
+    places in the step's order.
+    """
+
+    __slots__ = ("_first", "_row", "held", "limit")
+
+    def __init__(self, row: RowMemory, limit: int) -> None:
+        self._row, self.limit = row, limit
+        self.held = self._first = 0
+
+    def copy(self) -> "Footprint":
+        twin = object.__new__(Footprint)
+        twin._row, twin.limit = self._row, self.limit
+        twin.held, twin._first = self.held, self._first
+        return twin
+
+    def start(self, position: int) -> None:
+        """The task at this position has started."""
+        if self._row.changes[position] > 0:
+            self.held += 1
+
+    def finish(self, position: int) -> None:
+        """The task at this position has finished, or counts as if it had."""
+        if self._row.changes[position] < 0:
+            self.held -= 1
+
+    def admits(self, position: int, waiting: Sequence[int]) -> bool:
+        """Whether the F at this position, which has not started, may start now."""
+        at, changes, first = self._row.at, self._row.changes, self._first
+        while first < position and not _is_left(changes[first], waiting[at[first]]):
+            first += 1
+        self._first = first
+        held = self.held + changes[position]
+        if held > self.limit:
+            return False
+        for place in range(first, position):
+            if _is_left(changes[place], waiting[at[place]]):
+                held += changes[place]
+                if held > self.limit:
+                    return False
+        return True
+
+
+def _is_left(change: int, waiting: int) -> bool:
+    """Whether an entry has yet to take or free its memory."""
+    if change > 0:
+        return waiting >= 0
+    return change < 0 and waiting not in _DONE

@@ -1,0 +1,256 @@
+"""Foresight: wait for the table's next entry once it is in sight, and fill the wait with what ends in time.
+
+Readiness alone starts a low-ranked task just before the high-ranked one arrives; a strict order waits for the
+high-ranked one although nobody has begun to produce it. Foresight takes the middle. A stage that starts a task
+*announces* what it will send, so that whoever waits for it knows that it is on its way.
+
+Rule
+----
+Let *next* be the first entry of the hint's order that this stage has not started, and *best* the best-ranked task that
+is ready and admissible. *Usual* is the moving average of what a task of a kind and chunk took here; *lead* that of the
+time from an announcement to the arrival, for each edge.
+
+1. Best is next, or next is not admissible, or it lacks something of this stage's own: run best.
+2. All that next lacks is announced: it is *in sight*, and expected a lead after it was heard of. Run the best-ranked
+   ready task that usually ends before then. If none does, hold: run nothing until next is there, but at most
+   ``patience`` times what best usually takes; then run best, and what was waited for so long counts as not announced.
+3. Something that next lacks is not announced, and best usually takes longer than that input's lead: a task started now
+   could be in the way of what has not even begun. Hold for *notice*, at most for what it takes longer, in parts. An
+   announcement within that time leads to rule 2. Where such waits keep being in vain, as on an edge whose sender is
+   far behind, notice is not taken.
+4. Otherwise run best, as without foresight.
+
+Longest holds count from the moment when the stage last became free. A stage that hands its device a task before the
+running one has ended counts from the end that it expects; more than one task ahead it hands over the next entry only.
+The first task of a kind is expected to take as long as the longest other one, and where none has run, none is held.
+
+Why never slower where nothing varies
+-------------------------------------
+Let durations and links be constant, averages exact, ``fit`` at most 1 but for rounding, ``patience`` at least 1, the
+footprint at least the row's peak, and no task longer than the lead of an input that it could delay (so it is where F, I
+and W take equally long). Then each task starts no later than if the row were consumed strictly. By induction along the
+table's order of all tasks: let y be next on its stage. What produces its inputs starts no later than under strict
+consumption, so y's inputs arrive no later. The stage can then be busy only with a task x that was started out of order.
+Either y was in sight: then x ends before y's inputs arrive, exactly as expected. Or it was not yet announced: then it
+arrives at least a lead, so at least the length of x, after x started. Every entry before y has ended no later than
+under strict consumption; y is admissible, as the footprint always admits the row's next entry. And x, which was started
+out of order, starts before it would have strictly, which is after y. Where x may last longer than the lead, an entry is
+delayed by at most the difference, less the notice taken.
+
+Why it cannot deadlock
+----------------------
+A hold ends by itself: as it begins, the arbiter asks to be woken at its end, when rule 4 applies to the same ready
+task; and since its length counts from when the stage became free, one hold cannot renew another. So a ready task is
+delayed by a finite time and nothing else changes: the arguments of :mod:`rrfp_jax.arbitration.window` and
+:mod:`rrfp_jax.arbitration.footprint` stand as they are. Announcements only shift these times. A lost one leaves rules 3
+and 4; a false or late one costs a hold; doubled ones, and those of what is here already, change nothing; wrong averages
+cost at most ``patience`` times the usual length of the task held.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from rrfp_jax.arbitration.estimates import Edge, Estimates, learn
+from rrfp_jax.arbitration.events import Message
+from rrfp_jax.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForesightRules:
+    """How far a stage looks ahead. Raises ValueError on numbers that mean nothing."""
+
+    fit: float = 1.05
+    """A task fits if its usual length is at most so many times the wait; above 1 for ties, which rounding decides."""
+    patience: float = 3.0
+    """The longest hold, in usual lengths of the task that is held."""
+    notice: float = 1.0
+    """The longest wait for an announcement, in parts of what the held task usually takes longer than the lead."""
+    worth: float = 0.3
+    """The least share of waits for an announcement that must not be in vain, for each edge."""
+    kept: float = 0.9
+    """How much one more observation leaves of an average of durations or leads."""
+    worth_kept: float = 0.7
+    """How much one more wait leaves of the share of those that were not in vain."""
+    shortest_s: float = 0.0
+    """A stage whose tasks usually take less has no use for announcements, and neither makes nor awaits any."""
+
+    def __post_init__(self) -> None:
+        for name in ("fit", "patience", "notice", "shortest_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
+        for name in ("worth", "kept", "worth_kept"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a part between 0 and 1")
+
+    def make(self) -> "Foresight":
+        """What one stage keeps under these rules."""
+        return Foresight(self)
+
+
+class Foresight:
+    """What one stage has heard and learnt, and its holds. Times are seconds on the stage's own clock."""
+
+    def __init__(self, rules: ForesightRules) -> None:
+        self.rules = rules
+        self.estimates = Estimates()
+        self._early: dict[int, dict[Message, float]] = {}
+        self._last_end_s = 0.0
+        self.begin(-1)
+
+    def begin(self, step: int) -> None:
+        """A step begins; what was heard of it early counts."""
+        self.announced_s = self._early.pop(step, {})
+        self._given_up: set[Message] = set()
+        self._asked_s: dict[Message, float] = {}
+        self._started_s: dict[Task, float] = {}
+        self._held_since_s: float | None = None
+        self._wake_s: float | None = None
+        self._told_wake_s: float | None = None
+        self.next = 0
+        """No position before this one is left to start."""
+        durations = self.estimates.durations_s.values()
+        self.is_awake = not durations or sum(durations) / len(durations) >= self.rules.shortest_s
+
+    def copy(self) -> "Foresight":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.estimates = self.estimates.copy()
+        twin._early = {step: heard.copy() for step, heard in self._early.items()}
+        twin.announced_s, twin._given_up = self.announced_s.copy(), self._given_up.copy()
+        twin._asked_s, twin._started_s = self._asked_s.copy(), self._started_s.copy()
+        return twin
+
+    def fresh(self, estimates: Estimates) -> "Foresight":
+        """One that knows nothing but these averages."""
+        twin = self.rules.make()
+        twin.estimates = estimates.copy()
+        return twin
+
+    def key(self, *, is_active: bool) -> Hashable:
+        """All that the future depends on, times included: between steps far less than within one."""
+        early = frozenset((step, *heard) for step, of_step in self._early.items() for heard in of_step.items())
+        if not is_active:
+            return (early, self.estimates.key())
+        dicts = (self.announced_s, self._asked_s, self._started_s)
+        values = (self._held_since_s, self._wake_s, self._told_wake_s, self._last_end_s, self.is_awake)
+        given_up = frozenset(self._given_up)
+        return (early, self.estimates.key(), given_up, values, *(frozenset(one.items()) for one in dicts))
+
+    @property
+    def is_holding(self) -> bool:
+        return self._held_since_s is not None
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def hear(self, message: Message, time_s: float) -> None:
+        """An announcement of the present step, of what is not here yet."""
+        if message not in self.announced_s:
+            self.announced_s[message] = time_s
+            asked = self._asked_s.pop(message, None)
+            if asked is not None:
+                self._note(message, in_time=time_s <= asked)
+
+    def hear_early(self, step: int, message: Message, time_s: float) -> None:
+        """An announcement of a later step."""
+        self._early.setdefault(step, {}).setdefault(message, time_s)
+
+    def arrived(self, message: Message, time_s: float) -> None:
+        heard = self.announced_s.pop(message, None)
+        if heard is not None:
+            learn(self.estimates.leads_s, message[:3], max(0.0, time_s - heard), self.rules.kept)
+        elif self._asked_s.pop(message, None) is not None:
+            self._note(message, in_time=False)
+
+    def tick(self) -> None:
+        """The driver has woken the stage, in time or not."""
+        self._told_wake_s = None
+
+    def start(self, task: Task, time_s: float) -> None:
+        self._started_s[task] = time_s
+        self._held_since_s = self._wake_s = self._told_wake_s = None
+
+    def finish(self, task: Task, time_s: float) -> None:
+        """The task has really ended; it took the device from its start, or from the end of the one before it."""
+        taken_s = time_s - max(self._started_s.pop(task), self._last_end_s)
+        self._last_end_s = time_s
+        learn(self.estimates.durations_s, task[:2], taken_s, self.rules.kept)
+
+    def expected_end_s(self, task: Task) -> float:
+        """Of a running task, as far as anything is known."""
+        return max(self._started_s[task], self._last_end_s) + (self.estimates.usual_s(task) or 0.0)
+
+    # -- what to do --------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        candidates: Sequence[int],
+        task_at: Callable[[int], Task],
+        missing: Sequence[Message],
+        now_s: float,
+        free_s: float,
+    ) -> int | None:
+        """Which of the candidates to run, or None to hold; then :meth:`wake_at_s` says until when.
+
+        Args:
+            candidates: positions of ready, admissible tasks, the best first.
+            task_at: the task at a position.
+            missing: what the next entry lacks; nothing else keeps it from running.
+            now_s: the present.
+            free_s: when the stage becomes free; not before the present.
+        """
+        best = candidates[0]
+        if not self.is_awake or not self._given_up.isdisjoint(missing):
+            return best
+        usual_s = self.estimates.usual_s(task_at(best))
+        if usual_s is None:
+            return best
+        since_s = free_s if self._held_since_s is None else self._held_since_s
+        unheard = next((message for message in missing if message not in self.announced_s), None)
+        if unheard is not None:
+            return self._choose_unheard(best, usual_s, unheard, now_s, since_s)
+        expected_s = max(self._expected_s(message) for message in missing)
+        wait_s = self.rules.fit * (expected_s - free_s)
+        for position in candidates:
+            length_s = self.estimates.usual_s(task_at(position))
+            if length_s is not None and length_s <= wait_s:
+                return position
+        until_s = since_s + self.rules.patience * usual_s
+        if now_s >= until_s:
+            self._given_up.update(missing)
+            return best
+        self._hold(since_s, until_s)
+        return None
+
+    def _choose_unheard(self, best: int, usual_s: float, message: Message, now_s: float, since_s: float) -> int | None:
+        """Rule 3; what was not announced in time is learnt, whether the stage waited for it or not."""
+        lead_s = self.estimates.lead_s(message)
+        if lead_s is None or usual_s <= self.rules.fit * lead_s:
+            return best
+        until_s = since_s + self.rules.notice * (usual_s - lead_s)
+        if now_s >= until_s:
+            if self._asked_s.pop(message, None) is not None:
+                self._note(message, in_time=False)
+            return best
+        self._asked_s.setdefault(message, until_s)
+        if self.estimates.notices.get(message[:3], 1.0) < self.rules.worth:
+            return best
+        self._hold(since_s, until_s)
+        return None
+
+    def _hold(self, since_s: float, until_s: float) -> None:
+        self._held_since_s, self._wake_s = since_s, until_s
+
+    def wake_at_s(self) -> float | None:
+        """When the hold ends; None if the driver has been asked for that already."""
+        if self._wake_s == self._told_wake_s:
+            return None
+        self._told_wake_s = self._wake_s
+        return self._wake_s
+
+    def _note(self, message: Message, *, in_time: bool) -> None:
+        edge: Edge = message[:3]
+        self.estimates.notices.setdefault(edge, 1.0)
+        learn(self.estimates.notices, edge, float(in_time), self.rules.worth_kept)
+
+    def _expected_s(self, message: Message) -> float:
+        return self.announced_s[message] + (self.estimates.lead_s(message) or 0.0)

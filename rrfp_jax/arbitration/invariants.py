@@ -1,0 +1,94 @@
+"""The invariants of an arbiter's state, checked from first principles: for tests, since it is slow."""
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from rrfp_jax.arbitration.footprint import Footprint
+from rrfp_jax.arbitration.plan import FINISHED, gates
+from rrfp_jax.arbitration.ready_set import HELD
+from rrfp_jax.arbitration.story import DUE, RUNNING
+from rrfp_jax.tasks import TaskKind
+
+if TYPE_CHECKING:
+    from rrfp_jax.arbitration.arbiter import StageArbiter
+
+
+def check(arbiter: "StageArbiter") -> None:
+    """Raise AssertionError where the state breaks an invariant."""
+    plan, waiting = arbiter._ranked.plan, arbiter._waiting
+    if not arbiter.is_active:
+        assert not arbiter._running
+        return
+    _check_counts(arbiter)
+    assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
+    unfinished = [(node, left) for node, left in enumerate(waiting) if left != FINISHED]
+    ready = {arbiter._ranked.position[n] for n, left in unfinished if not left}
+    assert ready == {p for lane in arbiter._ready.lanes for p in lane}
+    assert all(sorted(set(lane)) == lane for lane in arbiter._ready.lanes)
+    forwards = [(p, is_held) for is_held in (0, 1) for p in arbiter._ready.lanes[is_held * HELD]]
+    assert all((arbiter._ranked.microbatch_at[p] in arbiter._window.held) == is_held for p, is_held in forwards)
+    due = [n for n, left in unfinished if left == DUE]
+    assert due == ([] if arbiter._due is None else [arbiter._due])
+    assert set(arbiter._running) == {n for n, left in unfinished if left in (RUNNING, DUE)}
+    assert len(arbiter._running) <= arbiter._capacity == 1 + arbiter.dispatch_ahead + len(due)
+    assert arbiter._left == len(unfinished)
+    _check_window(arbiter, unfinished)
+    if arbiter._footprint is not None:
+        _check_footprint(arbiter, arbiter._footprint)
+
+
+def _check_counts(arbiter: "StageArbiter") -> None:
+    """Each node lacks the nodes and messages that it waits for and that are not done."""
+    plan, waiting = arbiter._ranked.plan, arbiter._waiting
+    missing = [0] * plan.num_nodes
+    for node, left in enumerate(waiting):
+        if left != FINISHED:
+            for dependent in plan.dependents[node] if left != DUE else gates(plan, plan.dependents[node]):
+                missing[dependent] += 1
+    for message in plan.arrivals.keys() - arbiter._arrived:
+        missing[plan.arrivals[message]] += 1
+    counted = [max(left, 0) for left in waiting]
+    assert counted == missing, [plan.name(n) for n in range(plan.num_nodes) if counted[n] != missing[n]]
+
+
+def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) -> None:
+    plan, window, first = arbiter._ranked.plan, arbiter._window, arbiter._ranked.plan.first_microbatch
+    of_microbatch = [0] * len(plan.tasks_per_microbatch)
+    untouched, num_left = of_microbatch.copy(), 0
+    for node, left in unfinished:
+        microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
+        if microbatch >= 0:
+            num_left += 1
+            of_microbatch[microbatch - first] += left != DUE
+            untouched[microbatch - first] += left >= 0
+    held = {
+        first + place
+        for place, num_tasks in enumerate(plan.tasks_per_microbatch)
+        if of_microbatch[place] and untouched[place] < num_tasks
+    }
+    assert window.held == held
+    assert window.left == of_microbatch
+    assert arbiter._tasks_left == num_left
+    if arbiter.limit is not None:
+        assert len(held) <= arbiter.limit
+        oldest = next((first + place for place, num_left in enumerate(of_microbatch) if num_left), None)
+        assert oldest is None or oldest in held or len(held) < arbiter.limit
+
+
+def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
+    """What is held is within the limit, and stays so if what is left runs in the row's order."""
+    plan, waiting, graph = arbiter._ranked.plan, arbiter._waiting, arbiter.graph
+    changes = []
+    held = 0
+    for node in arbiter._ranked.at:
+        task, left = plan.tasks[node], waiting[node]
+        if node in plan.absent or task.microbatch < 0 or not graph.has_backward(task.chunk):
+            continue
+        if task.kind is TaskKind.F:
+            held += left < 0
+            changes.append(int(left >= 0))
+        elif task.kind is graph.accumulating_kind(task.chunk):
+            held -= left in (FINISHED, DUE)
+            changes.append(-int(left not in (FINISHED, DUE)))
+    assert footprint.held == held
+    assert max(accumulate(changes, initial=held)) <= footprint.limit
