@@ -10,8 +10,6 @@ Torch is no dependency. Where the interpreter at hand does not have it, ``--torc
 """
 
 import json
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.transport_pair import PATIENCE_S, WAYS, Stage, Way, name_of, pair
+from experiments.turns import printed_by, torch_processes
 
 SIZES_MIB = (4, 16, 64)
 MODES = ("one way", "both")
@@ -156,14 +155,12 @@ class _Frames:
 # -- gloo ------------------------------------------------------------------------------------------------------------
 
 _GLOO = """
-import json, os, sys, time
-rank, port, num_messages, cores = (json.loads(text) for text in sys.argv[1:])
-if cores:
-    os.sched_setaffinity(0, cores)
+import json, sys, time
+num_messages, rank, num_ranks, port = map(int, sys.argv[1:])
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
 print("ready", flush=True)
 other, tensors = 1 - rank, {}
 for line in sys.stdin:
@@ -190,41 +187,18 @@ for line in sys.stdin:
 @contextmanager
 def gloo_pair(python: str) -> Iterator[Measure | None]:
     """Two processes of ``torch.distributed``, bound to cores as ours are; None where ``python`` has no torch."""
-    from rrfp_jax.launch.binding import rank_cores
-
-    if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
+    if printed_by(python, "import torch") is None:
         yield None
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    members: list[subprocess.Popen[str]] = []
-    try:
-        for rank, cores in enumerate(rank_cores("cores", 2)):
-            command = [python, "-c", _GLOO, str(rank), str(port), str(_MESSAGES), json.dumps(cores)]
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            members.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True))
+    with torch_processes(python, ("-c", _GLOO, str(_MESSAGES)), 2) as members:
         for member in members:
-            _line(member)
+            member.answer()
 
         def measure(mib: int, mode: str) -> list[float]:
             for member in members:
-                assert member.stdin is not None
-                member.stdin.write(json.dumps([mib, mode]) + "\n")
-                member.stdin.flush()
-            one, _ = (json.loads(_line(member)) for member in members)
+                member.tell(json.dumps([mib, mode]))
+            one, _ = (json.loads(member.answer()) for member in members)
             seconds: list[float] = one
             return seconds
 
         yield measure
-    finally:
-        for member in members:
-            member.kill()
-            member.communicate()
-
-
-def _line(member: "subprocess.Popen[str]") -> str:
-    assert member.stdout is not None
-    line = member.stdout.readline()
-    if not line:
-        raise ValueError("a process of torch.distributed ended: try the measurement's program by hand")
-    return line

@@ -1,0 +1,93 @@
+"""A rank of ours beside torch: emulated stages, one in every process, that run the order of whose turn it is.
+
+:mod:`experiments.bench_torch` starts it through the launcher. Every line of the file ``--turns``, of which rank 0 tells
+the others, is a JSON object: ``order``, an entry of ``--compare``, and ``durations``, a file as of emulate, whose steps
+are run. Rank 0 answers with a line of JSON.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from experiments.durations import load_durations
+from experiments.emulate import EMULATED_STEP
+from experiments.errors import checking_input, run_command
+from experiments.options import CommandParser
+from experiments.ordering import parse_ordering
+from experiments.process import enter
+from experiments.simulate_options import parse_entries
+from rrfp_jax.arbitration import Order
+from rrfp_jax.network import ClusterConfig
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.process import Process
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    with checking_input():
+        orders = resolve_entries(arguments.compare, arguments.window, arguments.num_stages, arguments.num_microbatches)
+        process = enter(
+            num_stages=arguments.num_stages, configuration=vars(arguments), cluster=ClusterConfig(), platform="cpu"
+        )
+
+    from rrfp_jax.testing import emulate
+
+    for turn in _turns(process, arguments.turns):
+        durations_ms = load_durations(turn["durations"])
+        arbiters = orders[turn["order"]].arbiters(EMULATED_STEP, members=process.members())
+        emulation = emulate(arbiters, durations_ms, len(durations_ms), process=process)
+        if process.rank == 0:
+            in_flight = max(emulation.timeline.peak_in_flight())
+            print(json.dumps({"step_ms": emulation.step_ms, "in_flight": in_flight}), flush=True)
+    process.finish()
+    return 0
+
+
+def _turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
+    """What rank 0 reads, on all ranks, until the file ends."""
+    with open(path, encoding="utf-8") if process.rank == 0 else nullcontext() as lines:
+        while line := process.gather("turn", lines.readline() if lines else "")[0]:
+            yield json.loads(line)
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("bench_torch_ranks", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--turns", required=True, metavar="FILE", help="lines that say what to run")
+    add_size_arguments(parser)
+    return parser
+
+
+def add_size_arguments(parser: CommandParser) -> None:
+    """What both sides are told: sizes and orders."""
+    add = parser.add_argument
+    add("--num-stages", type=int, default=4, metavar="P", help="stages, each a process")
+    add("--num-microbatches", type=int, default=16, metavar="M", help="microbatches of a step")
+    add(
+        "--compare",
+        default="1f1b:strict,bf,1f1b:ready",
+        metavar="A,B,...",
+        help="orders of ours, written as for simulate (default %(default)s)",
+    )
+    add("--window", metavar="N|N,N,...", help="microbatches that a stage may hold (default: as of simulate)")
+
+
+def resolve_entries(compare: str, window: str | None, num_stages: int, num_microbatches: int) -> dict[str, Order]:
+    """The orders by their entries. Raises ValueError where one does not fit, or has several chunks on a stage."""
+    orders = {}
+    for label, ordering in parse_entries(compare, parse_ordering(window=window)):
+        order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)
+        if order.placement.num_chunks != num_stages:
+            raise ValueError(
+                f"compare entry {label!r} has {order.placement.num_chunks} chunks on {num_stages} stages, and torch's "
+                "1F1B one on each: name orders with one chunk per stage"
+            )
+        orders[label] = order
+    return orders
+
+
+if __name__ == "__main__":
+    run_command(main)

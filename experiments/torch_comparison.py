@@ -1,0 +1,159 @@
+"""What is measured beside torch's 1F1B: the draws that all sides meet, the turns they take, and what comes out.
+
+In every block and for every sigma torch runs first, then our orders one after another. The durations of their steps are
+drawn before, as an array; torch's stages are told them as numbers, ours and the simulator take the array itself.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from experiments.durations import Durations, Profile
+from experiments.emulate import EMULATED_STEP
+from experiments.turns import LineProcess, our_ranks, torch_processes
+from rrfp_jax.arbitration import Order
+from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
+from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.tasks import TaskKind
+
+TORCH = "torch 1F1B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is compared."""
+
+    num_stages: int
+    num_microbatches: int
+    durations_ms: Profile
+    sigmas: tuple[float, ...]
+    num_blocks: int
+    num_steps: int
+    """Of each turn: of a block, a sigma and an order."""
+    num_warm_up: int
+    """Steps of each turn before them."""
+    seed: int
+    strict_1f1b: Order
+    """The order that torch follows, too."""
+    orders: Mapping[str, Order]
+    """Ours, by entry."""
+
+    def draw(self, block: int, sigma: float) -> Durations:
+        """The steps of a turn, the first of them without noise, to warm up; [steps, stages, microbatches, 3]."""
+        rng = np.random.default_rng([self.seed, block, self.sigmas.index(sigma)])
+        size = (1, self.num_stages, self.num_microbatches, 3)
+        quiet_ms = np.broadcast_to(np.array(self.durations_ms, np.float64), size)
+        noisy_ms = lognormal(for_steps(quiet_ms, self.num_steps), sigma, rng)
+        return np.concatenate([for_steps(quiet_ms, self.num_warm_up), noisy_ms])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one order did in a block with the draws of a sigma."""
+
+    sigma: float
+    order: str
+    step_ms: list[float]
+    """Without warm-up."""
+    simulated_ms: list[float]
+    """The same steps in virtual time, without a host or messages to wait for."""
+    in_flight: int
+    """The most microbatches that a stage held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One order under one sigma, over all blocks."""
+
+    sigma: float
+    order: str
+    median_ms: float
+    torch_over_this: float
+    """The ratio of medians."""
+    simulated_ms: float
+    """The median in virtual time."""
+    in_flight: int
+
+
+def measure(setting: Setting, torch_python: str, *, bind: str, ours: Sequence[str]) -> list[Turn]:
+    """All turns.
+
+    Args:
+        bind: as the launcher's option, for both sides.
+        ours: the options of our ranks that make the setting's orders.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        torch_processes(torch_python, ("-m", "experiments.torch_stage"), setting.num_stages, bind=bind) as members,
+        our_ranks("experiments.bench_torch_ranks", setting.num_stages, *ours, bind=bind) as ranks,
+    ):
+        turns: list[Turn] = []
+        for block in range(setting.num_blocks):
+            for sigma in setting.sigmas:
+                durations_ms = setting.draw(block, sigma)
+                figures = _run_torch(members, durations_ms, Path(folder, "D.json"))
+                turns.append(_turn(setting, sigma, TORCH, durations_ms, figures))
+                for order in setting.orders:
+                    figures = _run_ours(ranks, order, durations_ms, Path(folder, "D.npy"))
+                    turns.append(_turn(setting, sigma, order, durations_ms, figures))
+        return turns
+
+
+def rows_of(turns: Sequence[Turn]) -> list[Row]:
+    """Sigma by sigma the medians of every order, torch's first."""
+    groups: dict[tuple[float, str], list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault((turn.sigma, turn.order), []).append(turn)
+    medians = {key: median(ms for turn in group for ms in turn.step_ms) for key, group in groups.items()}
+    return [
+        Row(
+            sigma=sigma,
+            order=order,
+            median_ms=medians[sigma, order],
+            torch_over_this=medians[sigma, TORCH] / medians[sigma, order],
+            simulated_ms=median(ms for turn in group for ms in turn.simulated_ms),
+            in_flight=max(turn.in_flight for turn in group),
+        )
+        for (sigma, order), group in groups.items()
+    ]
+
+
+def torch_durations(durations_ms: Durations) -> list[list[list[list[float]]]]:
+    """``[stage][step][microbatch]`` of F and backward, as emulated stages have them."""
+    by_kind = of_tasks(durations_ms)
+    of_all = np.stack([by_kind[TaskKind.F], by_kind[TaskKind.B]], axis=-1)
+    by_stage: list[list[list[list[float]]]] = of_all.swapaxes(0, 1).tolist()
+    return by_stage
+
+
+def _run_torch(members: Sequence[LineProcess], durations_ms: Durations, path: Path) -> dict[str, Any]:
+    path.write_text(json.dumps(torch_durations(durations_ms)), encoding="ascii")
+    for member in members:
+        member.tell(str(path))
+    step_ms, *_ = (json.loads(member.answer()) for member in members)
+    return {"step_ms": step_ms, "in_flight": len(members)}
+
+
+def _run_ours(ranks: LineProcess, order: str, durations_ms: Durations, path: Path) -> dict[str, Any]:
+    np.save(path, durations_ms)
+    ranks.tell(json.dumps({"order": order, "durations": str(path)}))
+    figures: dict[str, Any] = json.loads(ranks.answer())
+    return figures
+
+
+def _turn(setting: Setting, sigma: float, order: str, durations_ms: Durations, figures: dict[str, Any]) -> Turn:
+    arbiters = setting.orders.get(order, setting.strict_1f1b).arbiters(EMULATED_STEP)
+    simulation = simulate(arbiters, Costs(durations_ms=durations_ms), num_steps=len(durations_ms))
+    return Turn(
+        sigma=sigma,
+        order=order,
+        step_ms=figures["step_ms"][setting.num_warm_up :],
+        simulated_ms=simulation.step_ms[setting.num_warm_up :],
+        in_flight=figures["in_flight"],
+    )
