@@ -33,7 +33,15 @@ class Estimates:
         return max(self.durations_s.values(), default=None) if usual is None else usual
 
     def lead_s(self, message: Message) -> float | None:
-        return self.leads_s.get(message[:3])
+        """From its announcement to its arrival; None if nothing has ever been announced here.
+
+        Of an edge that is new it is the least that its kind of message has had on other edges, or 0: where a stage
+        waits for its first gradient, that is better than to expect none.
+        """
+        lead = self.leads_s.get(message[:3])
+        if lead is None and self.leads_s:
+            lead = min((known for edge, known in self.leads_s.items() if edge[0] is message.kind), default=0.0)
+        return lead
 
     def key(self) -> tuple[frozenset[object], ...]:
         """All of it as a hashable value."""

@@ -22,7 +22,8 @@ time from an announcement to the arrival, for each edge.
 
 Longest holds count from the moment when the stage last became free. A stage that hands its device a task before the
 running one has ended counts from the end that it expects; more than one task ahead it hands over the next entry only.
-The first task of a kind is expected to take as long as the longest other one, and where none has run, none is held.
+The first task of a kind is expected to take as long as the longest other one, and where none has run, none is held. The
+first lead of an edge is expected to be the least of other edges, and where nothing was ever announced, there is none.
 
 Why never slower where nothing varies
 -------------------------------------
@@ -65,7 +66,7 @@ class ForesightRules:
     """The longest hold, in usual lengths of the task that is held."""
     notice: float = 1.0
     """The longest wait for an announcement, in parts of what the held task usually takes longer than the lead."""
-    worth: float = 0.3
+    worth: float = 0.8
     """The least share of waits for an announcement that must not be in vain, for each edge."""
     kept: float = 0.9
     """How much one more observation leaves of an average of durations or leads."""
