@@ -9,7 +9,7 @@ can save, most of it where a stage is idle and its next input finds the host asl
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +23,7 @@ from rrfp_jax.simulation import Costs, Machine, constant, for_steps, lognormal, 
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task, TaskKind
 
-ORDERS: dict[str, tuple[int, dict[str, str]]] = {
+ORDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf": (1, {"hint": "bf"}),
     "bf-deep": (2, {"hint": "bf-deep"}),
     "1f1b as hint": (1, {"schedule": "1f1b"}),

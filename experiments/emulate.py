@@ -215,6 +215,7 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 def _resolve(arguments: argparse.Namespace) -> Order:
     ordering = parse_ordering(
         schedule=arguments.schedule,
+        group_size=arguments.group_size,
         consume=arguments.consume,
         hint=arguments.hint,
         window=arguments.window,

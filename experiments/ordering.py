@@ -5,7 +5,7 @@ The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` sa
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration import (
@@ -21,7 +21,8 @@ from rrfp_jax.arbitration import (
     check_words,
     hint_names,
 )
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_names
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
+from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
 
@@ -31,6 +32,8 @@ class Ordering:
 
     schedule: str | None = None
     """A registered schedule, or the path of a table (``*.csv``); None: no table."""
+    group_size: int | None = None
+    """Microbatches that go through a chunk before the stage's next one, where the schedule has such groups."""
     consume: str = READY
     hint: str | None = None
     window: int | tuple[int, ...] | None = None
@@ -42,6 +45,8 @@ class Ordering:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         is_guided = self.schedule is not None and self.consume == READY and self.hint in (None, SCHEDULE)
         check_guidance(self.footprint, self.foresight, is_guided=is_guided)
+        if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
+            raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
 
     def resolve(
         self,
@@ -60,7 +65,7 @@ class Ordering:
         Args:
             num_stages, num_microbatches, chunks_per_stage: the sizes; ``chunks_per_stage`` None leaves the choice to
                 the schedule, and is 1 without one.
-            durations_ms, comm_ms: F, I and W of one stage and a transfer, for schedules made from profiled times.
+            durations_ms, comm_ms: F, I and W of one chunk and a transfer, for schedules made from profiled times.
             placement, graph: those of a model that brings its own; the schedule must fit them. The graph's ``split``
                 is set here. None: the schedule's, or a chain of looped chunks.
             num_replicas: data-parallel replicas of all that is said above, each with its own ``num_microbatches``.
@@ -78,6 +83,7 @@ class Ordering:
                 num_stages=num_stages,
                 num_microbatches=num_microbatches,
                 chunks_per_stage=chunks_per_stage,
+                group_size=self.group_size,
                 window=self.window,
                 durations_ms=durations_ms,
                 comm_ms=comm_ms,
@@ -108,7 +114,10 @@ class Ordering:
         if self.schedule is None:
             return None
         if not self.schedule.endswith(".csv"):
-            return build_schedule(self.schedule, request)
+            forward, input_gradient, weight_gradient = request.durations_ms
+            times = chunks_of_schedule(self.schedule, request)
+            of_stage = (times * forward, times * input_gradient, times * weight_gradient)
+            return build_schedule(self.schedule, replace(request, durations_ms=of_stage))
         table = read_csv(self.schedule)
         sizes = (table.num_stages, table.graph.num_microbatches)
         if sizes != (request.num_stages, request.num_microbatches):
@@ -139,6 +148,7 @@ def parse_window(text: str) -> int | tuple[int, ...]:
 def parse_ordering(
     *,
     schedule: str | None = None,
+    group_size: int | None = None,
     consume: str | None = None,
     hint: str | None = None,
     window: str | int | Sequence[int] | None = None,
@@ -149,14 +159,28 @@ def parse_ordering(
         window = parse_window(window)
     elif window is not None and not isinstance(window, int):
         window = tuple(window)
-    return Ordering(schedule=schedule, consume=consume or READY, hint=hint, window=window, backward=backward)
+    return Ordering(
+        schedule=schedule,
+        group_size=group_size,
+        consume=consume or READY,
+        hint=hint,
+        window=window,
+        backward=backward,
+    )
 
 
 def add_ordering_arguments(parser: ArgumentParser) -> None:
-    """Add ``--schedule``, ``--consume``, ``--hint``, ``--window`` and ``--backward``, all None where not given."""
+    """Add the flags of :func:`parse_ordering`, all None where not given."""
     group = parser.add_argument_group("order of the tasks")
     group.add_argument(
         "--schedule", metavar="NAME|FILE.csv", help=f"a table: {', '.join(schedule_names())}; or a CSV file"
+    )
+    group.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="microbatches that go through a chunk before the stage's next one, for schedules with such groups: "
+        f"{', '.join(name for name in schedule_names() if schedule_entry(name).has_groups)} (default: the fewest)",
     )
     group.add_argument(
         "--consume",

@@ -56,6 +56,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     layout = config.pipeline
     ordering = parse_ordering(
         schedule=layout.schedule,
+        group_size=layout.group_size,
         consume=layout.consume,
         hint=layout.hint,
         window=None if isinstance(layout.window, str) else layout.window,

@@ -12,6 +12,7 @@ With ``--json`` the last line on stdout is one JSON object; with ``--compare`` i
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -140,15 +141,17 @@ def _durations(arguments: argparse.Namespace) -> DurationSource:
     return GivenDurations(load_durations(path))
 
 
-def _orderings(arguments: argparse.Namespace) -> list[tuple[str | None, Ordering]]:
+def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Ordering]]:
     """The orders to simulate with their labels; None leaves the label to the order itself."""
-    given = {name: getattr(arguments, name) for name in ("schedule", "consume", "hint", "window", "backward")}
+    names = ("schedule", "group_size", "consume", "hint", "window", "backward")
+    given = {name: getattr(arguments, name) for name in names}
     if arguments.compare is None:
         return [(None, parse_ordering(**given))]
     doubled = [f"--{name}" for name in ("schedule", "consume", "hint") if given[name] is not None]
     if doubled:
         raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
-    return [*parse_entries(arguments.compare, parse_ordering(window=given["window"], backward=given["backward"]))]
+    base = parse_ordering(window=given["window"], backward=given["backward"])
+    return parse_entries(arguments.compare, base, group_size=given["group_size"])
 
 
 def prepare(setting: Setting, ordering: Ordering) -> Prepared:

@@ -11,7 +11,7 @@ from experiments.noise import add_noise_arguments
 from experiments.options import CommandParser
 from experiments.ordering import Ordering, add_ordering_arguments
 from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
-from rrfp_jax.schedules import schedule_names
+from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.simulation import MemoryWeights
 
 FOOTPRINT, FORESIGHT = "footprint", "foresight"
@@ -83,14 +83,24 @@ def parse_memory_weights(text: str | None) -> MemoryWeights:
     return MemoryWeights(forward=weights[0], input_gradient=weights[1], weight_gradient=weights[2])
 
 
-def parse_entries(text: str, base: Ordering) -> list[tuple[str, Ordering]]:
+def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -> list[tuple[str, Ordering]]:
     """``1f1b:strict,zb-h1:ready+footprint+foresight,bf``: hints, and schedules with how they are consumed.
 
-    A schedule without a colon is consumed as ``base`` and the defaults have it.
-
-    ``base`` gives window and backward to all of them.
+    A schedule without a colon is consumed as ``base`` and the defaults have it. ``base`` gives window and backward to
+    all of them; ``group_size`` goes to the schedules that have groups.
     """
-    return [(entry, _entry(entry, base)) for entry in _distinct(text.split(","))]
+    entries = [(entry, _entry(entry, base)) for entry in _distinct(text.split(","))]
+    if group_size is None:
+        return entries
+    if not any(_has_groups(one) for _, one in entries):
+        raise ValueError(
+            f"no entry of compare has groups of {group_size} microbatches: name gis, or leave group-size out"
+        )
+    return [(entry, replace(one, group_size=group_size) if _has_groups(one) else one) for entry, one in entries]
+
+
+def _has_groups(ordering: Ordering) -> bool:
+    return ordering.schedule in schedule_names() and schedule_entry(ordering.schedule).has_groups
 
 
 def _distinct(entries: Sequence[str]) -> Sequence[str]:

@@ -4,9 +4,11 @@
 from rrfp_jax.schedules import building_block as building_block
 from rrfp_jax.schedules import chimera as chimera
 from rrfp_jax.schedules import dual_pipe_v as dual_pipe_v
+from rrfp_jax.schedules import gis as gis
 from rrfp_jax.schedules import hanayo as hanayo
 from rrfp_jax.schedules import linear as linear
 from rrfp_jax.schedules import looped as looped
+from rrfp_jax.schedules import split_1f1b as split_1f1b
 from rrfp_jax.schedules import zb_auto as zb_auto
 from rrfp_jax.schedules import zero_bubble as zero_bubble
 from rrfp_jax.schedules.csv_form import from_csv as from_csv

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from rrfp_jax.schedules.gis import gis_group_size
 from rrfp_jax.schedules.linear import eager_windows
 from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage
 from rrfp_jax.schedules.slots import SlotLengths
@@ -36,10 +37,15 @@ class Sizes:
     """F, I and W of one microbatch on a whole stage."""
     windows: tuple[int, ...] = ()
     """Of eager 1F1B, per stage."""
+    g: int = 0
+    """Microbatches of a group, for GIS."""
 
     @classmethod
     def of(cls, name: str, request: ScheduleRequest, lengths: SlotLengths) -> "Sizes":
-        """The sizes of a request for a schedule; ``lengths`` are those of a whole stage."""
+        """The sizes of a request for a schedule; ``lengths`` are those of a whole stage.
+
+        Raises ValueError where the schedule cannot have its chunks or groups.
+        """
         return cls(
             p=request.num_stages,
             m=request.num_microbatches,
@@ -48,6 +54,7 @@ class Sizes:
             i=lengths.input_gradient,
             w=lengths.weight_gradient,
             windows=eager_windows(request.num_stages, request.window),
+            g=gis_group_size(request) if name == "gis" else 0,
         )
 
     @property
@@ -104,6 +111,25 @@ def _equal(s: Sizes) -> bool:
     return s.f == s.i == s.w
 
 
+def _half_groups(s: Sizes) -> bool:
+    return 2 * s.g == s.p and s.f - s.i <= s.w <= s.i
+
+
+def _interleaved_split_fill(s: Sizes) -> float:
+    return (s.p - 1) * (s.f + s.i) / s.v
+
+
+def _gis_wait(s: Sizes) -> float:
+    """Of all changes of chunk together, beyond what groups of p wait."""
+    if s.g == s.p:
+        return 0.0
+    return (s.v - 1) / s.v * max((s.p - s.g) * s.f, s.p * (s.f + s.i) - s.g * (s.f + s.b))
+
+
+def _interleaved_peak(s: Sizes, stage: int) -> float:
+    return min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v)
+
+
 _ALWAYS = Condition("always", lambda _: True)
 _FULL = Condition("m >= p", lambda s: s.m >= s.p)
 _SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
@@ -126,6 +152,30 @@ BUBBLES: tuple[BubbleFormula, ...] = (
     ),
     BubbleFormula(
         "interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, Condition("v > 1", lambda s: s.v > 1)
+    ),
+    BubbleFormula(
+        "1f1b-split",
+        "(p-1)(F+I), the least for a last stage that holds one microbatch",
+        lambda s: (s.p - 1) * (s.f + s.i),
+        _ALWAYS,
+        published=False,
+    ),
+    BubbleFormula("gis", "(p-1)(F+I)/v", _interleaved_split_fill, Condition("g = p", lambda s: s.g == s.p)),
+    BubbleFormula(
+        "gis",
+        "((p-1)(F+I) + (v-1)(p-g)(F+I-W))/v",
+        lambda s: _interleaved_split_fill(s) + (s.v - 1) * (s.p - s.g) * (s.f + s.i - s.w) / s.v,
+        Condition("F = I = W; or g = p/2, F-I <= W <= I", lambda s: _equal(s) or _half_groups(s)),
+    ),
+    BubbleFormula(
+        "gis",
+        "((p-1)(F+I) + (v-1) max((p-g)F, p(F+I) - g(F+I+W)))/v, or (p-1)(F+I)/v with g = p",
+        lambda s: _interleaved_split_fill(s) + _gis_wait(s),
+        Condition(
+            "none of F, I and W longer than the others together, or g = p",
+            lambda s: s.g == s.p or 2 * max(s.f, s.i, s.w) <= s.f + s.i + s.w,
+        ),
+        published=False,
     ),
     BubbleFormula("breadth-first", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, _FULL),
     BubbleFormula("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), _SMALL_W),
@@ -224,10 +274,13 @@ PEAKS: tuple[PeakFormula, ...] = (
     PeakFormula("gpipe", "m", lambda s, _: s.m, _ALWAYS),
     PeakFormula("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
     PeakFormula("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m), _ALWAYS),
+    PeakFormula("interleaved-1f1b", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak, _ALWAYS),
+    PeakFormula("1f1b-split", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
+    PeakFormula("interleaved-1f1b-split", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak, _ALWAYS),
     PeakFormula(
-        "interleaved-1f1b",
-        "min(m, (2(p-1-s) + (v-1)p + 1)/v)",
-        lambda s, stage: min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v),
+        "gis",
+        "min(m, (g(v-1) + p-s)/v)",
+        lambda s, stage: min(s.m, (s.g * (s.v - 1) + s.p - stage) / s.v),
         _ALWAYS,
     ),
     PeakFormula("breadth-first", "m", lambda s, _: s.m, _ALWAYS),

@@ -25,12 +25,15 @@ class ScheduleRequest:
     num_microbatches: int
     chunks_per_stage: int | None = None
     """None: the schedule's own choice (its ``chunks_per_stage`` entry)."""
+    group_size: int | None = None
+    """Microbatches that go through a chunk before the stage's next one; only for schedules with such groups. None: the
+    schedule's own choice."""
     window: int | tuple[int, ...] | None = None
     """In-flight microbatches, at most or per stage; read by eager 1F1B."""
     durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by the automatic schedule."""
+    """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by schedules made from such times."""
     comm_ms: float = 0.0
-    """Profiled time from one stage to the next, in milliseconds; read by the automatic schedule."""
+    """Profiled time from one stage to the next, in milliseconds; read likewise."""
     memory_limit: float | None = None
     """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
     input_gradient_frees: float = 0.0
@@ -38,10 +41,9 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
-        if self.chunks_per_stage is not None:
-            counts["chunks_per_stage"] = self.chunks_per_stage
-        for name, count in counts.items():
-            if count < 1:
+        choices = {"chunks_per_stage": self.chunks_per_stage, "group_size": self.group_size}
+        for name, count in (counts | choices).items():
+            if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}: give at least 1")
         windows = (self.window,) if isinstance(self.window, int) else self.window or ()
         if any(window < 1 for window in windows):
@@ -72,6 +74,8 @@ class ScheduleEntry:
     """Without the user's word."""
     fixed_chunks: bool = True
     """Whether ``chunks_per_stage`` is the only number possible."""
+    has_groups: bool = False
+    """Whether a ``group_size`` may be asked for."""
     constraints: str = "none"
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
@@ -121,5 +125,9 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
 
 def build_schedule(name: str, request: ScheduleRequest) -> ScheduleTable:
     """The validated table of a schedule; raises ValueError with the remedy where the sizes do not fit it."""
+    entry = schedule_entry(name)
     chunks_per_stage(name, request)
-    return schedule_entry(name).build(request).validate()
+    if request.group_size is not None and not entry.has_groups:
+        grouped = ", ".join(each.name for each in _ENTRIES.values() if each.has_groups)
+        raise ValueError(f"schedule {name!r} has no groups of microbatches: leave group_size out, or take {grouped}")
+    return entry.build(request).validate()

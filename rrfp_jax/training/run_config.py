@@ -44,6 +44,9 @@ class PipelineConfig:
     """The chunk that holds the head and computes the loss; negative numbers count from the end."""
     schedule: str | None = None
     """A schedule's name or the path of its CSV table; None: no table."""
+    group_size: int | None = None
+    """Microbatches that go through a chunk before the stage's next one, for schedules with such groups (``gis``); None:
+    as few as the schedule allows."""
     consume: str = "ready"
     """``ready`` runs the best of the ready tasks, ``strict`` follows the schedule's table."""
     hint: str | None = None
@@ -75,7 +78,7 @@ class PipelineConfig:
     """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage")
+        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size")
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:

@@ -96,7 +96,9 @@ def test_a_formula_says_where_it_holds(levels):
 def test_schedules_that_do_not_fit_are_listed_with_the_reason(levels, capsys):
     sizes = ("--num-stages", "7", "--num-microbatches", "13")
     refused = levels(*sizes)["refused"]
-    assert set(refused) == {"asymmetric-chimera", "chimera", "dualpipe-v", "interleaved-1f1b"}
+    assert set(refused) == {
+        *("asymmetric-chimera", "chimera", "dualpipe-v", "gis", "interleaved-1f1b", "interleaved-1f1b-split")
+    }
     assert main([*sizes]) == 0
     shown = capsys.readouterr().out
     assert "chimera is left out: chimera sends half" in shown

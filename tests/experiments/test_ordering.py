@@ -72,6 +72,21 @@ def test_the_memory_of_the_automatic_schedule_is_the_window():
     assert max(small.table.peak_in_flight()) <= 4 < max(large.table.peak_in_flight()) <= 8
 
 
+def test_durations_are_those_of_a_chunk_and_schedules_get_those_of_a_stage():
+    sizes = {"num_stages": 8, "num_microbatches": 16, "comm_ms": 1.0}
+    order = resolve({**sizes, "durations_ms": (5.0, 5.0, 5.0)}, schedule="interleaved-1f1b-split")
+    of_stage = ScheduleRequest(**sizes, durations_ms=(10.0, 10.0, 10.0))
+    assert order.table == build_schedule("interleaved-1f1b-split", of_stage)
+    assert order.table != build_schedule(
+        "interleaved-1f1b-split", ScheduleRequest(**sizes, durations_ms=(5.0, 5.0, 5.0))
+    )
+
+
+def test_groups_are_the_flag_s():
+    assert resolve(schedule="gis", consume="strict").table.peak_activations()[0] == 3
+    assert resolve(schedule="gis", consume="strict", group_size=4).table.peak_activations()[0] == 4
+
+
 def test_a_table_from_a_file(tmp_path):
     table = build_schedule("zb-h1", ScheduleRequest(**SIZES))
     write_csv(table, tmp_path / "mine.csv")
@@ -107,6 +122,11 @@ def test_the_arbiters_run_the_step():
         ({"hint": "best"}, "hint 'best' is unknown: choose one of bf,"),
         ({"schedule": "1f2b"}, "did you mean '1f1b'"),
         ({"consume": "strict"}, "needs a schedule to wait for"),
+        ({"group_size": 4}, "group_size is for schedules with groups of microbatches: take gis, or leave it out"),
+        ({"schedule": "mine.csv", "group_size": 4}, "take gis, or leave it out"),
+        ({"schedule": "1f1b", "group_size": 4}, "schedule '1f1b' has no groups of microbatches: leave group_size out"),
+        ({"schedule": "gis", "group_size": 0}, "group_size is 0"),
+        ({"schedule": "gis", "group_size": 3}, "a group_size from 2 to 4 that divides 8 is 2 or 4"),
         ({"hint": "schedule"}, "needs a schedule to rank by"),
         ({"hint": "bfw", "backward": "fused"}, "needs a split backward"),
         ({"schedule": "1f1b", "backward": "split"}, "orders a fused backward, not a split one"),

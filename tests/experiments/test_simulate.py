@@ -64,7 +64,11 @@ def test_the_keys_are_those_of_emulate_and_more(simulated):
         (("--schedule", "1f1b", "--consume", "strict"), 570),
         (("--hint", "bfw", "--window", 4), 540),
         (("--hint", "bfw", "--window", 6), 510),
+        (("--schedule", "1f1b-split", "--consume", "strict"), 540),
         (("--schedule", "interleaved-1f1b", "--consume", "strict", "--durations-ms", "5,5,5"), 525),
+        (("--schedule", "interleaved-1f1b-split", "--consume", "strict", "--durations-ms", "5,5,5"), 500),
+        (("--schedule", "gis", "--consume", "strict", "--durations-ms", "5,5,5"), 520),
+        (("--schedule", "gis", "--group-size", 4, "--consume", "strict", "--durations-ms", "5,5,5"), 510),
         (("--chunks-per-stage", 2, "--hint", "bf", "--window", 8, "--durations-ms", "5,5,5"), 570),
         (("--chunks-per-stage", 2, "--window", 8, "--durations-ms", "5,5,5"), 535),
     ],
@@ -166,6 +170,13 @@ def test_a_comparison_names_each_entry(simulated, capsys):
     assert "the work differs" in shown
 
 
+def test_the_groups_of_a_comparison_are_for_the_entries_that_have_them(simulated):
+    entries = ("--compare", "interleaved-1f1b:strict,gis:strict", "--durations-ms", "5,5,5")
+    own, asked = (simulated(*SMALL, *entries, *more)["compare"] for more in ((), ("--group-size", 4)))
+    assert asked["interleaved-1f1b:strict"] == own["interleaved-1f1b:strict"]
+    assert [max(one["gis:strict"]["peak_memory"]) for one in (own, asked)] == [3, 4]
+
+
 def test_the_tables_for_people(capsys):
     assert main([*SMALL, "--hint", "bfw", "--window", "8,8,6,6", "--steps", "2", "--jitter", "paper:J1"]) == 0
     shown = capsys.readouterr().out
@@ -231,6 +242,7 @@ def test_pictures(simulated, tmp_path, name):
         (("--compare", "bf:strict"), "strict needs a schedule"),
         (("--compare", "1f1b:soon"), "write 1f1b:strict, 1f1b:ready or 1f1b:ready"),
         (("--compare", "nothing"), "names no schedule and no hint"),
+        (("--compare", "1f1b:strict,bf", "--group-size", "4"), "name gis, or leave group-size out"),
         (("--compare", "bf", "--hint", "bf"), "leave --hint out"),
         (("--compare", "bf,fb", "--trace", "t.json"), "a trace holds one run"),
         (("--memory-weights", "1,1,1"), "make F the sum"),

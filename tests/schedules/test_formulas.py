@@ -18,8 +18,9 @@ ESTIMATES = {("v-half", True), ("v-min", True), ("dualpipe-v", True), ("hanayo",
 
 def request(name: str, num_stages: int, num_microbatches: int, loops: int) -> ScheduleRequest:
     """A request that the schedule accepts, near the wanted sizes."""
-    chunks = {"interleaved-1f1b": loops + 1, "breadth-first": loops, "hanayo": 2 * loops}.get(name)
-    if name == "interleaved-1f1b":
+    chunks = {"breadth-first": loops, "hanayo": 2 * loops}.get(name)
+    if "interleaved" in name or name == "gis":
+        chunks = loops + 1
         num_microbatches = max(1, num_microbatches // num_stages) * num_stages
     if "chimera" in name:
         num_stages, num_microbatches = 2 * num_stages, 2 * num_microbatches

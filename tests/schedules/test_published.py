@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.schedules.hanayo import ListScheduler, backward_first
+from rrfp_jax.schedules.hanayo import BackwardFirst
+from rrfp_jax.schedules.list_schedule import list_orders
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
 from rrfp_jax.tasks import bidirectional, opposite_chains
 
@@ -64,7 +65,7 @@ def greedy_chimera(num_stages: int, num_microbatches: int, window: int) -> Sched
     """Both directions merged by list scheduling in slots with B = 2F, microbatches alternating."""
     placement = bidirectional(num_stages)
     graph = opposite_chains(num_stages, range(0, num_microbatches, 2), num_microbatches)
-    orders = ListScheduler(placement, graph, length=EQUAL, priority=backward_first, window=window).orders()
+    orders = list_orders(placement, graph, BackwardFirst(graph, window=window), length=EQUAL)
     return ScheduleTable.from_orders("greedy-chimera", placement, graph, orders)
 
 

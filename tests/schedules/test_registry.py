@@ -8,8 +8,19 @@ import pytest
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
 
 ALL = {
-    *("1f1b", "asymmetric-chimera", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b", "gpipe", "hanayo"),
-    *("interleaved-1f1b", "v-half", "v-min", "zb-auto", "zb-h1", "zb-h2", "zb-v"),
+    *("1f1b", "1f1b-split", "asymmetric-chimera", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b", "gis"),
+    *(
+        "gpipe",
+        "hanayo",
+        "interleaved-1f1b",
+        "interleaved-1f1b-split",
+        "v-half",
+        "v-min",
+        "zb-auto",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
+    ),
 }
 
 
@@ -40,6 +51,14 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         ("chimera", {"num_stages": 3}, "num_stages (3) must be even: give num_stages=4 or 2"),
         ("asymmetric-chimera", {"num_microbatches": 7}, "num_microbatches (7) must be even"),
         ("dualpipe-v", {"num_microbatches": 6}, "at least 2 * num_stages = 8 microbatches"),
+        ("interleaved-1f1b-split", {"num_stages": 8, "num_microbatches": 20}, "use 16 or 24 instead of 20"),
+        ("gis", {"chunks_per_stage": 1}, "take 1f1b-split, or chunks_per_stage=2"),
+        ("gis", {"num_stages": 8, "num_microbatches": 11}, "groups of 4 to 8 microbatches on 8 stages"),
+        ("gis", {"num_stages": 8, "num_microbatches": 11}, "use 12 instead of 11"),
+        ("gis", {"num_stages": 8, "num_microbatches": 3}, "use 4 instead of 3"),
+        ("gis", {"num_stages": 8, "num_microbatches": 24, "group_size": 3}, "a group_size from 4 to 8 that divides 24"),
+        ("gis", {"num_stages": 8, "num_microbatches": 24, "group_size": 5}, "that divides 24 is 4 or 6 or 8"),
+        ("1f1b", {"group_size": 2}, "schedule '1f1b' has no groups of microbatches: leave group_size out, or take gis"),
         ("zb-auto", {"memory_limit": 0.5}, "give at least 1"),
         ("eager-1f1b", {"window": (2, 3, 1, 1)}, "window 3 of stage 1 is larger than window 2 of stage 0"),
     ],
@@ -67,6 +86,7 @@ def test_one_number_limits_eager_1f1b_and_falls_by_one_per_stage() -> None:
         ({"num_stages": 0}, "num_stages is 0"),
         ({"num_microbatches": -1}, "num_microbatches is -1"),
         ({"chunks_per_stage": 0}, "chunks_per_stage is 0"),
+        ({"group_size": 0}, "group_size is 0"),
         ({"window": 0}, "window 0 holds no microbatch"),
         ({"window": (1, 2)}, "2 windows for 4 stages"),
         ({"durations_ms": (1.0, -1.0, 1.0)}, "must not be negative"),
