@@ -65,7 +65,8 @@ class Run:
     def label(self) -> str:
         """The order, for captions, for example ``bf, window 8``."""
         order = self.pipeline.order
-        return f"{order.label}, window {','.join(map(str, sorted(set(order.windows), reverse=True)))}"
+        bounds = ",".join(sorted(set(order.bounds), key=float, reverse=True))
+        return f"{order.label}, {'window' if order.footprints is None else 'footprint'} {bounds}"
 
     def begin(self, *, fresh: bool, force: bool) -> None:
         """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.

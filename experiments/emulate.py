@@ -21,7 +21,7 @@ from experiments.console import make_console, make_table
 from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
-from experiments.ordering import add_ordering_arguments, parse_ordering
+from experiments.ordering import add_ordering_arguments, given_order, parse_ordering
 from experiments.outputs import check_outputs, draw, last_steps
 from experiments.process import enter
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
@@ -213,15 +213,7 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 
 def _resolve(arguments: argparse.Namespace) -> Order:
-    ordering = parse_ordering(
-        schedule=arguments.schedule,
-        group_size=arguments.group_size,
-        consume=arguments.consume,
-        hint=arguments.hint,
-        window=arguments.window,
-        backward=arguments.backward,
-    )
-    return ordering.resolve(
+    return parse_ordering(**given_order(arguments)).resolve(
         num_stages=arguments.num_stages,
         num_microbatches=microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1)),
         chunks_per_stage=arguments.chunks_per_stage,
@@ -258,10 +250,10 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
 
 def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> None:
     idle = figures.get("device_idle")
-    headings = ["stage", "bubble", "peak in flight", "window"] + ["device idle"] * (idle is not None)
+    headings = ["stage", "bubble", "peak in flight", "may hold"] + ["device idle"] * (idle is not None)
     table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, numeric=True)
     for stage, bubble in enumerate(metrics.stage_bubbles):
-        row = [str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), str(resolved.windows[stage])]
+        row = [str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), resolved.bounds[stage]]
         table.add_row(*row, *([] if idle is None else [f"{idle[stage]:.1%}"]))
     console = make_console()
     console.print(table)

@@ -3,9 +3,10 @@
 The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` says what each of them does.
 """
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration import (
@@ -24,6 +25,9 @@ from rrfp_jax.arbitration import (
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
+
+ON, OFF = "on", "off"
+_NAMES = ("schedule", "group_size", "consume", "hint", "window", "backward", "footprint", "foresight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,8 @@ def parse_ordering(
     hint: str | None = None,
     window: str | int | Sequence[int] | None = None,
     backward: str | None = None,
+    footprint: str | bool | None = None,
+    foresight: str | bool | None = None,
 ) -> Ordering:
     """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
     if isinstance(window, str):
@@ -166,11 +172,27 @@ def parse_ordering(
         hint=hint,
         window=window,
         backward=backward,
+        footprint=parse_switch(footprint, "footprint"),
+        foresight=parse_switch(foresight, "foresight"),
     )
 
 
+def parse_switch(value: str | bool | None, name: str) -> bool | None:
+    """``on`` or ``off``, or what a configuration says already; raises ValueError on anything else."""
+    if not isinstance(value, str):
+        return value
+    if value not in (ON, OFF):
+        raise ValueError(f"{name} is {value!r}: write {ON} or {OFF}")
+    return value == ON
+
+
+def given_order(arguments: Namespace) -> dict[str, Any]:
+    """What was said by the options that :func:`add_ordering_arguments` adds, for :func:`parse_ordering`."""
+    return {name: getattr(arguments, name) for name in _NAMES}
+
+
 def add_ordering_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of :func:`parse_ordering`, all None where not given."""
+    """Add an option for each of :func:`parse_ordering`'s arguments, all None where not given."""
     group = parser.add_argument_group("order of the tasks")
     group.add_argument(
         "--schedule", metavar="NAME|FILE.csv", help=f"a table: {', '.join(schedule_names())}; or a CSV file"
@@ -196,11 +218,24 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--window",
         metavar="N|N,N,...",
-        help=f"microbatches that a stage may hold, one number or one per stage (default {DEFAULT_WINDOW}); strict "
-        "consumption refuses a table that holds more",
+        help="microbatches that a stage may hold, one number or one per stage (default: what a schedule that ranks "
+        f"what is ready holds itself, else {DEFAULT_WINDOW}); footprint and strict consumption refuse a table that "
+        "holds more",
     )
     group.add_argument(
         "--backward",
         metavar=f"{SPLIT}|{FUSED}",
         help="run the backward as input and weight gradient, or as one task (default: as the schedule or hint has it)",
+    )
+    group.add_argument(
+        "--footprint",
+        metavar=f"{ON}|{OFF}",
+        help="where a schedule ranks what is ready, hold no more activations than it does itself, or than --window has "
+        f"room for (default {ON}); {OFF}: bound the microbatches held, by --window",
+    )
+    group.add_argument(
+        "--foresight",
+        metavar=f"{ON}|{OFF}",
+        help="where a schedule ranks what is ready, wait for its next entry once that is in sight, and fill the wait "
+        f"(default {ON}); {OFF}: start whatever is ready",
     )

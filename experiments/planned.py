@@ -61,6 +61,8 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         hint=layout.hint,
         window=None if isinstance(layout.window, str) else layout.window,
         backward=layout.backward,
+        footprint=layout.footprint,
+        foresight=layout.foresight,
     )
     order = ordering.resolve(
         num_stages=layout.num_stages,

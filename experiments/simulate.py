@@ -33,7 +33,7 @@ from experiments.durations import (
 from experiments.errors import BadInput, checking_input, run_command
 from experiments.machine import dispatch, make_machine
 from experiments.noise import check_noise, make_costs
-from experiments.ordering import Ordering, parse_ordering
+from experiments.ordering import Ordering, given_order, parse_ordering
 from experiments.outputs import check_outputs, draw, last_steps
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
@@ -143,15 +143,15 @@ def _durations(arguments: argparse.Namespace) -> DurationSource:
 
 def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Ordering]]:
     """The orders to simulate with their labels; None leaves the label to the order itself."""
-    names = ("schedule", "group_size", "consume", "hint", "window", "backward")
-    given = {name: getattr(arguments, name) for name in names}
+    given = given_order(arguments)
     if arguments.compare is None:
         return [(None, parse_ordering(**given))]
-    doubled = [f"--{name}" for name in ("schedule", "consume", "hint") if given[name] is not None]
+    common = {name: given.pop(name) for name in ("window", "backward")}
+    group_size = given.pop("group_size")
+    doubled = [f"--{name}" for name, value in given.items() if value is not None]
     if doubled:
         raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
-    base = parse_ordering(window=given["window"], backward=given["backward"])
-    return parse_entries(arguments.compare, base, group_size=given["group_size"])
+    return parse_entries(arguments.compare, parse_ordering(**common), group_size=group_size)
 
 
 def prepare(setting: Setting, ordering: Ordering) -> Prepared:
@@ -263,7 +263,7 @@ def show(console: Console, arguments: argparse.Namespace, outcomes: dict[str, Ou
         show_comparison(console, {label: outcome.result for label, outcome in outcomes.items()})
     else:
         outcome = next(iter(outcomes.values()))
-        show_run(console, outcome.ordering.label, outcome.result, outcome.ordering.windows)
+        show_run(console, outcome.ordering.label, outcome.result, outcome.ordering.bounds)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def show_names(console: Console) -> None:
     console.print(schedules, hints)
 
 
-def show_run(console: Console, label: str, result: Mapping[str, Any], windows: Sequence[int]) -> None:
+def show_run(console: Console, label: str, result: Mapping[str, Any], bounds: Sequence[str]) -> None:
     """One run: its numbers, and its stages."""
     makespans = result["makespan_ms"]
     bubbles, idle = result["stage_bubbles"], result["idle_ms"]
@@ -56,19 +56,22 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], windows: S
         proof = "proven" if result["optimum_is_proven"] else "best found in time, not proven"
         numbers.add_row("optimum", f"{result['optimum_ms']:,.3f} ms ({proof})")
     reasons = [reason for reason in IdleReason if any(stage.get(reason) for stage in idle)]
-    headings = ("stage", "bubble", "window", "in flight", "memory", *(f"{r} ms" for r in reasons))
+    headings = ("stage", "bubble", "may hold", "in flight", "memory", *(f"{r} ms" for r in reasons))
     stages = make_table("stages", *headings, numeric=True)
     for stage, bubble in enumerate(bubbles):
         stages.add_row(
             str(stage),
             f"{bubble:.2%}",
-            str(windows[stage]),
+            bounds[stage],
             str(result["peak_in_flight"][stage]),
             f"{result['peak_memory'][stage]:.4g}",
             *(f"{idle[stage].get(reason, 0.0):,.1f}" for reason in reasons),
         )
     console.print(numbers, stages)
-    console.print("in flight, memory: most microbatches held at once; ms: idle time per step, by reason")
+    console.print(
+        "in flight, memory: most microbatches held at once, counted whole and by their chunks; may hold: the limit of "
+        "the one (window) or the other (footprint); ms: idle time per step, by reason"
+    )
 
 
 def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:

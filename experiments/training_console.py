@@ -87,7 +87,7 @@ class TrainingConsole:
     def show_stages(self, pipeline: Pipeline) -> None:
         """The stages (every replica of them), with what they hold and how much they may hold in flight."""
         table = Table(title="stages", title_justify="left")
-        for heading in ("stage", "devices", "chunks", "layers", "parameters", "window", "predicted peak"):
+        for heading in ("stage", "devices", "chunks", "layers", "parameters", "may hold", "predicted peak"):
             table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
         num_params, layout = pipeline.num_params(), pipeline.layout
         for unit in range(layout.num_units):
@@ -99,7 +99,7 @@ class TrainingConsole:
                 ", ".join(map(str, chunks)),
                 "; ".join(pipeline.chunks[c].name for c in chunks),
                 f"{num_params[stage]:,}",
-                str(pipeline.order.windows[unit]),
+                pipeline.order.bounds[unit],
                 format_bytes(pipeline.forecast[unit].peak),
             )
         self._console.print(table)

@@ -9,7 +9,8 @@ import pytest
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.tasks import linear, looped
 from tests.test_pipeline_training import OPTIMIZER, make_batches, make_model
 
 CHUNKS = make_model(tied=False, layers_per_chunk=(1, 1))
@@ -48,6 +49,44 @@ def test_a_window_in_bytes_becomes_microbatches_of_every_stage(base: Pipeline) -
     run(pipeline)
     assert pipeline.order.windows == tuple(room // f.per_microbatch for f in numbers.forecast)
     assert min(pipeline.order.windows) == 2
+
+
+@pytest.fixture(scope="module")
+def looped_base() -> Pipeline:
+    chunks = make_model(tied=False, layers_per_chunk=(1, 0, 0, 1))
+    return Pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER)
+
+
+def table(name: str) -> ScheduleTable:
+    return build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=4))
+
+
+@pytest.mark.parametrize("words", [{}, {"window": 4}, {"foresight": False}])
+def test_a_footprint_is_what_is_predicted_and_never_exceeded(looped_base: Pipeline, words: dict[str, Any]) -> None:
+    pipeline = looped_base.reordered(Ordering(schedule=table("interleaved-1f1b"), **words))
+    measured = run(pipeline)
+    assert [forecast.footprint for forecast in pipeline.forecast] == list(pipeline.order.footprints or ())
+    for peak, forecast in zip(measured, pipeline.forecast, strict=True):
+        assert forecast.fixed < peak <= forecast.peak
+
+
+def test_a_footprint_predicts_less_than_all_microbatches(base: Pipeline) -> None:
+    pipeline = base.reordered(Ordering(schedule=table("1f1b")))
+    run(pipeline)
+    every = base.reordered(Ordering(schedule=table("1f1b"), footprint=False, foresight=False))
+    run(every)
+    assert [forecast.footprint for forecast in pipeline.forecast] == [2, 1]
+    assert [forecast.footprint for forecast in every.forecast] == [None, None]
+    assert all(few.peak < all_.peak for few, all_ in zip(pipeline.forecast, every.forecast, strict=True))
+
+
+def test_a_window_in_bytes_below_the_footprint_is_refused_with_the_numbers(base: Pipeline) -> None:
+    numbers = base.reordered(Ordering(window=1))
+    run(numbers)
+    room = max(forecast.per_microbatch for forecast in numbers.forecast)
+    with pytest.raises(ValueError, match=rf"window {room}B has room for 1,\d+ microbatches: window 1 of stage 0 is"):
+        run(base.reordered(Ordering(schedule=table("1f1b"), window=f"{room}B")))
+    run(base.reordered(Ordering(schedule=table("1f1b"), window=f"{2 * room}B")))
 
 
 def test_a_window_too_small_for_one_microbatch_is_refused(base: Pipeline) -> None:

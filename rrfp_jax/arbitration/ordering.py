@@ -55,6 +55,15 @@ class Order:
     footprints: tuple[int, ...] | None = None
     """One per stage, in activations of one chunk and microbatch; they take the place of the windows."""
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """How many microbatches each stage may hold, as people write it: with a footprint counted by their chunks."""
+        if self.footprints is None:
+            return tuple(map(str, self.windows))
+        chunks_of_stage = self.placement.chunks_of_stage
+        passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
+        return tuple(f"{limit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+
     def arbiters(
         self,
         rules: StepRules,
@@ -182,7 +191,8 @@ class Ordering:
         return f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
 
     @property
-    def _has_footprint(self) -> bool:
+    def has_footprint(self) -> bool:
+        """Whether the table's own activations bound what a stage holds, in place of the window."""
         return self.is_guided and self.footprint is not False
 
     def _foresight(self) -> ForesightRules | None:
@@ -193,7 +203,7 @@ class Ordering:
     def _footprints(self, num_stages: int, num_replicas: int) -> tuple[int, ...] | None:
         """Activations of one chunk and microbatch that each stage may hold; raises ValueError below the table's own."""
         table = self.schedule
-        if table is None or not self._has_footprint:
+        if table is None or not self.has_footprint:
             return None
         passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
         peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), passes, strict=True)]

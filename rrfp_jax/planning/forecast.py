@@ -5,6 +5,7 @@ A stage's peak is the sum of
 * what it holds all the time: parameters, gradient accumulators, optimizer state, values derived from parameters;
 * what each microbatch in flight holds, ``window`` of them at most: per chunk the stash from F to the backward or, where
   the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
+  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks;
 * its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
   microbatch that the sender may have in flight;
 * the temporaries of its largest program, and one output on its way out.
@@ -47,6 +48,11 @@ class ChunkBytes:
         """What a microbatch in flight holds here at most."""
         return max(self.stash, self.owed) + self.output_grads
 
+    @property
+    def more_than_waiting(self) -> int:
+        """How much more a microbatch takes in flight than before its F; 0 where it takes no more."""
+        return max(0, self.per_microbatch - self.inputs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageForecast:
@@ -61,10 +67,23 @@ class StageForecast:
     per_waiting: int
     """Of each microbatch that is not in flight here yet: its activations may wait in the inbox."""
     temporaries: int
+    footprint: int | None = None
+    """Activations of one chunk and microbatch at most, where these are bounded instead of microbatches."""
+    in_footprint: int = 0
+    """What so many take at most, with all that waits beside them."""
 
     @property
     def peak(self) -> int:
+        if self.footprint is not None:
+            return self.fixed + self.in_footprint + self.temporaries
         return self._peak(self.window)
+
+    @property
+    def held(self) -> str:
+        """What the stage holds at most, in words."""
+        if self.footprint is not None:
+            return f"{self.footprint} activations of a chunk"
+        return f"{self.window} microbatches in flight"
 
     def _peak(self, window: int) -> int:
         waiting = self.num_microbatches - window
@@ -75,8 +94,10 @@ class StageForecast:
         return next((window for window in range(self.window, 0, -1) if self._peak(window) <= limit), 0)
 
 
-def forecast_stage(chunks: Sequence[ChunkBytes], window: int, num_microbatches: int) -> StageForecast:
-    """The peak of a stage with these chunks.
+def forecast_stage(
+    chunks: Sequence[ChunkBytes], window: int, num_microbatches: int, footprint: int | None = None
+) -> StageForecast:
+    """The peak of a stage with these chunks; ``footprint``, where given, counts in place of the window.
 
     Activations may wait for every microbatch that is not in flight here yet: the senders' own windows bound them, but
     may be larger.
@@ -89,11 +110,25 @@ def forecast_stage(chunks: Sequence[ChunkBytes], window: int, num_microbatches: 
         per_microbatch=sum(chunk.per_microbatch for chunk in chunks),
         per_waiting=sum(chunk.inputs for chunk in chunks),
         temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
+        footprint=footprint,
+        in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches),
     )
 
 
+def _in_footprint(chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int) -> int:
+    """All microbatches wait, but for as many activations as the footprint has room for, of the largest chunks first."""
+    num_bytes, room = num_microbatches * sum(chunk.inputs for chunk in chunks), footprint
+    for more in sorted((chunk.more_than_waiting for chunk in chunks), reverse=True):
+        num_bytes += more * min(room, num_microbatches)
+        room -= min(room, num_microbatches)
+    return num_bytes
+
+
 def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, num_microbatches: int) -> int:
-    """How many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits."""
+    """How many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits.
+
+    ``chunks`` are those that a microbatch passes through.
+    """
     per_microbatch = sum(chunk.per_microbatch for chunk in chunks)
     if num_bytes < per_microbatch:
         raise ValueError(
@@ -106,7 +141,8 @@ def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, nu
 def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None], *, is_strict: bool = False) -> None:
     """Raise ValueError if some stage is predicted to need more than its limit, with the largest windows that fit.
 
-    Under strict consumption the table decides what is in flight, and the remedy is another table.
+    Under strict consumption the table decides what is in flight, and the remedy is another table; so it is with a
+    footprint, which can also be switched off.
     """
     over = [
         (stage, forecast, limit)
@@ -124,9 +160,14 @@ def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None],
         remedy = "not even one microbatch fits: use more stages, smaller microbatches or more rematerialisation"
     elif is_strict:
         remedy = "take a schedule that holds fewer microbatches, or consume it ready with a window"
+    elif forecast.footprint is not None:
+        remedy = (
+            "take a schedule that holds less, give a smaller window if you gave one, or switch footprint off with "
+            f"window {','.join(map(str, windows))} at most"
+        )
     else:
         remedy = f"the largest windows that fit are {','.join(map(str, windows))}"
     raise ValueError(
-        f"stage {stage} is predicted to need {format_bytes(forecast.peak)} with {forecast.window} microbatches in "
-        f"flight, and has {format_bytes(limit)}: {remedy}"
+        f"stage {stage} is predicted to need {format_bytes(forecast.peak)} with {forecast.held}, and has "
+        f"{format_bytes(limit)}: {remedy}"
     )

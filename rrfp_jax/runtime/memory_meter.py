@@ -42,8 +42,9 @@ def chunk_bytes(programs: CompiledChunk) -> ChunkBytes:
 
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """The predicted peak of every stage; ``num_microbatches`` is a replica's share."""
+    footprints = order.footprints or (None,) * len(order.windows)
     return [
-        forecast_stage([sizes[c] for c in chunks], order.windows[stage], num_microbatches)
+        forecast_stage([sizes[c] for c in chunks], order.windows[stage], num_microbatches, footprints[stage])
         for stage, chunks in enumerate(order.placement.chunks_of_stage)
     ]
 

@@ -121,14 +121,26 @@ def _gather_sizes(process: Process, programs: HostedPrograms) -> tuple[dict[int,
 def _in_microbatches(
     ordering: Ordering, model: HostedModel, sizes: Mapping[int, ChunkBytes], graph: PipelineGraph
 ) -> Ordering:
-    """The ordering with a window in bytes turned into one in microbatches for each stage."""
-    if ordering.window_bytes is None:
+    """The ordering with a window in bytes turned into one in microbatches for each stage.
+
+    Raises ValueError where these are too few for the schedule's footprint.
+    """
+    num_bytes = ordering.window_bytes
+    if num_bytes is None:
         return ordering
-    windows = tuple(
-        window_of_bytes(ordering.window_bytes, [sizes[c] for c in chunks], stage, graph.num_microbatches)
-        for stage, chunks in enumerate(model.placement.chunks_of_stage)
-    )
-    return replace(ordering, window=windows)
+    windows = []
+    for stage, chunks in enumerate(model.placement.chunks_of_stage):
+        passed = [sizes[c] for c in chunks]
+        if ordering.has_footprint:  # which admits so many activations, whichever chunks they are of
+            passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
+        windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
+    in_microbatches = replace(ordering, window=tuple(windows))
+    try:
+        in_microbatches.fitted(model.placement, graph)
+    except ValueError as error:
+        held = ",".join(map(str, windows))
+        raise ValueError(f"window {ordering.window} has room for {held} microbatches: {error}") from None
+    return in_microbatches
 
 
 def _stage_maker(

@@ -52,7 +52,14 @@ class PipelineConfig:
     hint: str | None = None
     """Ranks the ready tasks; None: the schedule where there is one, else ``bf`` (``bf-deep`` with several chunks)."""
     window: int | tuple[int, ...] | str | None = None
-    """Microbatches that a stage may hold, one number or one per stage, or their memory as ``512MiB``; None: 32."""
+    """Microbatches that a stage may hold, one number or one per stage, or their memory as ``512MiB``; None: what a
+    schedule that ranks what is ready holds itself, else 32."""
+    footprint: bool | None = None
+    """Hold no more activations than the schedule that ranks what is ready, or than ``window`` has room for; false:
+    ``window`` bounds microbatches; None: true where there is such a schedule."""
+    foresight: bool | None = None
+    """Wait for the next entry of the schedule that ranks what is ready once that is in sight, and fill the wait; false:
+    start whatever is ready; None: true where there is such a schedule."""
     remat: str = "none"
     """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
     memory_limit: int | str | None = None

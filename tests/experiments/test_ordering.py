@@ -4,7 +4,14 @@ from argparse import ArgumentParser
 
 import pytest
 
-from experiments.ordering import Ordering, add_ordering_arguments, hint_names, parse_ordering, parse_window
+from experiments.ordering import (
+    Ordering,
+    add_ordering_arguments,
+    given_order,
+    hint_names,
+    parse_ordering,
+    parse_window,
+)
 from rrfp_jax.arbitration import StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
 from rrfp_jax.tasks import Edge, PipelineGraph, absences, linear, looped
@@ -34,6 +41,27 @@ def test_a_schedule_alone_is_a_hint():
     assert (resolved.label, resolved.placement) == ("interleaved-1f1b with foresight", looped(4, 2))
     assert resolved.consumptions[0].rank(resolved.table.orders[0][5]) == (5, False, *resolved.table.orders[0][5][1:])
     assert not resolved.consumptions[0].is_strict
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "bounds", "looks_ahead"),
+    [
+        ({}, "interleaved-1f1b with foresight", ("5.5", "4.5", "3.5", "2.5"), True),
+        ({"window": 8}, "interleaved-1f1b with foresight", ("8",) * 4, True),
+        ({"foresight": "off"}, "interleaved-1f1b as hint", ("5.5", "4.5", "3.5", "2.5"), False),
+        ({"footprint": "off"}, "interleaved-1f1b with foresight", ("32",) * 4, True),
+        ({"footprint": "off", "foresight": "off", "window": 2}, "interleaved-1f1b as hint", ("2",) * 4, False),
+    ],
+)
+def test_footprint_and_foresight_are_on_unless_switched_off(words, label, bounds, looks_ahead):
+    resolved = resolve(schedule="interleaved-1f1b", **words)
+    assert (resolved.label, resolved.bounds) == (label, bounds)
+    assert {arbiter.looks_ahead for arbiter in resolved.arbiters(StepRules())} == {looks_ahead}
+
+
+def test_switching_off_what_is_off_anyway_is_no_contradiction():
+    assert resolve(footprint="off", foresight="off").label == "bf"
+    assert resolve(schedule="1f1b", consume="strict", footprint=False, foresight=False).label == "1f1b strict"
 
 
 def test_strict_needs_no_window_and_shows_the_peak():
@@ -139,6 +167,12 @@ def test_the_arbiters_run_the_step():
         ({"window": 0}, "window is 0"),
         ({"window": "8;8"}, "write 8, or 8,6,4,2"),
         ({"window": "8,0"}, "at least 1"),
+        ({"footprint": "maybe", "schedule": "1f1b"}, "footprint is 'maybe': write on or off"),
+        ({"footprint": "on"}, "footprint needs a schedule that ranks what is ready: give one, for example zb-h1"),
+        ({"foresight": "on", "hint": "bfw", "schedule": "1f1b"}, "foresight needs a schedule .* no other hint"),
+        ({"foresight": True, "schedule": "1f1b", "consume": "strict"}, "foresight needs a schedule .* consume ready"),
+        ({"schedule": "1f1b", "window": 3}, "window 3 of stage 0 is less than the 4 microbatches .* give at least 4"),
+        ({"schedule": "zb-v", "window": "4,4,3,4"}, "window 3 of stage 2 .* or switch footprint off"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(words, message):
@@ -158,5 +192,9 @@ def test_windows_are_numbers_or_lists():
 def test_the_flags_default_to_nothing_said():
     parser = ArgumentParser()
     add_ordering_arguments(parser)
-    assert parse_ordering(**vars(parser.parse_args([]))) == Ordering()
+    assert parse_ordering(**given_order(parser.parse_args([]))) == Ordering()
+    given = ["--schedule", "zb-h1", "--footprint", "off", "--foresight", "on"]
+    assert parse_ordering(**given_order(parser.parse_args(given))) == Ordering(
+        schedule="zb-h1", footprint=False, foresight=True
+    )
     assert all(hint in parser.format_help() for hint in hint_names())

@@ -84,6 +84,8 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         hint=pipeline.hint,
         window=None if isinstance(pipeline.window, str) else pipeline.window,
         backward=pipeline.backward,
+        footprint=pipeline.footprint,
+        foresight=pipeline.foresight,
     ).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=microbatches_per_replica(config.data.num_microbatches, pipeline.data),

@@ -40,6 +40,22 @@ def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:
         check_fits(forecasts, [1100, None])
 
 
+def test_a_footprint_counts_activations_of_the_largest_chunks() -> None:
+    small, large = replace(CHUNK, owed=0, stash=30), CHUNK
+    forecast = forecast_stage([small, large], 32, 4, footprint=6)
+    # 4 of the large chunk, 2 of the small one, whose other 2 wait as inputs
+    assert forecast.peak == 2000 + 4 * (140 + 20) + 2 * (30 + 20) + 2 * 10 + 60
+    assert forecast_stage([small, large], 32, 4, footprint=8).peak == forecast_stage([small, large], 4, 4).peak
+    assert forecast_stage([small, large], 32, 4, footprint=99).peak == forecast_stage([small, large], 4, 4).peak
+
+
+def test_a_footprint_that_cannot_fit_is_told_what_else_there_is() -> None:
+    forecast = forecast_stage([CHUNK], 32, 8, footprint=5)
+    check_fits([forecast], [forecast.peak])
+    with pytest.raises(ValueError, match=r"with 5 activations of a chunk, .* footprint off with window 4 at most"):
+        check_fits([forecast], [forecast.peak - 1])
+
+
 @pytest.mark.parametrize("inputs", [0, 10, 150, 300])
 def test_the_largest_window_fits_and_the_next_larger_one_does_not(inputs: int) -> None:
     chunk = replace(CHUNK, inputs=inputs)
