@@ -9,25 +9,11 @@ import shutil
 import sys
 import tempfile
 
-NUM_VIRTUAL_DEVICES = 8
+from tests import environment
 
 if "RRFP_ACCELERATOR" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        *(
-            flag
-            for flag in os.environ.get("XLA_FLAGS", "").split()
-            if not flag.startswith("--xla_force_host_platform_device_count")
-        ),
-        f"--xla_force_host_platform_device_count={NUM_VIRTUAL_DEVICES}",
-    ]
-)
-# XLA sizes its CPU thread pools by this; with the default, long float32 sums change with the number of devices.
-os.environ["NPROC"] = str(NUM_VIRTUAL_DEVICES)
-# Most of what tests take is compiling, and a quarter of that is spent on making small programs fast. `make test-slow`
-# compiles as users do.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+environment.prepare()
 # What tests compile is compiled once per session, for all workers, ranks and devices, and kept for no other.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if not IS_WORKER:

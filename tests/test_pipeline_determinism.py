@@ -1,6 +1,5 @@
 """Deterministic mode: identical bits whatever the order of tasks, their timing, and the devices of the process."""
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +15,7 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import DelayedStage
+from tests.environment import of_child
 from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline, train
 
 NUM_STEPS = 25
@@ -73,10 +73,9 @@ def test_without_deterministic_mode_losses_agree_to_rounding(expected: tuple[lis
 
 @pytest.mark.parametrize(("num_devices", "hint"), [(1, "bf"), (3, "f-priority"), (8, "bfw")])
 def test_processes_with_other_devices_compute_the_same_bits(base: Pipeline, num_devices: int, hint: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     result = subprocess.run(
         [sys.executable, "-m", "tests.long_sums", str(num_devices), hint],
-        env=environment,
+        env=of_child(),
         capture_output=True,
         text=True,
         check=True,

@@ -4,7 +4,7 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules, schedule_hint
 from rrfp_jax.checking import Explorer, Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs
+from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, nth_permutation, small_graphs
 from rrfp_jax.tasks import absences, chain, linear, looped
 
 RULES = [
@@ -40,18 +40,24 @@ def check_same(setting):
     assert num_reduced <= num_plain
 
 
+def hints_by_size():
+    """Those that make the same arbiters once."""
+    placements = {size: looped(*size) for size in [(2, 1), (3, 1), (2, 2)]}
+    return [
+        pytest.param(size, hints, id=f"{size}-{hints[0].name}")
+        for size, placement in placements.items()
+        for hints in all_hints(chain(placement.num_chunks, 2), placement, ())
+        if hints[0] in HINTS.values()
+    ]
+
+
 @pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("hint", HINTS)
-@pytest.mark.parametrize("size", [(2, 1), (3, 1), (2, 2)], ids=str)
-def test_same_visible_states(rules, hint, size):
+@pytest.mark.parametrize(("size", "hints"), hints_by_size())
+def test_same_visible_states(rules, size, hints):
     placement = looped(*size)
     for graph in small_graphs(placement.num_chunks, 2).values():
         for windows in [(1,) * size[0], (2,) * size[0]]:
-            check_same(
-                Setting(
-                    graph=graph, placement=placement, windows=windows, policies=(HINTS[hint],) * size[0], rules=rules
-                )
-            )
+            check_same(Setting(graph=graph, placement=placement, windows=windows, policies=hints, rules=rules))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])

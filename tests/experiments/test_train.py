@@ -1,7 +1,6 @@
 """The train command end to end, and its refusals."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,8 @@ import pytest
 import yaml
 
 from experiments.config import add_overrides, load_train_config, overrides_of
-from tests.experiments.commands import ROOT, run_command, sentence
+from tests.environment import of_child
+from tests.experiments.commands import ROOT, run_afresh, run_command, sentence
 
 HANGING = str(Path(__file__).with_name("hanging_train.py"))
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
@@ -42,7 +42,7 @@ def test_a_run_writes_its_directory_and_the_same_command_goes_on(tmp_path: Path)
     run.mkdir()
     (run / "failure.json").write_text("of an earlier run")
     options = ("--config", DEBUG, *SMALL, "--hint", "fb", "--num-stages", 2, "--run-dir", run)
-    first = run_command("train", *options, "--steps", 3)
+    first = run_afresh("train", *options, "--steps", 3)
     assert first.returncode == 0, first.stderr
     assert f"the resolved configuration is in {run / 'config.yaml'}" in first.stdout
     assert "num_stages:" not in first.stdout, "the configuration itself is in its file only"
@@ -233,10 +233,13 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(tmp_path: Path,
 def test_ctrl_c_ends_a_run_although_a_program_hangs_and_says_what_is_saved(tmp_path: Path) -> None:
     options = ("--config", DEBUG, *SMALL, "--num-stages", 2, "--run-dir", tmp_path)
     command = [sys.executable, HANGING, *map(str, options)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    environment["PYTHONPATH"] = str(ROOT)
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=of_child() | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None

@@ -9,7 +9,6 @@ ranks, which also share out the optimizer state; ``mixed`` means two layers of e
 """
 
 import json
-import os
 import resource
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.state import ChunkState
+from tests.environment import of_child
 
 Pieces = list[tuple[ChunkLayers, ChunkState]]
 OPTIMIZER = optax.adamw(1e-3)
@@ -126,7 +126,7 @@ def check(layers: ChunkLayers, state: ChunkState, step: int) -> None:
 
 def start_ranks(folder: Path, commands: list[str], num_ranks: int = 2) -> list[subprocess.Popen[str]]:
     """Start the processes of a run; each writes all it says to its ``stdout``."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    environment = of_child() | {"JAX_PLATFORMS": "cpu"}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -13,11 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from tests.environment import of_child
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = "RRFP_TEST_MARK"
 PATIENCE_S = 40.0
-_ONE_PROCESS_ONLY = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+_ONE_PROCESS_ONLY = ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
@@ -41,11 +43,15 @@ class Launched:
 
     def __init__(self, *arguments: object, within: Sequence[str] = (), **variables: str) -> None:
         self._mark = uuid.uuid4().hex
-        kept = {name: value for name, value in os.environ.items() if name not in _ONE_PROCESS_ONLY}
         self.process = subprocess.Popen(
             [*within, sys.executable, "-m", "experiments.launch", *map(str, arguments)],
             cwd=ROOT,
-            env={**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}", MARK: self._mark, **variables},
+            env={
+                **of_child(*_ONE_PROCESS_ONLY),
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}",
+                MARK: self._mark,
+                **variables,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,6 +1,5 @@
 """Units and stages whose devices belong to two processes compute what the plain loop computes."""
 
-import os
 import pickle
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.environment import of_child
 from tests.multiprocess.programs_child import CASES
 from tests.plain_loop import assert_same_training
 from tests.programs.test_grids import trained_plainly
@@ -27,11 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "NPROC": "2",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = of_child() | {"JAX_NUM_CPU_DEVICES": "2", "NPROC": "2", "PYTHONPATH": str(ROOT)}
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.multiprocess.programs_child", str(rank), coordinator, str(file)],

@@ -28,9 +28,13 @@ VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
 
 
 def weights(key: jax.Array, number: int, *shape: int) -> jax.Array:
-    """Numbers that depend on the key and on ``number``; without a random generator, which takes long to compile."""
-    seed = jax.random.key_data(key)[-1].astype(jnp.float32)
-    return 0.4 * jnp.sin(12.9898 * jnp.arange(math.prod(shape)) + 78.233 * number + seed).reshape(shape)
+    """Numbers that depend on the key and on ``number``; without a random generator, which takes long to compile.
+
+    Angles are made of whole numbers, so that they do not depend on how a compiler rounds.
+    """
+    places = jnp.arange(math.prod(shape), dtype=jnp.uint32) * 40503 + jax.random.key_data(key)[-1] * 9973
+    angles = (places + np.uint32(number * 78233)) % 65536
+    return 0.4 * jnp.sin(angles.astype(jnp.float32) * (2 * math.pi / 65536)).reshape(shape)
 
 
 def with_cheap_init(chunk: Chunk) -> Chunk:

@@ -1,7 +1,6 @@
 """Compiled programs are loaded by later starts, on any rank and device; counted by what JAX says itself."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.runtime import compile_cache
 from rrfp_jax.runtime.compile_cache import CompileCache, cache_path, use_compile_cache
+from tests.environment import of_child
 
 START = """
 import json, sys
@@ -64,10 +64,13 @@ def compile_for(device: int) -> list[Any]:
 
 def start(home: Path, *, rank: int, devices: tuple[int, ...]) -> Any:
     """What another process, which calls itself ``rank``, makes of it."""
-    kept = {name: value for name, value in os.environ.items() if name not in (compile_cache.VARIABLE, "XLA_FLAGS")}
     told = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", START, str(rank), json.dumps(devices)],
-        env={**kept, "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **of_child(compile_cache.VARIABLE),
+            "XDG_CACHE_HOME": str(home),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
         stdout=subprocess.PIPE,
         check=True,
         text=True,
