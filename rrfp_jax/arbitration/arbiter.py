@@ -102,6 +102,8 @@ class StageArbiter:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
+        if type(event) is TaskAnnounced and not self._hear_announcement(event):
+            return []
         out: list[Instruction] = []
         self._now_s = event.time_s
         if self._take(event, out):
@@ -160,6 +162,11 @@ class StageArbiter:
         """Whether foresight is at work: it sleeps where tasks are too short for it."""
         return self._foresight is not None and self._foresight.is_awake
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether tasks are ready and foresight waits for another one."""
+        return self._foresight is not None and self._foresight.is_holding
+
     def key(self) -> Hashable:
         """The state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
         early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
@@ -183,7 +190,7 @@ class StageArbiter:
             return None
         if not self.is_active or not self._tasks_left:
             return IdleReason.DRAIN
-        if self._foresight is not None and self._foresight.is_holding:
+        if self.is_holding:
             return IdleReason.HOLD
         if self._ready:
             return IdleReason.ORDER if self.consumption.is_strict else IdleReason.WINDOW
@@ -235,13 +242,15 @@ class StageArbiter:
             self._arrive(event, out)
         elif isinstance(event, TaskFinished):
             self._finish_task(event.task, out)
-        elif isinstance(event, TaskAnnounced | ClockTick):
-            return self._foresight is not None and self._look_up(self._foresight, event)
+        elif isinstance(event, ClockTick):
+            if self._foresight is not None:
+                self._foresight.tick()
+            return self.is_holding
         elif isinstance(event, DecideNow):
             return self._decide_now(event.task, out)
         elif isinstance(event, StepStarted):
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
-        else:
+        elif isinstance(event, GroupHeard):
             self._refuse(event)
         return True
 
@@ -250,11 +259,7 @@ class StageArbiter:
         if isinstance(event, GroupHeard):
             self._refuse(event)
         is_over = self.step is not None and event.step <= self.step
-        if isinstance(event, TaskAnnounced | ClockTick):
-            if isinstance(event, TaskAnnounced) and self._foresight is not None and not is_over:
-                self._foresight.hear_early(event.step, event.message, event.time_s)
-            return False
-        if isinstance(event, DecideNow) and is_over:
+        if isinstance(event, ClockTick | TaskAnnounced) or (isinstance(event, DecideNow) and is_over):
             return False
         if isinstance(event, TaskFinished | DecideNow):
             raise IllegalTransition(
@@ -441,42 +446,47 @@ class StageArbiter:
 
     # -- foresight ---------------------------------------------------------------------------------------------------
 
-    def _look_up(self, foresight: Foresight, event: TaskAnnounced | ClockTick) -> bool:
+    def _hear_announcement(self, event: TaskAnnounced) -> bool:
         """Take in what only foresight hears; tells whether it may end a hold."""
-        if isinstance(event, ClockTick):
-            foresight.tick()
-        elif event.message not in self._arrived and event.message in self._ranked.plan.arrivals:
-            foresight.hear(event.message, event.time_s)
+        foresight, (step, time_s, message) = self._foresight, event
+        if foresight is None:
+            return False
+        if step != self.step or not self.is_active:
+            if self.step is None or step > self.step:
+                foresight.hear_early(step, message, time_s)
+            return False
+        if message not in self._arrived and message in self._ranked.plan.arrivals:
+            foresight.hear(message, time_s)
         return foresight.is_holding
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
-        tasks, at = self._ranked.plan.tasks, self._ranked.at
-        missing = self._missing_before(best, foresight)
+        at, waiting, place = self._ranked.at, self._waiting, foresight.next
+        while waiting[at[place]] < 0:
+            place += 1
+        foresight.next = place
+        if place == best:
+            return best
+        missing = self._missing(place)
         if not missing:
             return best
         if len(self._running) > (self._due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
-        free_s = self._now_s
+        tasks, free_s = self._ranked.plan.tasks, self._now_s
         if self._due is not None:
             free_s = max(free_s, foresight.expected_end_s(tasks[self._due]))
-        candidates = sorted(head for head in heads if head is not None)
-        chosen = foresight.choose(candidates, lambda position: tasks[at[position]], missing, self._now_s, free_s)
+        candidates = [(best, tasks[at[best]])]
+        candidates += [(head, tasks[at[head]]) for head in sorted(h for h in heads if h is not None and h != best)]
+        chosen = foresight.choose(candidates, missing, self._now_s, free_s)
         if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
             out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
         return chosen
 
-    def _missing_before(self, best: int, foresight: Foresight) -> list[Message]:
-        """The inputs that the row's next entry lacks; none if ``best`` is that entry, or it lacks anything else."""
-        ranked, waiting, position = self._ranked, self._waiting, foresight.next
-        while waiting[ranked.at[position]] < 0:
-            position += 1
-        foresight.next = position
-        node = ranked.at[position]
-        if position >= best or not waiting[node]:
-            return []
-        missing = [p for p in ranked.plan.prerequisites(node) if isinstance(p, Message) and p not in self._arrived]
-        if len(missing) != waiting[node] or (not ranked.plan.lanes[node] and not self._admits(position)):
+    def _missing(self, position: int) -> list[Message]:
+        """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
+        node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
+        missing = [message for message in plan.messages_for[node] if message not in arrived]
+        if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
             return []
         return missing
 

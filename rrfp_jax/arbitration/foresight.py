@@ -48,7 +48,7 @@ and 4; a false or late one costs a hold; doubled ones, and those of what is here
 cost at most ``patience`` times the usual length of the task held.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from rrfp_jax.arbitration.estimates import Edge, Estimates, learn
@@ -168,13 +168,16 @@ class Foresight:
 
     def start(self, task: Task, time_s: float) -> None:
         self._started_s[task] = time_s
-        self._held_since_s = self._wake_s = self._told_wake_s = None
+        if self._held_since_s is not None:
+            self._held_since_s = self._wake_s = self._told_wake_s = None
 
     def finish(self, task: Task, time_s: float) -> None:
         """The task has really ended; it took the device from its start, or from the end of the one before it."""
         taken_s = time_s - max(self._started_s.pop(task), self._last_end_s)
         self._last_end_s = time_s
-        learn(self.estimates.durations_s, task[:2], taken_s, self.rules.kept)
+        durations_s, key = self.estimates.durations_s, (task.kind, task.chunk)
+        usual_s = durations_s.get(key)
+        durations_s[key] = taken_s if usual_s is None else taken_s + self.rules.kept * (usual_s - taken_s)
 
     def expected_end_s(self, task: Task) -> float:
         """Of a running task, as far as anything is known."""
@@ -184,8 +187,7 @@ class Foresight:
 
     def choose(
         self,
-        candidates: Sequence[int],
-        task_at: Callable[[int], Task],
+        candidates: Sequence[tuple[int, Task]],
         missing: Sequence[Message],
         now_s: float,
         free_s: float,
@@ -193,16 +195,15 @@ class Foresight:
         """Which of the candidates to run, or None to hold; then :meth:`wake_at_s` says until when.
 
         Args:
-            candidates: positions of ready, admissible tasks, the best first.
-            task_at: the task at a position.
+            candidates: ready, admissible tasks with their positions, the best first.
             missing: what the next entry lacks; nothing else keeps it from running.
             now_s: the present.
             free_s: when the stage becomes free; not before the present.
         """
-        best = candidates[0]
+        best, task = candidates[0]
         if not self.is_awake or not self._given_up.isdisjoint(missing):
             return best
-        usual_s = self.estimates.usual_s(task_at(best))
+        usual_s = self.estimates.usual_s(task)
         if usual_s is None:
             return best
         since_s = free_s if self._held_since_s is None else self._held_since_s
@@ -211,10 +212,11 @@ class Foresight:
             return self._choose_unheard(best, usual_s, unheard, now_s, since_s)
         expected_s = max(self._expected_s(message) for message in missing)
         wait_s = self.rules.fit * (expected_s - free_s)
-        for position in candidates:
-            length_s = self.estimates.usual_s(task_at(position))
-            if length_s is not None and length_s <= wait_s:
-                return position
+        if wait_s > 0:
+            for position, other in candidates:
+                length_s = self.estimates.usual_s(other)
+                if length_s is not None and length_s <= wait_s:
+                    return position
         until_s = since_s + self.rules.patience * usual_s
         if now_s >= until_s:
             self._given_up.update(missing)

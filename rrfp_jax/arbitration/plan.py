@@ -96,6 +96,11 @@ class StagePlan:
         """A node's name in messages to people."""
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
+    @cached_property
+    def messages_for(self) -> tuple[tuple[Message, ...], ...]:
+        """By node, the messages that it waits for."""
+        return tuple(tuple(p for p in before if isinstance(p, Message)) for before in self._prerequisites)
+
     def prerequisites(self, node: int) -> tuple[int | Message, ...]:
         """The nodes and messages that ``node`` waits for."""
         return self._prerequisites[node]

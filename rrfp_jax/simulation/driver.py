@@ -6,9 +6,11 @@ carries out what they instruct; it decides nothing about the order. With just-in
 task is about to end, when a stage's own timer expects it to. Times are milliseconds inside and seconds in the record.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from rrfp_jax.arbitration import (
     Announce,
@@ -116,6 +118,7 @@ class _Stage:
     """A stage's device, host and record."""
 
     __slots__ = (
+        "announced",
         "arbiter",
         "average_ms",
         "dispatched",
@@ -130,6 +133,8 @@ class _Stage:
 
     def __init__(self, arbiter: StageArbiter, timer: DecisionTimer | None, record_events: bool) -> None:
         self.arbiter = arbiter
+        self.announced: list[tuple[float, Event]] = []
+        """What it will hear, and when, the soonest first."""
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
@@ -157,6 +162,7 @@ class _Driver:
         self.timeline = Timeline(len(arbiters))
         self.step_ends_ms = [0.0] * num_steps
         self.queue = EventQueue()
+        self._announcements_ms: dict[tuple[int, int], float] = {}
         self.transfers = make_transfers(
             machine.communication,
             Surroundings(
@@ -179,11 +185,18 @@ class _Driver:
             raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
 
     def deliver(self, index: int, event: Event) -> None:
-        """Tell an arbiter something and carry out its instructions."""
+        """Tell an arbiter something, after what was announced to it by now, and carry out its instructions."""
         stage = self.stages[index]
+        if stage.announced:
+            self._tell_announced(index, stage)
+        self._tell(index, stage, event)
+
+    def _tell(self, index: int, stage: _Stage, event: Event) -> None:
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
+        if not instructions and type(event) is TaskAnnounced:
+            return  # nothing has changed that shows
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._dispatch(index, stage, instruction)
@@ -192,7 +205,7 @@ class _Driver:
             elif isinstance(instruction, Announce):
                 self._announce(index, instruction)
             elif isinstance(instruction, WakeAt):
-                self.queue.post(instruction.time_s * 1e3, self.deliver, index, ClockTick(*instruction))
+                self._wake_at(index, stage, instruction)
             elif isinstance(instruction, FinishStep):
                 self._finish_step(index, instruction)
         self._note_idle(index, stage)
@@ -213,10 +226,43 @@ class _Driver:
         else:
             self.stages[index].is_over = True
 
+    # -- foresight ---------------------------------------------------------------------------------------------------
+
     def _announce(self, index: int, instruction: Announce) -> None:
-        step, message, stage = instruction
-        at_ms = self.queue.now_ms + self.machine.links.announcement_ms(index, stage)
-        self.queue.post_arrival(at_ms, self.deliver, stage, TaskAnnounced(step, at_ms / 1e3, message))
+        """Keep an announcement for its stage, which hears of it with the next event, or in time where it holds."""
+        step, message, target = instruction
+        at_ms = self.queue.now_ms + self._announcement_ms(index, target)
+        stage = self.stages[target]
+        heard = (at_ms, TaskAnnounced(step, at_ms / 1e3, message))
+        if stage.announced and stage.announced[-1][0] > at_ms:
+            insort(stage.announced, heard, key=itemgetter(0))
+        else:
+            stage.announced.append(heard)
+        if stage.arbiter.is_holding:
+            self.queue.post_arrival(at_ms, self._hear, target)
+
+    def _wake_at(self, index: int, stage: _Stage, instruction: WakeAt) -> None:
+        self.queue.post(instruction.time_s * 1e3, self._tick, index, ClockTick(*instruction))
+        for at_ms, _ in stage.announced:
+            self.queue.post_arrival(at_ms, self._hear, index)
+
+    def _tick(self, index: int, tick: ClockTick) -> None:
+        if self.stages[index].arbiter.is_holding:
+            self.deliver(index, tick)
+
+    def _hear(self, index: int) -> None:
+        self._tell_announced(index, self.stages[index])
+
+    def _tell_announced(self, index: int, stage: _Stage) -> None:
+        announced, now_ms = stage.announced, self.queue.now_ms
+        while announced and announced[0][0] <= now_ms:
+            self._tell(index, stage, announced.pop(0)[1])
+
+    def _announcement_ms(self, source: int, target: int) -> float:
+        known = self._announcements_ms.get((source, target))
+        if known is None:
+            known = self._announcements_ms[source, target] = self.machine.links.announcement_ms(source, target)
+        return known
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
