@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         dispatch_ahead=dispatch.ahead,
         members=process.members(),
         protocol=GroupProtocol(arguments.group_protocol),
+        shortest_s=process.shortest_foreseen_s(),
     )
     emulation = emulate(
         arbiters,
@@ -100,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }
+    if resolved.foresight is not None:
+        figures["looking_ahead"] = emulation.looking_ahead
     if emulation.on_device is not None:
         figures["device_idle"] = idle_shares(emulation.on_device)
     if agreement_us is not None:
@@ -271,6 +274,11 @@ def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterato
         f"dispatch overhead {figures['dispatch_overhead_ms']:.3f} ms per task: what the host took between two tasks, "
         "and what tasks took beyond their durations; none of it is work, and other load on the machine adds to it"
     )
+    if "looking_ahead" in figures:
+        yield (
+            f"foresight is at work on {figures['looking_ahead']} of {len(metrics.stage_bubbles)} stages: it sleeps "
+            "where tasks are too short for it"
+        )
     if "device_idle" in figures:
         idle = figures["device_idle"]
         busiest = min(range(len(idle)), key=idle.__getitem__)

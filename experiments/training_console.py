@@ -70,6 +70,7 @@ class TrainingConsole:
             console=self._console,
             disable=is_quiet or not self._console.is_terminal,
         )
+        self._stages_with_foresight = 0
         self._task = self._progress.add_task("training", total=num_steps, start=False)
 
     @contextmanager
@@ -90,6 +91,7 @@ class TrainingConsole:
         for heading in ("stage", "devices", "chunks", "layers", "parameters", "may hold", "predicted peak"):
             table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
         num_params, layout = pipeline.num_params(), pipeline.layout
+        self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
         for unit in range(layout.num_units):
             stage = layout.stage_of(unit)
             chunks = pipeline.placement.chunks_of_stage[stage]
@@ -114,12 +116,16 @@ class TrainingConsole:
                 ms=row.step_time_s * 1e3,
                 speed=row.tokens_per_s,
                 bubble=row.bubble_fraction,
-                note="  skipped: not finite" if row.skipped else "",
+                note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
             ),
             markup=False,
             soft_wrap=True,
         )
         self._progress.advance(self._task)
+
+    def _ahead(self, row: StepRow) -> str:
+        total = self._stages_with_foresight
+        return f"  ahead {row.looking_ahead}/{total}" if total else ""
 
     def __enter__(self) -> Self:
         self._progress.start_task(self._task)

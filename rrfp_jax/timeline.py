@@ -82,6 +82,8 @@ class Sums:
     """The longest stage's own first start to last end."""
     work_s: float = 0.0
     idle_s: dict[IdleReason, float] = field(default_factory=dict)
+    looking_ahead: int = 0
+    """Stages whose foresight was at work."""
 
     def makespan_s(self) -> float:
         """First start to last end; 0 where nothing ran."""
@@ -102,6 +104,7 @@ class Sums:
             cost_s=max(self.cost_s, other.cost_s),
             work_s=self.work_s + other.work_s,
             idle_s=idle_s,
+            looking_ahead=self.looking_ahead + other.looking_ahead,
         )
 
 

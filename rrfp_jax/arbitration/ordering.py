@@ -71,6 +71,7 @@ class Order:
         dispatch_ahead: int = 0,
         members: Mapping[int, tuple[int, int]] | None = None,
         protocol: GroupProtocol = GroupProtocol.LEADER,
+        shortest_s: float = 0.0,
     ) -> list[StageArbiter]:
         """Fresh arbiters of some stages, in the order given.
 
@@ -78,7 +79,11 @@ class Order:
             members: for each wanted stage, which member of how many of its group this arbiter is; None: every stage,
                 by itself.
             protocol: how the members of a group agree.
+            shortest_s: how long tasks must usually take at least for foresight, where its rules do not ask for more.
         """
+        foresight = self.foresight
+        if foresight is not None:
+            foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
         wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
         setups = {
             stage: StageSetup(
@@ -89,7 +94,7 @@ class Order:
                 window=self.windows[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
-                foresight=self.foresight,
+                foresight=foresight,
                 footprint=None if self.footprints is None else self.footprints[stage],
             )
             for stage in wanted

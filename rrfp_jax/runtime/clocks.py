@@ -3,6 +3,9 @@
 A rank asks its parent for the time some times over and believes the answer that came back soonest, to half a round
 trip. To that it adds how far the parent's own clock is from rank 0's; the parent holds its first answer back until it
 knows. Clocks of hosts drift by seconds a day, so what was measured at the start is worth little later on.
+
+The shortest of these round trips also tells how long a control message takes. A parent measures it too, from its answer
+to the child's next question, so that every rank of several knows one.
 """
 
 import threading
@@ -29,6 +32,10 @@ class Clocks:
         """What to add to this process's clock to have rank 0's."""
         self._round = self._num_asked = 0
         """How often the clocks were compared here, and were to be compared."""
+        self.round_trip_s: float | None = None
+        """The shortest time from a message of this rank to the answer; None: nothing was measured yet."""
+        self._answered: dict[int, tuple[int, int, float]] = {}
+        """The latest answer to each child: round, number and when."""
         self._measured_s = clock()
         self._pings: list[tuple[float, float]] = []
         self._unanswered: list[tuple[int, dict[str, Any]]] = []
@@ -81,6 +88,11 @@ class Clocks:
             self._reply(sender, header)
 
     def _reply(self, child: int, header: dict[str, Any]) -> None:
+        place, now_s = (field(header, "round", int), field(header, "number", int)), self._clock()
+        *before, answered_s = self._answered.get(child, (0, 0, now_s))
+        if before == [place[0], place[1] - 1]:
+            self._note_trip(now_s - answered_s)
+        self._answered[child] = (*place, now_s)
         self._network.send(child, _TOPIC, {**header, "clock_s": self._clock(), "offset_s": self.offset_s})
 
     def _hear(self, header: dict[str, Any]) -> None:
@@ -90,10 +102,14 @@ class Clocks:
         sent_s, theirs_s, offset_s = (field(header, name, float) for name in ("sent_s", "clock_s", "offset_s"))
         if number:  # the first answer may have been held back
             self._pings.append((now_s - sent_s, theirs_s - (sent_s + now_s) / 2))
+            self._note_trip(now_s - sent_s)
         if number < _NUM_PINGS:
             self._ask(number + 1)
         else:
             self._know(min(self._pings)[1] + offset_s)
+
+    def _note_trip(self, trip_s: float) -> None:
+        self.round_trip_s = trip_s if self.round_trip_s is None else min(self.round_trip_s, trip_s)
 
     def _know(self, offset_s: float) -> None:
         self.offset_s, self._round, self._measured_s = offset_s, self._num_asked, self._clock()

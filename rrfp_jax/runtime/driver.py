@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -61,13 +61,17 @@ class StepOutcome:
     """The record of the stages hosted here."""
     ended_s: float
     """When the last stage ended the step (``time.perf_counter``)."""
+    looking_ahead: int = 0
+    """Stages hosted here whose foresight was at work."""
     told: Summary | None = None
     """On rank 0 of several, what all ranks together have told."""
 
     @cached_property
     def sums(self) -> Sums:
         """What the step adds up to: on all stages on rank 0, elsewhere on those hosted here."""
-        return self.timeline.sums() if self.told is None else self.told.sums
+        if self.told is not None:
+            return self.told.sums
+        return replace(self.timeline.sums(), looking_ahead=self.looking_ahead)
 
 
 _Completion = tuple[int, RunTask, float, float, BaseException | None]
@@ -81,6 +85,7 @@ class _Pending:
     timeline: Timeline
     future: "Future[StepOutcome]"
     outcomes: dict[int, StageOutcome] = field(default_factory=dict)
+    looking_ahead: int = 0
     sums: Sums | None = None
     """Of the stages of which this is the first rank."""
 
@@ -339,8 +344,10 @@ class PipelineRuntime:
         pending, peers = self._pending[step], self._peers
         pending.outcomes[stage] = outcome
         pending.timeline.extend(timeline)
+        looks_ahead = self._actors[stage].arbiter.looks_ahead
+        pending.looking_ahead += looks_ahead
         if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
-            sums = timeline.sums()
+            sums = replace(timeline.sums(), looking_ahead=int(looks_ahead))
             pending.sums = sums if pending.sums is None else pending.sums.merged(sums)
         if len(pending.outcomes) < len(self._actors):
             return
@@ -358,7 +365,8 @@ class PipelineRuntime:
         own = {stage: pending.outcomes[stage].peak_memory_bytes for stage in sorted(pending.outcomes)}
         result = next(iter(pending.outcomes.values())).result
         peaks = own if told is None else told.peak_memory_bytes()
-        pending.future.set_result(StepOutcome(step, result, peaks, pending.timeline, time.perf_counter(), told))
+        ended_s, ahead = time.perf_counter(), pending.looking_ahead
+        pending.future.set_result(StepOutcome(step, result, peaks, pending.timeline, ended_s, ahead, told))
 
     # -- on the event loop: what other ranks say ---------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ def prepare(
             dispatch_ahead=dispatch.ahead,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
+            shortest_s=process.shortest_foreseen_s(),
         ),
         lambda unit, ship: wrap(make_stage(unit, ship)),
         edge=lambda message: model.edge(message, programs.shapes),

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 EdgeOf = Callable[[Message], Edge | None]
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
+_LATENCIES_FORESEEN = 4.0
+"""How many times as long as an announcement takes, tasks must usually take for foresight."""
+_HOP_S = 60e-6
+"""What an event takes into the loop, where all stages are in one process: 35 to 60 us in the median of 500 calls of
+``call_soon_threadsafe``, from calling it to being called, on two busy cores."""
+_TIMER_S = 1e-3
+"""The loop's timers come in whole milliseconds."""
 _CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT)
 
 
@@ -155,6 +162,15 @@ class Process:
         """For every hosted unit, which member of how many of its group this process is."""
         groups = {unit: self.layout.ranks_of(unit) for unit in self.units}
         return {unit: (ranks.index(self.rank), len(ranks)) for unit, ranks in groups.items()}
+
+    def shortest_foreseen_s(self) -> float:
+        """How long a stage's tasks must usually take at least for announcements to be of use here.
+
+        An announcement must be heard well before the task that it tells of has ended, and a hold ends by a timer. Every
+        rank decides by what it has measured itself: others do not wait for long for a stage that does not announce.
+        """
+        trip_s = None if self.peers is None else self.peers.clocks.round_trip_s
+        return max(_LATENCIES_FORESEEN * (_HOP_S if trip_s is None else trip_s / 2), _TIMER_S)
 
     # -- running -----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Emulation:
     """Processor time of all processes, user and system, from the end of the first step to that of the last."""
     peak_transport_bytes: int
     """The most that this process's transport held of messages under way."""
+    looking_ahead: int = 0
+    """Stages whose foresight was at work in the last step; elsewhere than on rank 0 of those hosted there."""
     on_device: Timeline | None = None
     """With emulated accelerators, the spans in their own time; ``timeline`` has what the host saw of them."""
 
@@ -155,12 +157,13 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
 
 
 def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulation:
-    timeline, step_ms = Timeline(process.layout.num_units), []
+    timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
     last_s = runtime.clock()
     cpu_s = 0.0
     for step in range(num_steps):
         outcome = result_of(runtime.submit(step, {}))
         timeline.extend(outcome.timeline)
+        looking_ahead = outcome.sums.looking_ahead
         step_ms.append((outcome.ended_s - last_s) * 1e3)
         last_s = outcome.ended_s
         if not step:
@@ -168,7 +171,9 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulatio
     cpu_s += time.process_time()
     timeline = process.whole_timeline(timeline)
     everybody = process.gather("processor time", cpu_s)
-    return Emulation(timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes)
+    return Emulation(
+        timeline, step_ms, runtime.logs(), sum(everybody.values()), process.peak_transport_bytes, looking_ahead
+    )
 
 
 def _own_file(events: Path, process: Process) -> Path:

@@ -28,6 +28,8 @@ class StepRow:
     """From the end of the step before (the first: from its start) to the end of this one."""
     tokens_per_s: float
     bubble_fraction: float
+    looking_ahead: int
+    """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
     skipped: bool
     """Whether the update was left out because loss or gradients were not finite."""
     num_skipped: int
@@ -140,6 +142,7 @@ class TrainingLoop:
             step_time_s=step_time_s,
             tokens_per_s=result.weight / step_time_s,
             bubble_fraction=result.sums.bubble_fraction(),
+            looking_ahead=result.sums.looking_ahead,
             skipped=result.skipped,
             num_skipped=self._num_skipped,
             peak_memory_bytes=result.peak_memory_bytes,

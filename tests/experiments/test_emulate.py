@@ -34,6 +34,17 @@ def test_the_last_line_is_one_json_object_with_the_runs_figures(tmp_path: Path) 
     assert (tmp_path / "t.png").stat().st_size > 1000
 
 
+def test_a_schedule_as_hint_looks_ahead_where_it_pays() -> None:
+    options = ("--num-stages", 2, "--num-microbatches", 3, "--schedule", "zb-h1", "--durations-ms", "20,20,20")
+    figures = {}
+    for switch in ("on", "off"):
+        result = run_command("emulate", *options, "--steps", 2, "--json", "--footprint", switch, "--foresight", switch)
+        assert result.returncode == 0, result.stderr
+        figures[switch] = json.loads(result.stdout.splitlines()[-1])
+    assert figures["on"]["looking_ahead"] == 2
+    assert "looking_ahead" not in figures["off"]
+
+
 def test_a_split_backward_runs_input_and_weight_gradients() -> None:
     result = run_command(
         "emulate", *("--num-stages", 2, "--num-microbatches", 3, "--hint", "bfw", "--durations-ms", "0,0,0"),
@@ -52,6 +63,9 @@ def test_the_figures_say_what_they_hold() -> None:
     assert "19958.7 us of wall time, work, waits and overhead together" in per_rank
     assert "wall_us_per_rank_task" not in per_rank, "names are for --json"
     assert len(list(figures_in_words(metrics, {"dispatch_overhead_ms": 3.4}))) == 2
+    metrics.stage_bubbles = [0.1, 0.2, 0.3]
+    *_, ahead = figures_in_words(metrics, {"dispatch_overhead_ms": 3.4, "looking_ahead": 2})
+    assert ahead.startswith("foresight is at work on 2 of 3 stages")
 
 
 @pytest.mark.parametrize(

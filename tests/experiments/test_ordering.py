@@ -1,6 +1,7 @@
 """The order's flags: defaults, what contradicts what, and what the arbiters are made of."""
 
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from experiments.ordering import (
     parse_ordering,
     parse_window,
 )
-from rrfp_jax.arbitration import StepRules
+from rrfp_jax.arbitration import ForesightRules, StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
 from rrfp_jax.tasks import Edge, PipelineGraph, absences, linear, looped
 
@@ -57,6 +58,17 @@ def test_footprint_and_foresight_are_on_unless_switched_off(words, label, bounds
     resolved = resolve(schedule="interleaved-1f1b", **words)
     assert (resolved.label, resolved.bounds) == (label, bounds)
     assert {arbiter.looks_ahead for arbiter in resolved.arbiters(StepRules())} == {looks_ahead}
+
+
+def test_tasks_must_be_as_long_as_driver_and_rules_ask_for():
+    def shortest(order, shortest_s):
+        rules = [arbiter.foresight_rules for arbiter in order.arbiters(StepRules(), shortest_s=shortest_s)]
+        return {None if each is None else each.shortest_s for each in rules}
+
+    order = resolve(schedule="1f1b")
+    assert (shortest(order, 0.0), shortest(order, 0.25)) == ({0.0}, {0.25})
+    assert shortest(replace(order, foresight=ForesightRules(shortest_s=0.5)), 0.25) == {0.5}
+    assert shortest(resolve(schedule="1f1b", foresight=False), 0.25) == {None}
 
 
 def test_switching_off_what_is_off_anyway_is_no_contradiction():

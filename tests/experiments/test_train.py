@@ -27,6 +27,7 @@ ROW = {
     "step_time_s",
     "tokens_per_s",
     "bubble_fraction",
+    "looking_ahead",
     "skipped",
     "num_skipped",
     "peak_memory_bytes",

@@ -151,6 +151,13 @@ def test_clocks_are_compared_with_rank_0s(peers: list[Peers]) -> None:
     assert peers[0].clocks.offset_s == 0.0
 
 
+def test_every_rank_knows_how_long_a_message_takes(peers: list[Peers]) -> None:
+    assert [each.clocks.round_trip_s for each in peers] == [None] * 3
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda p: p.clocks.synchronise(deadline_s=PATIENCE_S), peers))
+    assert all(0 < (each.clocks.round_trip_s or 0) < 0.1 for each in peers)
+
+
 def test_a_report_larger_than_any_header_reaches_the_others(peers: list[Peers]) -> None:
     listener = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(listener))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.ordering import Ordering
-from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
 from rrfp_jax.tasks import TaskKind
 from rrfp_jax.testing import Emulation, emulate
 from rrfp_jax.timeline import IdleReason
@@ -17,14 +17,19 @@ NUM_STAGES, NUM_MICROBATCHES = 3, 5
 
 
 def run(
-    durations_ms: Any, num_steps: int = 3, chunks_per_stage: int = 1, dispatch_ahead: int = 0, **order: Any
+    durations_ms: Any,
+    num_steps: int = 3,
+    chunks_per_stage: int = 1,
+    dispatch_ahead: int = 0,
+    shortest_s: float = 0.0,
+    **order: Any,
 ) -> Emulation:
     resolved = Ordering(**order).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
     durations = np.broadcast_to(np.array(durations_ms, np.float64), shape)
-    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead)
+    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead, shortest_s=shortest_s)
     return emulate(arbiters, durations, num_steps, log_steps=num_steps + 1)
 
 
@@ -50,6 +55,33 @@ def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: di
         replayed = [entry for segment in log.segments for entry in segment.replay()]
         assert entries == replayed
         assert len(entries) > NUM_MICROBATCHES
+
+
+def check_replays(emulation: Emulation) -> None:
+    for log in emulation.logs.values():
+        for segment in log.segments:
+            assert segment.replay() == segment.entries
+
+
+def test_a_stage_holds_for_what_is_in_sight_and_says_so() -> None:
+    emulation = run((10, 20, 40), schedule="zb-h1")
+    holds = [wait for wait in emulation.timeline.waits if wait.reason is IdleReason.HOLD]
+    # W would have been in the way of the I whose gradient is announced
+    assert holds, "a stage between others waits for gradients that are on their way"
+    assert emulation.looking_ahead == NUM_STAGES
+    check_replays(emulation)
+    alone = run((10, 20, 40), num_steps=1, schedule="zb-h1", foresight=False)
+    assert not [wait for wait in alone.timeline.waits if wait.reason is IdleReason.HOLD]
+    assert alone.looking_ahead == 0
+
+
+def test_foresight_sleeps_where_tasks_are_shorter_than_it_needs() -> None:
+    emulation = run((1, 1, 1), schedule="zb-h1", shortest_s=100.0)
+    assert emulation.looking_ahead == 0
+    last = emulation.timeline.steps()[-1]
+    answers = [answer for log in emulation.logs.values() for entry in log.segments[last].entries for answer in entry[1]]
+    assert not any(isinstance(answer, Announce | WakeAt) for answer in answers)
+    check_replays(emulation)
 
 
 def test_strict_consumption_runs_the_table_in_order() -> None:
