@@ -168,6 +168,14 @@ class Channel:
             self._put(rank, peer, message)
         self.peak_bytes = max(self.peak_bytes, queue.unconfirmed_bytes + queue.waiting_bytes)
 
+    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
+        """See :meth:`PeerNetwork.send_if_room`."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.queue.would_wait(len(header)):
+            self.num_dropped += 1
+        else:
+            self.send(rank, topic, header, (), None)
+
     def _put(self, rank: int, peer: _Peer, message: Outgoing) -> None:
         self.num_sent += 1
         peer.num_receipted, peer.unreceipted_bytes = peer.num_received, 0

@@ -304,6 +304,11 @@ class PeerNetwork:
         on_confirmed: Callable[[], None] | None = None,
     ) -> None:
         """:meth:`send` for what goes often: the header is bytes of the sender's own making, up to 1 MiB."""
+        self._check(rank, topic, header)
+        self._channels[0].send(rank, topic, header, frames, on_confirmed)
+
+    def _check(self, rank: int, topic: bytes, header: bytes) -> None:
+        """Raise ValueError on what cannot be sent."""
         if not self._channels:
             self._started()
         if rank not in self._connections:
@@ -316,7 +321,11 @@ class PeerNetwork:
             raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
-        self._channels[0].send(rank, topic, header, frames, on_confirmed)
+
+    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
+        """:meth:`send_packed` for what may be lost: it is dropped where it would have to wait for room at the peer."""
+        self._check(rank, topic, header)
+        self._channels[0].send_if_room(rank, topic, header)
 
     def send_arrays(
         self,

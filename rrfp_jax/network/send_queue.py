@@ -32,9 +32,13 @@ class SendQueue:
         self.unconfirmed_bytes = 0
         self.waiting_bytes = 0
 
+    def would_wait(self, num_bytes: int) -> bool:
+        """Whether a message of this size, offered now, would have to wait."""
+        return bool(self._sent) and (bool(self._waiting) or not self._has_room(num_bytes))
+
     def offer(self, message: Outgoing) -> list[Outgoing]:
         """Add a message behind all others."""
-        if not self._sent or (not self._waiting and self._has_room(message)):
+        if not self.would_wait(message.num_bytes):
             self._sent.append(message)
             self.unconfirmed_bytes += message.num_bytes
             return [message]
@@ -63,7 +67,7 @@ class SendQueue:
 
     def _release(self) -> list[Outgoing]:
         released = []
-        while self._waiting and self._has_room(self._waiting[0]):
+        while self._waiting and self._has_room(self._waiting[0].num_bytes):
             message = self._waiting.popleft()
             self._sent.append(message)
             self.waiting_bytes -= message.num_bytes
@@ -71,5 +75,5 @@ class SendQueue:
             released.append(message)
         return released
 
-    def _has_room(self, message: Outgoing) -> bool:
-        return not self._sent or self.unconfirmed_bytes + message.num_bytes <= self._limit
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self._sent or self.unconfirmed_bytes + num_bytes <= self._limit

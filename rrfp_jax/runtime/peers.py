@@ -4,6 +4,7 @@ All of it are small messages of plain data over the run's :class:`PeerNetwork`.
 """
 
 import logging
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,12 +19,14 @@ from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
+from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
 from rrfp_jax.tree import neighbours
 
 __all__ = ["Listener", "PeerFailed", "Peers"]
 
 _LOG = logging.getLogger(__name__)
-_NOTE, _TASK, _FAILURE = "note", "task", "failure"
+_NOTE, _TASK, _FAILURE = "note", b"task", "failure"
+_UNIT = struct.Struct("<I")
 _MAX_NEWS_BYTES = 1 << 26
 
 
@@ -54,6 +57,8 @@ class Peers:
         self.gather = self.gatherings.gather
         """See :meth:`Gatherings.gather`."""
         self._listener: Listener | None = None
+        self._led = frozenset(unit for unit in layout.units_of(self.rank) if layout.ranks_of(unit)[0] == self.rank)
+        """The units that this rank hosts as the first or only one."""
         self._heard: set[str] = set()
         """Ranks of whose stages the news of a failure has told."""
         network.subscribe(_FAILURE, self._failure)
@@ -65,7 +70,7 @@ class Peers:
         self._listener = listener
         self.outcomes.begin(listener.step_ended)
         self.network.subscribe(_NOTE, self._note)
-        self.network.subscribe(_TASK, self._task)
+        self.network.subscribe_packed(_TASK, self._task)
 
     def detach(self) -> None:
         """The driver is closed; what comes from now on is kept for the next."""
@@ -81,9 +86,12 @@ class Peers:
         self.network.send(ranks[member], _NOTE, header)
 
     def announce_task(self, unit: int, step: int, message: Message) -> None:
-        """Tell a unit, the leader of its group, that what will send it this message has started."""
-        header = {"unit": unit, "step": step, "message": to_plain(message)}
-        self.network.send(self.layout.ranks_of(unit)[0], _TASK, header)
+        """Tell a unit, the leader of its group, that what will send it this message has started.
+
+        It travels beside data, for which it never waits: where data wait for room, it is dropped.
+        """
+        header = _UNIT.pack(unit) + pack_key(Key(step, message))
+        self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
 
     def announce(self, news: FailureNews) -> None:
         """Tell this rank's neighbours of a failure; no gathering can be completed any more. Never raises."""
@@ -105,10 +113,15 @@ class Peers:
         assert self._listener is not None
         self._listener.heard(unit, step, member, _record(Note, field(header, "note", list)))
 
-    def _task(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
-        unit, step = field(header, "unit", int), field(header, "step", int)
+    def _task(self, rank: int, header: bytes, _: list[memoryview]) -> None:
+        if len(header) != _UNIT.size + KEY_BYTES:
+            raise MalformedMessage(f"rank {rank} announces a task in {len(header)} bytes")
+        (unit,) = _UNIT.unpack_from(header)
+        step, message = unpack_key(header[_UNIT.size :])
+        if unit not in self._led:
+            raise MalformedMessage(f"rank {rank} announces a task to unit {unit}, which this rank does not lead")
         assert self._listener is not None
-        self._listener.task_announced(unit, step, _record(Message, field(header, "message", list)))
+        self._listener.task_announced(unit, step, message)
 
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.network.plain import pack, unpack
-
-Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
+from rrfp_jax.network.plain import pack
+from rrfp_jax.network.topics import Handler, PackedHandler, unpacked
 
 
 @dataclass
@@ -70,16 +69,20 @@ class VirtualRank:
 
     def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int, connections: frozenset[int]) -> None:
         self._network, self.rank, self.num_ranks, self.connections = network, rank, num_ranks, connections
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[bytes, PackedHandler] = {}
         self.counts = Counts()
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Give the messages of a topic to ``handler``."""
+        self.subscribe_packed(topic.encode(), unpacked(handler))
+
+    def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
+        """The same, with the header as it was sent."""
         self._handlers[topic] = handler
 
-    def unsubscribe(self, topic: str) -> None:
+    def unsubscribe(self, topic: str | bytes) -> None:
         """Nobody takes the messages of a topic any more."""
-        del self._handlers[topic]
+        del self._handlers[topic.encode() if isinstance(topic, str) else topic]
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Make a call in its turn."""
@@ -92,18 +95,25 @@ class VirtualRank:
 
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message; its header is packed as it would be for a socket."""
+        self._send(rank, topic.encode(), pack(header), frames)
+
+    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
+        """Send a message of the sender's own making; there is always room here."""
+        self._send(rank, topic, header, ())
+
+    def _send(self, rank: int, topic: bytes, packed: bytes, frames: Sequence[Any]) -> None:
         if rank not in self.connections:
             raise ValueError(f"rank {self.rank} has no connection to rank {rank}")
-        packed, other, counts = pack(header), self._network.ranks[rank], self.counts
+        other, counts = self._network.ranks[rank], self.counts
         num_bytes = len(packed) + sum(memoryview(frame).nbytes for frame in frames)
         counts.num_sent += 1
         counts.sent_bytes += num_bytes
         counts.neighbours.add(rank)
         other.call_soon(lambda: other._receive(self.rank, topic, packed, [memoryview(f) for f in frames], num_bytes))
 
-    def _receive(self, sender: int, topic: str, packed: bytes, frames: list[memoryview], num_bytes: int) -> None:
+    def _receive(self, sender: int, topic: bytes, packed: bytes, frames: list[memoryview], num_bytes: int) -> None:
         counts = self.counts
         counts.num_received += 1
         counts.received_bytes += num_bytes
         counts.neighbours.add(sender)
-        self._handlers[topic](sender, unpack(packed), frames)
+        self._handlers[topic](sender, packed, frames)

@@ -95,6 +95,26 @@ def test_above_the_mark_messages_wait_and_none_is_dropped() -> None:
         assert first.network.traffic().peak_bytes > 23 * size
 
 
+def test_what_may_be_lost_goes_only_where_it_need_not_wait() -> None:
+    size, favours = 1 << 20, list[bytes]()
+    with nodes(2, high_water_bytes=2 * size) as (first, second):
+        second.network.subscribe_packed(b"favour", lambda _, header, __: favours.append(header))
+        first.network.call_soon(lambda: first.network.send_if_room(1, b"favour", b"before"))
+
+        def burst() -> None:
+            for number in range(4):  # two of them wait for room
+                first.network.send(1, "note", {"number": number}, [np.full(size, number, np.uint8)])
+            for _ in range(100):
+                first.network.send_if_room(1, b"favour", b"between")
+
+        on_loop(first, burst)
+        assert first.network.traffic().num_dropped == 100
+        assert eventually(lambda: len(second.got) == 4 and not first.network.traffic().unconfirmed_bytes)
+        first.network.call_soon(lambda: first.network.send_if_room(1, b"favour", b"after"))
+        assert eventually(lambda: favours == [b"before", b"after"])
+        assert [header["number"] for _, header, _ in second.got] == list(range(4))
+
+
 def test_a_message_larger_than_the_mark_goes_alone() -> None:
     with nodes(2, high_water_bytes=1000) as (first, second):
         for number in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import Note, TaskChosen
+from rrfp_jax.arbitration import Message, MessageKind, Note, TaskChosen
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
@@ -36,9 +36,13 @@ class Recorder:
         self.notes: list[tuple[int, int, int, Note]] = []
         self.ended: list[tuple[int, Summary]] = []
         self.failures: list[FailureNews] = []
+        self.announced: list[tuple[int, int, Message]] = []
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         self.notes.append((unit, step, member, note))
+
+    def task_announced(self, unit: int, step: int, message: Message) -> None:
+        self.announced.append((unit, step, message))
 
     def step_ended(self, step: int, summary: Summary) -> None:
         self.ended.append((step, summary))
@@ -82,6 +86,27 @@ def test_notes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -
     time.sleep(0.1)
     on_loop(peers[2], lambda: peers[2].attach(third))
     assert eventually(lambda: len(third.notes) == 2)
+
+
+def test_announcements_reach_the_leader_of_a_unit(peers: list[Peers]) -> None:
+    leader, follower = Recorder(), Recorder()
+    on_loop(peers[0], lambda: peers[0].attach(leader))
+    on_loop(peers[1], lambda: peers[1].attach(follower))
+    messages = [Message(MessageKind.GRADIENT, 1, 0, 7), Message(MessageKind.SHARED, 3, 0)]
+    for message in messages:
+        on_loop(peers[2], lambda message=message: peers[2].announce_task(0, 5, message))
+    assert eventually(lambda: len(leader.announced) == 2)
+    assert leader.announced == [(0, 5, message) for message in messages]
+    assert not follower.announced
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 24, b"\7" + b"\0" * 24, b"\0" * 12 + b"\x63" + b"\0" * 12])
+def test_an_announcement_that_cannot_be_is_dropped(peers: list[Peers], garbage: bytes) -> None:
+    leader = Recorder()
+    on_loop(peers[0], lambda: peers[0].attach(leader))
+    on_loop(peers[2], lambda: peers[2].network.send_if_room(0, b"task", garbage))
+    assert eventually(lambda: peers[0].network.traffic().num_dropped == 1)
+    assert not leader.announced
 
 
 def test_rank_0_is_told_once_all_have_ended_a_step(peers: list[Peers]) -> None:
