@@ -21,14 +21,18 @@ from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline,
 NUM_STEPS = 25
 
 
-def strict(name: str) -> dict[str, Any]:
+def foreseen(name: str) -> dict[str, Any]:
     request = ScheduleRequest(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
-    return {"consume": "strict", "schedule": build_schedule(name, request)}
+    return {"schedule": build_schedule(name, request)}
+
+
+def strict(name: str) -> dict[str, Any]:
+    return {"consume": "strict"} | foreseen(name)
 
 
 def random_delay(step: int, task: Task) -> float:
-    """Up to a millisecond, another for every task and step."""
-    return float(np.random.default_rng((step, ord(task.kind), task.chunk, task.microbatch + 1)).uniform(0, 1e-3))
+    """Up to two milliseconds, another for every task and step."""
+    return float(np.random.default_rng((step, ord(task.kind), task.chunk, task.microbatch + 1)).uniform(0, 2e-3))
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,8 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "order",
-    [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, strict("1f1b"), strict("zb-h1")],
-    ids=["bf", "bfw", "fb", "strict 1f1b", "strict zb-h1"],
+    [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, strict("1f1b"), strict("zb-h1"), foreseen("zb-h1")],
+    ids=["bf", "bfw", "fb", "strict 1f1b", "strict zb-h1", "foresight zb-h1"],
 )
 @pytest.mark.parametrize("delayed", [False, True], ids=["prompt", "delayed"])
 def test_orders_and_timing_leave_every_bit_alone(

@@ -33,7 +33,9 @@ class Case:
     transport: str = "sockets"
     num_steps: int = 10
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the pipeline."""
+    """Of the pipeline; a schedule by its name."""
+    delay_ms: float = 0.0
+    """By which every task is held up."""
 
     @property
     def layout(self) -> Layout:

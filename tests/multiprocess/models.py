@@ -68,6 +68,11 @@ def make_batches(case: Case) -> list[dict[str, np.ndarray]]:
     return batches
 
 
+def num_microbatches(case: Case) -> int:
+    """Of a batch, over all replicas."""
+    return long_sums.NUM_MICROBATCHES if case.model == LONG_SUMS else NUM_MICROBATCHES
+
+
 def make_optimizer(case: Case) -> optax.GradientTransformation:
     return optax.adam(1e-2) if case.model == LONG_SUMS else optax.adamw(1e-3, weight_decay=0.01)
 

@@ -22,6 +22,9 @@ ONE_OF_EACH = [
         name="2 stages on each of 2", cut=(0, 1, 1, 0), num_stages=4, num_ranks=2, transport="transfer", options=SPLIT
     ),
     Case(name="data 2", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options=SHARDED),
+    Case(
+        name="foresight", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, options={"schedule": "zb-h1"}, delay_ms=8.0
+    ),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=4),
 ]
 LONG = Case(
@@ -32,11 +35,12 @@ LONG = Case(
     num_ranks=3,
     options={"deterministic": True, "hint": "f-priority"},
 )
+FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
 def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
     """Bit for bit, though this process has other devices and runs in another order."""
-    options = case.options | {"hint": "fb", "data": case.data}
+    options = case.options | {"hint": "fb", "data": case.data, "schedule": None}
     losses, params = train(make_pipeline(**options, placement=case.placement), case.num_steps)
     assert result[0] == losses
     jax.tree.map(np.testing.assert_array_equal, result[1], params)
@@ -111,6 +115,7 @@ def test_every_number_of_processes_computes_the_same_bits(tmp_path: Path) -> Non
         replace(twice, name="twice on 2", num_ranks=2, transport="transfer"),
         replace(twice, name="twice, shared, on 6", num_ranks=6, options=LONG.options | SHARDED),
         replace(LONG, name="once on 3", num_steps=100),
+        replace(LONG, name="foresight on 3", options=FORESIGHT, delay_ms=5.0),
         replace(LONG, name="once on 1", num_steps=100, num_ranks=1),
         replace(LONG, name="four times on 4", num_stages=1, data=4, num_ranks=4),
         replace(LONG, name="four times on 2", num_stages=1, data=4, num_ranks=2, transport="transfer"),

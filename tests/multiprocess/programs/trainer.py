@@ -74,7 +74,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
         placement=case.placement,
         process=process,
         optimizer=make_optimizer(case),
-        **({"clip_norm": 1.0} | case.options),
+        **({"clip_norm": 1.0} | _options(case)),
     )
     with pipeline:
         state = pipeline.init(jax.random.key(0))
@@ -84,8 +84,38 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
             results.append(metrics)
         losses = [metrics.result().loss for metrics in results]
         pieces = [_pieces(held.params) for _, held in pipeline.chunk_states(state)]
+        if case.delay_ms:
+            _check_announcements(pipeline, process, metrics.result().sums.looking_ahead)
     process.finish()
     return losses, pieces
+
+
+def _options(case: Case) -> dict[str, Any]:
+    from rrfp_jax.schedules import ScheduleRequest, build_schedule
+    from rrfp_jax.testing import DelayedStage
+    from tests.multiprocess.models import num_microbatches
+
+    options = dict(case.options)
+    if name := options.get("schedule"):
+        request = ScheduleRequest(num_stages=case.num_stages, num_microbatches=num_microbatches(case) // case.data)
+        options["schedule"] = build_schedule(name, request)
+    if case.delay_ms:
+        options["wrap_stage"] = lambda stage: DelayedStage(stage, lambda *_: case.delay_ms / 1e3)
+    return options
+
+
+def _check_announcements(pipeline: Any, process: Any, looking_ahead: int) -> None:
+    """Announcements go from the leader of a stage's processes to that of another's, and every log can be replayed."""
+    from rrfp_jax.arbitration import Announce, TaskAnnounced
+
+    for unit, log in pipeline.runtime.logs().items():
+        entries = [entry for segment in log.segments for entry in segment.entries]
+        leads = process.members()[unit][0] == 0
+        assert any(isinstance(event, TaskAnnounced) for event, _ in entries) == leads, (unit, process.rank)
+        assert any(isinstance(answer, Announce) for _, answers in entries for answer in answers) == leads
+        assert all(segment.replay() == segment.entries for segment in log.segments)
+    if not process.rank:
+        assert looking_ahead == process.layout.num_units
 
 
 def _start_jax_once(cluster: Cluster, num_devices: int) -> None:
