@@ -68,8 +68,9 @@ bench-gpu bench-tpu: setup ## measure a pipeline on one accelerator beside a pla
 # ----------------------------------------------------------------------------------------------------- checks
 
 .PHONY: test test-slow test-gpu test-tpu check lint types imports format
+# In the order of the folders: by default modules with one long test would come last, and all cores but one would wait.
 test: dev ## run the fast tests, on all cores
-	@$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)

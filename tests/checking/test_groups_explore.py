@@ -50,6 +50,7 @@ def test_leader(groups, split, ordered):
     explore_all(graph, groups=groups, hints=hints_of(graph), windows=[1, (1, 2), (2, 1), 2], ordered=ordered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [(2, 2), (2, 1), (1, 2)], ids=str)
 @ORDERED_OR_NOT
 def test_leader_with_three_microbatches(groups, ordered):
