@@ -3,6 +3,7 @@
 Everything here runs on the event loop. Tasks run on the actor's compute thread; their completions come back as events.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +44,7 @@ Tell = Callable[[int, int, int, Note], None]
 
 AnnounceTo = Callable[[int, int, Message], None]
 """Called with a stage, the step and the message whose task has started, for that stage to hear of."""
-WakeLater = Callable[[float, Callable[[], None]], object]
+WakeLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """Called with a time (``time.perf_counter``) and what to call then, on the event loop."""
 
 
@@ -69,6 +70,8 @@ class StageActor:
         self.last_event_s = time.perf_counter()
         self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
         self._announce, self._wake_later = announce, wake_later
+        self._wake: asyncio.TimerHandle | None = None
+        """Ends the present hold; a task that starts has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
@@ -103,6 +106,7 @@ class StageActor:
         self._handle(TaskAnnounced(step, time.perf_counter(), message))
 
     def _woken(self, asked: WakeAt) -> None:
+        self._wake = None
         self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
@@ -127,17 +131,19 @@ class StageActor:
             self._start_coming()
 
     def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
-        outgoing = []
+        outgoing, announced = [], []
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._submit(instruction)
+                self._wake_no_more()
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, Announce):
-                self._announce(instruction.stage, instruction.step, instruction.message)
+                announced.append(instruction)
             elif isinstance(instruction, WakeAt):
-                self._wake_later(instruction.time_s, partial(self._woken, instruction))
+                self._wake_no_more()
+                self._wake = self._wake_later(instruction.time_s, partial(self._woken, instruction))
             elif isinstance(instruction, FinishStep):
                 self._finish(instruction.step, time_s)
             else:
@@ -145,6 +151,13 @@ class StageActor:
                 self._tell(self.stage, instruction.member, instruction.step, instruction.note)
         for item in outgoing:  # later than the hand-over of the next task, for it takes longer
             self._transport.send(*item)
+        for step, message, stage in announced:  # which no data should wait for
+            self._announce(stage, step, message)
+
+    def _wake_no_more(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

@@ -300,8 +300,8 @@ class PipelineRuntime:
         else:
             self._pump(self._actors[stage].announced, step, message)
 
-    def _wake_later(self, at_s: float, call: Callable[[], None]) -> None:
-        self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._pump, call)
+    def _wake_later(self, at_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._pump, call)
 
     def _take_completions(self) -> None:
         self._is_waking = False

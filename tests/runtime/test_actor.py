@@ -1,8 +1,25 @@
 """The actor carries out what its arbiter answers, the most urgent first."""
 
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
-from rrfp_jax.arbitration import HINTS, Message, RunTask, StageArbiter, StageSetup, StepRules, ready
+from rrfp_jax.arbitration import (
+    HINTS,
+    Announce,
+    ClockTick,
+    Event,
+    Instruction,
+    Message,
+    MessageKind,
+    RunTask,
+    Send,
+    StageArbiter,
+    StageSetup,
+    StepRules,
+    WakeAt,
+    ready,
+)
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
@@ -45,6 +62,70 @@ class Journal:
         return taken
 
 
+def no_timer(*_: object) -> Any:
+    raise AssertionError("nothing is held here")
+
+
+class Timers:
+    """Timers that ring when they are told to."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Any] = {}
+        self.cancelled: list[int] = []
+
+    def later(self, _: float, call: Any) -> Any:
+        number = len(self.calls)
+        self.calls[number] = call
+        return SimpleNamespace(cancel=lambda: self.cancelled.append(number))
+
+
+class HoldingArbiter(StageArbiter):
+    """Answers as it is told."""
+
+    answers: deque[list[Instruction]]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        self.told = [*getattr(self, "told", []), event]
+        return self.answers.popleft()
+
+
+def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
+    journal, timers = Journal(), Timers()
+    arbiter = HoldingArbiter(StageSetup(chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2))
+    activation = Message(MessageKind.ACTIVATION, 0, 1, 0)
+    first, second = (RunTask(0, Task.parse(f"0F{number}")) for number in range(2))
+    arbiter.answers = deque([[WakeAt(0, 1.0)], [WakeAt(0, 2.0)], [WakeAt(0, 3.0)]])
+    arbiter.answers.append([first, Announce(0, activation, 1), Send(0, activation, 1)])
+    arbiter.answers.append([second])
+    actor = StageActor(
+        arbiter,
+        journal,
+        journal,
+        submit=journal.submit,
+        ended=lambda *_: None,
+        announce=lambda stage, step, message: journal.lines.append(f"announce {message.kind} to stage {stage}"),
+        wake_later=timers.later,
+        log_steps=1,
+    )
+    actor.announced(0, activation)
+    actor.announced(0, activation)
+    assert timers.cancelled == [0], "only the latest end of a hold counts"
+    timers.calls[1]()
+    assert isinstance(arbiter.told[-1], ClockTick)
+    assert arbiter.told[-1].time_s >= 2.0
+    assert timers.cancelled == [0], "what has rung need not be cancelled"
+    actor.announced(0, activation)
+    assert timers.cancelled == [0, 2]
+    assert journal.taken() == [
+        "run 0F0",
+        "payload activation 0",
+        "send 0 to stage 1",
+        "announce activation to stage 1",
+    ]
+    actor.announced(0, activation)
+    assert (journal.taken(), timers.cancelled) == (["run 0F1"], [0, 2])
+
+
 def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_it() -> None:
     """The next task may replace what is sent; and the stage should not wait while it is being sent."""
     journal = Journal()
@@ -58,7 +139,7 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
         submit=journal.submit,
         ended=lambda *_: None,
         announce=lambda *_: None,
-        wake_later=lambda *_: None,
+        wake_later=no_timer,
         log_steps=1,
     )
     actor.start_step(0, {}, arbiter.graph, arbiter.plan_without(()))
