@@ -20,6 +20,7 @@ from typing import Any
 from experiments.console import make_console, make_table
 from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import checking_input, run_command
+from experiments.machine import parse_link_delays_ms
 from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, given_order, parse_ordering
 from experiments.outputs import check_outputs, draw, last_steps
@@ -29,6 +30,7 @@ from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
+from rrfp_jax.simulation.links import Links, both_directions
 from rrfp_jax.simulation.result import RunMetrics, run_metrics
 from rrfp_jax.timeline import Timeline
 
@@ -55,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         resolved = _resolve(arguments)
         durations_ms = _durations(arguments, resolved)
         num_steps = _num_steps(arguments, durations_ms)
+        delays_ms = parse_link_delays_ms(arguments.link_delay_ms)
+        links = Links(extra_ms=both_directions(delays_ms, arguments.num_stages * arguments.data))
 
         process = enter(
             num_stages=arguments.num_stages,
@@ -90,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         progress_deadline_s=arguments.progress_deadline_s,
         log_steps=_LOG_STEPS,
         events=arguments.events and Path(arguments.events),
+        link_delays_ms=links.extra_ms,
     )
     agreement_us = agreement_us_per_task(process, arbiters, emulation)
     process.finish()
@@ -196,6 +201,11 @@ def make_parser() -> CommandParser:
         default=60.0,
         metavar="S",
         help="when another process that is silent is lost",
+    )
+    work.add_argument(
+        "--link-delay-ms",
+        metavar="A-B:MS,...",
+        help="hand tensors on a link between two stages over so much later, both directions, as 1-2:30",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -4,6 +4,7 @@ A run of one process needs nothing but devices. In a run of several, :class:`Pro
 this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -183,6 +184,7 @@ class Process:
         progress_deadline_s: float,
         log_steps: int,
         just_in_time: bool = False,
+        delay_s: Callable[[Message], float] | None = None,
     ) -> PipelineRuntime:
         """Start the hosted units' actors, and wait until all processes have started theirs.
 
@@ -191,6 +193,7 @@ class Process:
             make_stage: builds a unit's executor.
             edge: what a message carries and how it lies at both ends; None for plain data.
             just_in_time: choose a stage's next task when the running one may end within the host's latency.
+            delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
 
         Raises RunFailed where another process is lost meanwhile.
         """
@@ -201,6 +204,7 @@ class Process:
         by_transfer = self._connect_stages(arbiters[0].placement, messages)
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
+            deliver = deliver if delay_s is None else _delayed(deliver, delay_s)
             self._transport = self._make_transport(arbiters[0].placement, edge, deliver, failed, by_transfer)
             self._transport.prepare(messages)
             return self._transport
@@ -389,6 +393,19 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
         for message in (*sent, *plan.arrivals):
             ways.setdefault(message[:3], message)
     return list(ways.values())
+
+
+def _delayed(deliver: Deliver, delay_s: Callable[[Message], float]) -> Deliver:
+    """Hand over every message so much later."""
+
+    def later(unit: int, step: int, message: Message, payload: Any) -> None:
+        seconds = delay_s(message)
+        if seconds > 0:
+            asyncio.get_running_loop().call_later(seconds, deliver, unit, step, message, payload)
+        else:
+            deliver(unit, step, message, payload)
+
+    return later
 
 
 def _first_devices(layout: Layout, num_devices: int) -> tuple[jax.Device, ...]:

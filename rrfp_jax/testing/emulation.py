@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rrfp_jax.arbitration import Message, StageArbiter
+from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
@@ -60,6 +60,7 @@ def emulate(
     progress_deadline_s: float = 60.0,
     log_steps: int = 2,
     events: Path | None = None,
+    link_delays_ms: Mapping[tuple[int, int], float] | None = None,
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
@@ -74,6 +75,7 @@ def emulate(
         log_steps: how many steps of the event logs are kept.
         events: where to write the event logs in the end, however the run ends; of several processes each writes its
             own, with the rank in the name.
+        link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
@@ -110,10 +112,17 @@ def emulate(
             target=shardings[stage_of[message.target]],
         )
 
+    def delay_s(message: Message) -> float:
+        if link_delays_ms is None or message.kind not in (MessageKind.ACTIVATION, MessageKind.GRADIENT):
+            return 0.0
+        ends = placement.stage_of_chunk[message.source], placement.stage_of_chunk[message.target]
+        return link_delays_ms.get(ends, 0.0) * 1e-3
+
     runtime = process.start(
         arbiters,
         make_stage,
         edge=edge,
+        delay_s=delay_s if link_delays_ms else None,
         progress_deadline_s=progress_deadline_s,
         log_steps=log_steps,
         just_in_time=just_in_time,

@@ -22,6 +22,7 @@ def run(
     chunks_per_stage: int = 1,
     dispatch_ahead: int = 0,
     shortest_s: float = 0.0,
+    link_delays_ms: dict[tuple[int, int], float] | None = None,
     **order: Any,
 ) -> Emulation:
     resolved = Ordering(**order).resolve(
@@ -30,7 +31,7 @@ def run(
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
     durations = np.broadcast_to(np.array(durations_ms, np.float64), shape)
     arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead, shortest_s=shortest_s)
-    return emulate(arbiters, durations, num_steps, log_steps=num_steps + 1)
+    return emulate(arbiters, durations, num_steps, log_steps=num_steps + 1, link_delays_ms=link_delays_ms)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,18 @@ def test_a_stage_holds_for_what_is_in_sight_and_says_so() -> None:
     alone = run((10, 20, 40), num_steps=1, schedule="zb-h1", foresight=False)
     assert not [wait for wait in alone.timeline.waits if wait.reason is IdleReason.HOLD]
     assert alone.looking_ahead == 0
+
+
+def test_a_slow_link_hands_tensors_over_later_and_stages_hold_for_them() -> None:
+    slow = {(0, 1): 30.0, (1, 0): 30.0}
+    emulation = run((10, 10, 10), num_steps=3, schedule="zb-h1", link_delays_ms=slow)
+    assert any(wait.reason is IdleReason.HOLD for wait in emulation.timeline.waits)
+    check_replays(emulation)
+    for step in range(3):
+        spans = {str(span.task): span for span in emulation.timeline.of_step(step).spans}
+        for m in range(NUM_MICROBATCHES):
+            for sent, got in ((f"0F{m}", f"1F{m}"), (f"1I{m}", f"0I{m}")):
+                assert spans[got].start_s - spans[sent].end_s > 0.028  # timers come in whole milliseconds
 
 
 def test_foresight_sleeps_where_tasks_are_shorter_than_it_needs() -> None:
