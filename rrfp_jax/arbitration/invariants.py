@@ -4,6 +4,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rrfp_jax.arbitration.footprint import Footprint
+from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import FINISHED, gates
 from rrfp_jax.arbitration.ready_set import HELD
 from rrfp_jax.arbitration.story import DUE, RUNNING
@@ -35,6 +36,8 @@ def check(arbiter: "StageArbiter") -> None:
     _check_window(arbiter, unfinished)
     if arbiter._footprint is not None:
         _check_footprint(arbiter, arbiter._footprint)
+    if arbiter._foresight is not None:
+        _check_foresight(arbiter, arbiter._foresight)
 
 
 def _check_counts(arbiter: "StageArbiter") -> None:
@@ -92,3 +95,13 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
             changes.append(-int(left not in (FINISHED, DUE)))
     assert footprint.held == held
     assert max(accumulate(changes, initial=held)) <= footprint.limit
+
+
+def _check_foresight(arbiter: "StageArbiter", foresight: Foresight) -> None:
+    """Nothing is in sight that is here, no position is skipped that is left; only a free stage with work holds."""
+    waiting = arbiter._waiting
+    assert foresight.announced_s.keys().isdisjoint(arbiter._arrived)
+    assert all(waiting[node] < 0 for node in arbiter._ranked.at[: foresight.next])
+    if foresight.is_holding:
+        assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])
+        assert arbiter._choose()[0] is not None

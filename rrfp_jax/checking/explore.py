@@ -5,30 +5,44 @@ start of a step there, or a note from another member of its group. Things that c
 in flight to it is delivered, a task that it runs ends, or, where stages decide early, the last one handed over is said
 to be about to end, at any moment or never, whatever a timer would say. Any of them may happen next; only the starts of
 steps reach a place in their order, each after the end of the step before, and no task ends before a due one in front of
-it. Decisions that come too late or twice are tried in every state and must change nothing. The arbiter answers with
-instructions; what it sends is in flight from then on. A global state is thus a state per place: what is in flight
-follows, as what the places have sent and not yet received. Every event makes progress and there are finitely many (of
-notes too, as :mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs end, and a breadth-first search over global
-states covers all runs.
+it. Decisions that come too late or twice are tried in every state and must change nothing. A stage that holds may be
+woken by the tick that it has asked for, at any moment. The arbiter answers with instructions; what it sends is in
+flight from then on. A global state is thus a state per place: what is in flight follows, as what the places have sent
+and not yet received. Every event makes progress and there are finitely many (of notes too, as
+:mod:`rrfp_jax.arbitration.group_rounds` argues), so all runs end, and a breadth-first search over global states covers
+all runs.
 
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
 :mod:`rrfp_jax.checking.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
-messages sent once and complete, strict rows, no idling with work at hand), as do the arbiter's own invariants; and all
-members of a group launch the same sequence of tasks. Where a group's tasks are collectives (``Setting.collective``), a
-task ends on no member before all have started it.
+messages sent once and complete, strict rows, no idling with work at hand, footprint, announcements, holds), as do the
+arbiter's own invariants; and all members of a group launch the same sequence of tasks. Where a group's tasks are
+collectives (``Setting.collective``), a task ends on no member before all have started it.
+
+Why free choice covers foresight
+--------------------------------
+What foresight decides depends on times, averages and announcements, none of which are explored. But it is asked only
+where the row's next entry lacks nothing but inputs, and wherever it is asked it has the best task run, has another
+candidate run, or holds. So real foresight is replaced by one that is told what to choose
+(:mod:`rrfp_jax.checking.free_choice`), and every event is followed with each way to choose; each run under real
+foresight, whatever it has learnt and been told, is one of these as far as tasks, messages and steps go. An announcement
+can do no more than make it choose again while the stage holds, and so can a tick. Hence the only one that is a move is
+the tick that was asked for, after which a stage must run something: it may come at any moment. Early and vain ticks and
+announcements of all kinds are tried in every state and must change nothing where the choice stays the same; where it
+does not, an announcement must lead to where that tick leads.
 
 Why the reductions lose nothing
 -------------------------------
-*States once.* An arbiter is deterministic and equal keys mean equal futures, so a place's states are numbered by key
-and judge's account, each transition between them is made once by a real arbiter (:mod:`rrfp_jax.checking.automaton`),
-and a global state is a tuple of numbers. Settings that differ in one stage's window share the other places' automata.
+*States once.* An arbiter is deterministic but for its choices and equal keys mean equal futures, so a place's states
+are numbered by key and judge's account, each transition between them is made once by a real arbiter
+(:mod:`rrfp_jax.checking.automaton`), and a global state is a tuple of numbers. Settings that differ in one stage's
+window share the other places' automata.
 
 *Silent deliveries wait.* A delivery is silent if the arbiter answers with no instruction, as one to a busy stage that
 completes no gate. It changes nothing but that place's own state, so it commutes with everything that happens elsewhere
-and can be postponed until just before the next visible event of its place. A *move* of a place is therefore a set X of
-packets in flight to it, delivered silently, and then one visible event: an answered delivery or the end of a task. All
-sets X are tried, messages too early for their step included. That the order within X is irrelevant is not assumed: all
-orders are followed, and a difference is an error.
+(a hold that goes on is no instruction) and can be postponed until just before the next visible event of its place. A
+*move* of a place is therefore a set X of packets in flight to it, delivered silently, and then one visible event: an
+answered delivery or the end of a task. All sets X are tried, messages too early for their step included. That the order
+within X is irrelevant is not assumed: all orders are followed, and a difference is an error.
 
 *Silent decisions wait.* A decision that the arbiter answers with no instruction, as where nothing is ready, may come
 after whatever happens next at its place as well: after a packet's delivery, which then is answered together with the
@@ -50,11 +64,13 @@ tests compare both. Moves of different places are interleaved in every way; noth
 """
 
 from collections.abc import Hashable
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from rrfp_jax.checking.automaton import Fault, PlaceAutomaton
 from rrfp_jax.checking.contract import Wiring, wiring
+from rrfp_jax.checking.free_choice import FreeChoice
 from rrfp_jax.checking.judge import diverging, stuck
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
@@ -90,6 +106,8 @@ class Explorer:
 
     def search(self, setting: Setting) -> "Search":
         """A search of a setting that has not begun."""
+        if setting.foresight is not None:
+            setting = replace(setting, foresight=FreeChoice())
         key = setting.wiring_key()
         wires = self._wirings.get(key)
         if wires is None:
@@ -178,7 +196,7 @@ class Search:
             move = next(
                 m for m in automaton.moves(before[place], self.in_flight(before, place)) if m.target == after[place]
             )
-            events += [Stimulus(place, event) for event in automaton.events(move)]
+            events += automaton.stimuli(move)
         return tuple(events)
 
     def in_flight(self, state: State, place: int) -> int:
@@ -193,8 +211,7 @@ class Search:
         try:
             return self.automata[place].expand(state[place], in_flight)
         except Fault as fault:
-            events = [Stimulus(place, event) for event in fault.events]
-            raise CheckError(fault.what, self.setting, (*self.trace(state), *events)) from fault
+            raise CheckError(fault.what, self.setting, (*self.trace(state), *fault.stimuli)) from fault
 
     def _check_sequences(self, state: State, group: tuple[int, ...]) -> None:
         """All members of a group have launched the same tasks, as far as each has come."""

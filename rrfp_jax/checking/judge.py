@@ -12,53 +12,39 @@ contract:
 * a step ends with a task, message or input left over;
 * the stage idles although a task is ready that the window rule admits (readiness means to skip what is absent, never
   to wait). A member of a group may idle so, since the others may not be ready;
-* a member of a group gives another one the same note twice, or gives one to nobody.
+* a member of a group gives another one the same note twice, or gives one to nobody;
+* what :mod:`rrfp_jax.checking.guidance` demands of memory, announcements and holds is not so. A leader may hold for
+  what has arrived on itself and not on the others.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    ClockTick,
     DecideNow,
     Event,
     FinishStep,
     GroupHeard,
     InputArrived,
     Instruction,
+    Message,
+    MessageKind,
     RunTask,
     Send,
     StepStarted,
+    TaskAnnounced,
     TaskFinished,
     TellGroup,
+    WakeAt,
 )
-from rrfp_jax.checking.contract import Contract, Needs, Wiring
+from rrfp_jax.checking.account import Account, places_of
+from rrfp_jax.checking.contract import Contract, Wiring
+from rrfp_jax.checking.guidance import Guidance
 from rrfp_jax.checking.packets import Joined
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.checking.trace import Violation
 from rrfp_jax.tasks import Task, TaskKind
-
-
-class Account(NamedTuple):
-    """The history of a place as far as its contract needs it."""
-
-    step: int = -1
-    """The present step, or the last one if none is active; -1 before the first."""
-    is_active: bool = False
-    started: int = 0
-    """Tasks of the present step."""
-    finished: int = 0
-    """Tasks of the present step."""
-    delivered: int = 0
-    """Packets of all steps that have reached the place."""
-    sent: int = 0
-    """Packets of all steps that the place has sent."""
-    due: int = 0
-    """The task that is about to end and counts as finished for others of the stage, if one is."""
-    queue: tuple[int, ...] = ()
-    """Where stages decide early, the running tasks in the order in which they were handed over and will end."""
-    launched: tuple[RunTask, ...] = ()
-    """On a member of a group, every task that it has started so far, in order."""
 
 
 class StageJudge:
@@ -73,21 +59,17 @@ class StageJudge:
         self.contracts, self.packets = wiring.contracts[place], wiring.packets
         policy = setting.policies[stage]
         self.row = policy if isinstance(policy, tuple) else None
-        self.window = None if isinstance(policy, tuple) else setting.windows[stage]
+        self.window = None if isinstance(policy, tuple) or setting.footprints else setting.windows[stage]
+        self.guidance = Guidance(setting, place, self.contracts)
+        self.has_foresight = setting.foresight is not None
+        """Of the setting; a follower hears announcements too, and does nothing about them."""
         self.capacity = 1 + setting.dispatch_ahead
         self.decides_early = setting.decides_early
         self.demand_work = demand_work and not self.others
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
-        if isinstance(event, TaskFinished):
-            account = self._finish(account, event)
-        elif isinstance(event, DecideNow):
-            account = self._decide(account, event)
-        else:
-            account = account._replace(delivered=account.delivered | self.packets.known(self.place, event))
-            if isinstance(event, StepStarted):
-                account = account._replace(step=event.step, is_active=True, started=0, finished=0)
+        account = self._take(account, event, instructions)
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)
@@ -95,10 +77,29 @@ class StageJudge:
                 account = self._send(account, instruction)
             elif isinstance(instruction, TellGroup):
                 account = self._tell(account, instruction)
+            elif isinstance(instruction, WakeAt):
+                account = self._ask_for_tick(account, instruction)
             elif isinstance(instruction, FinishStep):
                 account = self._finish_step(account, instruction)
+        wrong = self.guidance.wrong_announcement(account, instructions)
+        if wrong is not None:
+            raise Violation(f"{self.name} {wrong}")
         if self.demand_work:
             self._check_idling(account)
+        return account
+
+    def _take(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
+        if isinstance(event, TaskFinished):
+            return self._finish(account, event)
+        if isinstance(event, DecideNow):
+            return self._decide(account, event)
+        if isinstance(event, ClockTick):
+            return self._tick(account, event, instructions)
+        if isinstance(event, TaskAnnounced):
+            return account
+        account = account._replace(delivered=account.delivered | self.packets.known(self.place, event))
+        if isinstance(event, StepStarted):
+            account = account._replace(step=event.step, is_active=True, started=0, finished=0)
         return account
 
     def running(self, account: Account) -> list[Task]:
@@ -106,7 +107,7 @@ class StageJudge:
         if not account.is_active:
             return []
         contract = self.contracts[account.step]
-        return [contract.tasks[place] for place in _places(account.started & ~account.finished)]
+        return [contract.tasks[place] for place in places_of(account.started & ~account.finished)]
 
     def may_end(self, account: Account) -> list[Task]:
         """Those that may end next: where stages decide early, the first one that was handed over."""
@@ -118,13 +119,28 @@ class StageJudge:
             return None
         return DecideNow(account.step, 0.0, self._task(account, account.queue[-1]))
 
-    def idle_decisions(self, account: Account) -> list[DecideNow]:
-        """What such a stage may be told without any consequence: too late, twice, or not of the last task."""
+    def idle_events(self, account: Account) -> list[Event]:
+        """What a stage may be told without any consequence."""
+        return [*self._idle_decisions(account), *self._idle_favours(account)]
+
+    def _idle_decisions(self, account: Account) -> list[Event]:
+        """Decisions that come too late, twice, or are not about the last task."""
         if not self.decides_early or not account.is_active:
             return []
-        tasks = [self.contracts[account.step].tasks[place] for place in _places(account.started)]
+        tasks = [self.contracts[account.step].tasks[place] for place in places_of(account.started)]
         useful = self.decision(account)
         return [DecideNow(account.step, 0.0, t) for t in tasks if useful is None or t != useful.task]
+
+    def _idle_favours(self, account: Account) -> list[Event]:
+        """Early ticks, and announcements of what is coming, has come or does not exist, of this step and of others."""
+        if not self.has_foresight or account.step < 0:
+            return []
+        inputs = self.packets.stimuli(self.contracts[account.step].inputs)
+        nothing = Message(MessageKind.ACTIVATION, 1 << 16, 0, 0)
+        messages = [*(e.message for _, e, _ in inputs if isinstance(e, InputArrived)), nothing]
+        steps = range(account.step - 1, account.step + 2)
+        announcements = [TaskAnnounced(step, 0.0, message) for step in steps for message in messages]
+        return [ClockTick(account.step, 0.0), ClockTick(account.step - 1, 2.0), *announcements]
 
     def due_task(self, account: Account) -> Task | None:
         return self._task(account, account.due) if account.due else None
@@ -163,20 +179,26 @@ class StageJudge:
         if account.started >> place & 1:
             raise Violation(f"{self.name} runs {task} twice")
         needs = contract.needs[place]
-        if not _has(account, needs):
+        if not account.has(needs):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
-        account = account._replace(started=account.started | 1 << place)
+        account = account._replace(started=account.started | 1 << place, wake_s=None)
         if self.decides_early:
             account = account._replace(queue=(*account.queue, 1 << place))
         capacity = self.capacity + (account.due > 0)
         if (account.started & ~account.finished).bit_count() > capacity:
             raise Violation(f"{self.name} runs {task} beside {capacity} other tasks")
-        if self.window is not None and len(self._held(contract, account)) > self.window:
-            held = sorted(self._held(contract, account))
-            raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
+        self._check_memory(contract, account, task)
         if self.row is not None:
             self._check_row(account, task)
         return self._launch(account, instruction) if self.others else account
+
+    def _check_memory(self, contract: Contract, account: Account, task: Task) -> None:
+        limit = self.guidance.limit
+        if self.window is not None and len(self._held(contract, account)) > self.window:
+            held = sorted(self._held(contract, account))
+            raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
+        if limit is not None and (activations := self.guidance.held(contract, account)) > limit:
+            raise Violation(f"{self.name} runs {task} and holds {activations} activations of {limit}")
 
     def _launch(self, account: Account, instruction: RunTask) -> Account:
         account = account._replace(launched=(*account.launched, instruction))
@@ -194,6 +216,21 @@ class StageJudge:
         if account.sent & packet:
             raise Violation(f"{what} twice")
         return account._replace(sent=account.sent | packet)
+
+    def _tick(self, account: Account, event: ClockTick, instructions: list[Instruction]) -> Account:
+        """One that comes early says nothing, another one is still under way."""
+        if account.wake_s is None or event.step != account.step or event.time_s < account.wake_s:
+            return account
+        if not any(isinstance(instruction, RunTask) for instruction in instructions):
+            raise Violation(f"{self.name} goes on holding after the tick that it asked for")
+        return account._replace(wake_s=None)
+
+    def _ask_for_tick(self, account: Account, instruction: WakeAt) -> Account:
+        contract = self._active(account, instruction)
+        task = self._ready_task(contract, account) if account.is_free else None
+        if self.guidance.rules is None or task is None or not self._may_hold(contract, account):
+            raise Violation(f"{self.name} asks for a tick and has nothing to hold")
+        return account._replace(wake_s=instruction.time_s)
 
     def _check_row(self, account: Account, task: Task) -> None:
         assert self.row is not None
@@ -216,7 +253,7 @@ class StageJudge:
 
     def _finish_step(self, account: Account, instruction: FinishStep) -> Account:
         contract = self._active(account, instruction)
-        left = [contract.tasks[place] for place in _places((1 << len(contract.tasks)) - 1 & ~account.finished)]
+        left = [contract.tasks[place] for place in places_of((1 << len(contract.tasks)) - 1 & ~account.finished)]
         if left:
             raise Violation(f"{self.name} ends step {account.step} without {', '.join(map(str, left))}")
         unsent = [str(message) for (message, _), promise in contract.sends.items() if not promise.sent & account.sent]
@@ -234,51 +271,53 @@ class StageJudge:
 
     def _held(self, contract: Contract, account: Account) -> set[int]:
         return {
-            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~_done(account)
+            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~account.done
         }
 
     def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
         needs = contract.needs[contract.place[task]]
-        tasks = [str(contract.tasks[place]) for place in _places(_missing(account, needs))]
-        missing = [event for _, event in self.packets.stimuli(needs.packets & ~account.delivered)]
+        tasks = [str(contract.tasks[place]) for place in places_of(account.missing(needs))]
+        missing = [event for _, event, _ in self.packets.stimuli(needs.packets & ~account.delivered)]
         return ", ".join([*tasks, *(str(event.message) for event in missing if isinstance(event, InputArrived))])
 
     def _check_idling(self, account: Account) -> None:
-        if not account.is_active or self.row is not None or account.started != _done(account):
+        if not account.is_active or self.row is not None or not account.is_free:
             return
         contract = self.contracts[account.step]
-        for place in _places((1 << len(contract.tasks)) - 1 & ~account.started):
-            needs = contract.needs[place]
-            if _has(account, needs):
-                task = contract.tasks[place]
-                if task.kind is not TaskKind.F or self._admits(contract, account, task.microbatch):
-                    raise Violation(f"{self.name} idles although {task} is ready and admissible")
+        task = self._ready_task(contract, account)
+        if task is None:
+            return
+        if self.guidance.rules is None or not self._may_hold(contract, account):
+            raise Violation(f"{self.name} idles although {task} is ready and admissible")
+        if account.wake_s is None:
+            raise Violation(f"{self.name} holds {task} and has not asked to be woken")
 
-    def _admits(self, contract: Contract, account: Account, microbatch: int) -> bool:
-        """The window rule, from its definition."""
-        assert self.window is not None
+    def _ready_task(self, contract: Contract, account: Account) -> Task | None:
+        """A task that is ready and admissible, if there is one."""
+        for place in places_of((1 << len(contract.tasks)) - 1 & ~account.started):
+            if account.has(contract.needs[place]) and self._admits(contract, account, place):
+                return contract.tasks[place]
+        return None
+
+    def _may_hold(self, contract: Contract, account: Account) -> bool:
+        """Whether the row's next entry lacks nothing but packets."""
+        place = self.guidance.next_entry(account)
+        if place is None or account.missing(contract.needs[place]) or not self._admits(contract, account, place):
+            return False
+        lacks_packets = bool(contract.needs[place].packets & ~account.delivered)
+        return lacks_packets or (bool(self.others) and bool(contract.needs[place].packets))
+
+    def _admits(self, contract: Contract, account: Account, place: int) -> bool:
+        """Whether footprint or window admits a task, from their definitions."""
+        kind, _, microbatch = contract.tasks[place]
+        if kind is not TaskKind.F:
+            return True
+        if self.window is None:
+            return self.guidance.limit is None or self.guidance.admits(contract, account, place)
         held = self._held(contract, account)
         after = held | {microbatch}
-        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~_done(account))
+        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done)
         return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
-
-
-def _done(account: Account) -> int:
-    """The tasks that count as done for others of the stage."""
-    return account.finished | account.due
-
-
-def _missing(account: Account, needs: Needs) -> int:
-    """The tasks of the stage that something still waits for."""
-    return (needs.tasks & ~_done(account)) | (needs.ended & ~account.finished)
-
-
-def _has(account: Account, needs: Needs) -> bool:
-    return not (_missing(account, needs) or needs.packets & ~account.delivered)
-
-
-def _places(bits: int) -> list[int]:
-    return [place for place in range(bits.bit_length()) if bits >> place & 1]
 
 
 def stuck(setting: Setting, unfinished: Iterable[int]) -> str:

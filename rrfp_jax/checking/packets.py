@@ -20,11 +20,17 @@ class Joined(NamedTuple):
     task: Task
 
 
+Choice = Task | None
+"""What a place that looks ahead runs next; None: it holds."""
+
+
 class Stimulus(NamedTuple):
     """An event and the place that it happens to."""
 
     place: int
     event: Event
+    choices: tuple[Choice, ...] = ()
+    """Where foresight is replaced by free choice, what is chosen; afterwards the first of what there is to choose."""
 
 
 class Packets:

@@ -28,8 +28,9 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     TellGroup,
 )
+from rrfp_jax.checking.account import Account
 from rrfp_jax.checking.contract import wiring
-from rrfp_jax.checking.judge import Account, StageJudge, diverging, stuck
+from rrfp_jax.checking.judge import StageJudge, diverging, stuck
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.checking.trace import CheckError, Violation
@@ -121,7 +122,7 @@ class _Walk:
             self._run(place, instruction)
         elif isinstance(instruction, Send):
             promise = self.wires.contracts[place][instruction.step].sends[instruction.message, instruction.stage]
-            for target, arrival in self.wires.packets.stimuli(promise.sent):
+            for target, arrival, _ in self.wires.packets.stimuli(promise.sent):
                 self._deliver(target, arrival)
         elif isinstance(instruction, FinishStep):
             if self.starts[place]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
     Consumption,
+    ForesightRules,
     GroupProtocol,
     Hint,
     StageArbiter,
@@ -51,6 +52,10 @@ class Setting:
     dispatch_ahead: int = 0
     decides_early: bool = False
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
+    footprints: tuple[int, ...] = ()
+    """Per stage how many activations it may hold, in place of the windows; empty: these count."""
+    foresight: ForesightRules | None = None
+    """How the stages wait for their tables' next entries; exhaustive exploration puts free choice in its place."""
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
     groups: tuple[int, ...] = ()
@@ -68,8 +73,17 @@ class Setting:
             raise ValueError(f"groups is {self.groups} for {self.num_stages} stages: give each at least 1 process")
         if len(self.policies) != self.num_stages:
             raise ValueError(f"{len(self.policies)} policies for {self.num_stages} stages: give one for each stage")
+        if self.footprints and len(self.footprints) != self.num_stages:
+            raise ValueError(f"{len(self.footprints)} footprints for {self.num_stages} stages: give one for each stage")
+        if self.footprints or self.foresight is not None:
+            self._check_rows()
         if not self.absences:
             raise ValueError("absences has no entry, so no step would run: give one set of pairs for each step")
+
+    def _check_rows(self) -> None:
+        for stage, chunks in enumerate(self.placement.chunks_of_stage):
+            if not set(self.graph.tasks(chunks)) <= set(self.row(stage) or ()):
+                raise ValueError(f"the row of stage {stage} lacks tasks, which footprint and foresight need: name all")
 
     @property
     def num_stages(self) -> int:
@@ -99,6 +113,17 @@ class Setting:
         stage = self.places[place].stage
         return tuple(self.place(stage, member) for member in range(self.group_size(stage)))
 
+    def row(self, stage: int) -> tuple[Task, ...] | None:
+        """The row of the table by which a stage ranks what is ready, if there is one."""
+        policy = self.policies[stage]
+        return None if isinstance(policy, tuple) else policy.row
+
+    def has_foresight(self, place: int) -> bool:
+        """Whether a place looks ahead: of a group only a leader does."""
+        is_leading = self.protocol is GroupProtocol.LEADER and self.places[place].member == 0
+        is_alone = self.group_size(self.places[place].stage) == 1
+        return self.foresight is not None and (is_alone or is_leading)
+
     def name(self, place: int) -> str:
         """A place in messages to people."""
         stage, member = self.places[place]
@@ -118,6 +143,8 @@ class Setting:
             window=self.windows[stage],
             rules=self.rules,
             dispatch_ahead=self.dispatch_ahead,
+            foresight=self.foresight,
+            footprint=self.footprints[stage] if self.footprints else None,
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
@@ -129,7 +156,8 @@ class Setting:
     def place_key(self, place: int) -> Hashable:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
         stage = self.places[place].stage
-        own = (place, self.windows[stage], self.policies[stage], self.dispatch_ahead, self.decides_early)
+        memory = self.footprints[stage] if self.footprints else None, self.windows[stage]
+        own = (place, memory, self.policies[stage], self.dispatch_ahead, self.decides_early, self.foresight)
         if self.group_size(stage) == 1:
             return (*own, self.arbiter)
         return (*own, self.protocol, self.collective, self.make_member)
@@ -143,7 +171,8 @@ class Setting:
             f"{self.graph.num_microbatches} microbatches, edges {edges or 'none'}, windows {self.windows}, "
             f"hint {shown}, {'ordered' if self.rules.ordered else 'free'} accumulation, "
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
-            f"{', early decisions' if self.decides_early else ''}{self._describe_groups()}"
+            f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
+            f"{f', footprints {self.footprints}' if self.footprints else ''}{self._describe_groups()}"
         )
 
     def _describe_groups(self) -> str:

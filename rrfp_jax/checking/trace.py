@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from rrfp_jax.arbitration import IllegalTransition, Instruction, StageArbiter
 from rrfp_jax.arbitration.story import of_event, of_instruction
+from rrfp_jax.checking.free_choice import FreeChoice
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
 
@@ -27,7 +28,14 @@ def replay(setting: Setting, trace: Iterable[Stimulus]) -> Iterator[tuple[Stimul
     """Drive fresh arbiters through a trace; yields every event with the instructions that answered it."""
     arbiters = [setting.make_arbiter(place) for place in range(setting.num_places)]
     for stimulus in trace:
-        yield stimulus, arbiters[stimulus.place].handle(stimulus.event)
+        yield stimulus, act(setting, arbiters[stimulus.place], stimulus)
+
+
+def act(setting: Setting, arbiter: StageArbiter, stimulus: Stimulus) -> list[Instruction]:
+    """What an arbiter answers to an event, with the choices that belong to it."""
+    if isinstance(setting.foresight, FreeChoice):
+        setting.foresight.script.choose(stimulus.choices)
+    return arbiter.handle(stimulus.event)
 
 
 def tell(setting: Setting, trace: Trace) -> list[str]:
@@ -39,6 +47,8 @@ def tell(setting: Setting, trace: Trace) -> list[str]:
             answer = ", ".join(of_instruction(i) for i in next(answers)[1])
         except (IllegalTransition, AssertionError) as error:
             answer = f"refused: {error}"
+        except StopIteration:  # behind a refused one
+            break
         name = setting.name(stimulus.place)
         lines.append(
             f"{number:4}. {name}, step {stimulus.event.step}: {of_event(stimulus.event)}{answer and ': ' + answer}"
@@ -49,9 +59,9 @@ def tell(setting: Setting, trace: Trace) -> list[str]:
 def _waiting(setting: Setting, trace: Trace) -> list[str]:
     """Where each place stands after the trace: what runs, and what each unfinished task lacks."""
     arbiters = [setting.make_arbiter(place) for place in range(setting.num_places)]
-    for place, event in trace:
+    for stimulus in trace:
         try:
-            arbiters[place].handle(event)
+            act(setting, arbiters[stimulus.place], stimulus)
         except (IllegalTransition, AssertionError):
             break
     return [line for place, arbiter in enumerate(arbiters) for line in _standing(setting.name(place), arbiter)]

@@ -7,6 +7,7 @@ import pytest
 from rrfp_jax.arbitration import (
     HINTS,
     Agreement,
+    DecideNow,
     FinishStep,
     IllegalTransition,
     InputArrived,
@@ -52,6 +53,9 @@ class Stage:
 
     def finish(self, text, step=0):
         return self.handle(TaskFinished(step, 0.0, Task.parse(text)))
+
+    def decide(self, text, step=0):
+        return self.handle(DecideNow(step, 0.0, Task.parse(text)))
 
     def activation(self, source, target, microbatch, step=0):
         return self.handle(InputArrived(step, 0.0, Message(MessageKind.ACTIVATION, source, target, microbatch)))

@@ -27,8 +27,8 @@ def explored(setting, *, reduced):
         # notes within groups are numbered as they come up, so their numbers say nothing elsewhere
         sent = frozenset(search.packets.stimuli(account.sent)) if setting.groups else account.sent
         if not account.is_active:
-            return (account.step + 1, 0, 0, sent)
-        return (account.step, account.started, account.finished, sent)
+            return (account.step + 1, 0, 0, sent, None)
+        return (account.step, account.started, account.finished, sent, account.wake_s)
 
     return {tuple(map(visible, search.automata, state)) for state in search.came_from}, len(search.came_from)
 
