@@ -67,7 +67,7 @@ def test_the_gain_over_the_fused_table_with_8_stages_and_16_microbatches(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("comm_ms", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("num_stages", range(2, 17))
+@pytest.mark.parametrize("num_stages", [*range(2, 9), *(pytest.param(p, marks=pytest.mark.slow) for p in range(9, 17))])
 def test_it_holds_no_more_and_takes_no_longer_than_the_fused_table(name: str, comm_ms: float, num_stages: int) -> None:
     for num_microbatches in (num_stages, 2 * num_stages, 4 * num_stages):
         check_against_the_fused(
