@@ -112,6 +112,16 @@ def test_a_split_backward_trains_on_one_device(tmp_path: Path) -> None:
     assert all(5 < row["loss"] < 6.5 for row in rows)
 
 
+def test_a_schedule_as_hint_trains_within_its_footprint_and_tells_where_it_looks_ahead(tmp_path: Path) -> None:
+    order = ("--schedule", "1f1b", "--hint", "schedule", "--window", "null", "--num-stages", 2, "--devices", 1)
+    result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = rows_of(tmp_path)
+    assert rows[0]["looking_ahead"] == 2, "before anything is known of durations"
+    assert f"ahead {rows[1]['looking_ahead']}/2" in result.stdout
+    assert "may hold" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -123,6 +133,10 @@ def test_a_split_backward_trains_on_one_device(tmp_path: Path) -> None:
         (("--hint", "fastest"), "choose one of"),
         (("--consume", "strict"), "needs a schedule"),
         (("--consume", "strict", "--schedule", "gpipe", "--window", 4), "window"),
+        (("--foresight", "true"), "foresight needs a schedule that ranks what is ready"),
+        (("--footprint", "on", "--hint", "null"), "footprint needs a schedule that ranks what is ready"),
+        (("--footprint", "some"), "pipeline.footprint is 'some': give true or false"),
+        (("--schedule", "1f1b", "--hint", "schedule", "--window", 3), "give at least 4, leave window out"),
         (("--learning-rate", "fast"), "optimizer.learning_rate is 'fast'"),
         (("--steps", 0), "steps is 0"),
         (("--num-heads", 5), "head"),

@@ -5,6 +5,8 @@ from math import inf
 
 from rrfp_jax.arbitration import (
     Agreement,
+    Announce,
+    ClockTick,
     DecideNow,
     Event,
     GroupHeard,
@@ -17,8 +19,10 @@ from rrfp_jax.arbitration import (
     StageSetup,
     StepRules,
     StepStarted,
+    TaskAnnounced,
     TaskFinished,
     TellGroup,
+    WakeAt,
     hint_by_name,
     ready,
 )
@@ -102,6 +106,8 @@ class LoggedRun:
             number = next(n for n, (p, e) in enumerate(self.pending) if p == place and type(e) is type(event))
         self.now_s += 1.0
         place, event = self.pending.pop(number)
+        if isinstance(event, ClockTick):
+            self.now_s = max(self.now_s, event.time_s)
         return place, event._replace(time_s=self.now_s)
 
     def take(self, place: Place, event: Event) -> None:
@@ -122,6 +128,10 @@ class LoggedRun:
                     self.pending.append((place, DecideNow(step, 0.0, task)))
             case Send(step, message, receiver) if message not in self.lost:
                 self.pending += [(p, InputArrived(step, 0.0, message)) for p in self._deliveries(receiver, member)]
+            case Announce(step, message, receiver):
+                self.pending.append(((receiver, 0), TaskAnnounced(step, 0.0, message)))
+            case WakeAt(step, time_s):
+                self.pending.append((place, ClockTick(step, time_s)))
             case TellGroup(step, other, note):
                 self.pending.append(((stage, other), GroupHeard(step, 0.0, member, note)))
 

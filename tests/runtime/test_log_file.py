@@ -17,6 +17,8 @@ from experiments.ordering import Ordering
 from rrfp_jax.arbitration import (
     HINTS,
     Agreement,
+    ClockTick,
+    ForesightRules,
     GroupProtocol,
     InputArrived,
     Message,
@@ -24,6 +26,7 @@ from rrfp_jax.arbitration import (
     RunTask,
     StageSetup,
     StepRules,
+    TaskAnnounced,
     TaskFinished,
     group_arbiter,
     ready,
@@ -73,6 +76,9 @@ def test_every_order_replays_as_recorded(
     assert [stage.difference or stage.refusal for stage in replay.stages] == [None] * 3
     assert replay.num_events == sum(len(s.entries) for log in run.logs.values() for s in log.segments)
     assert [stage.arbiter.key() for stage in replay.stages] == [arbiter.key() for arbiter in arbiters.values()]
+    events = [type(event) for log in run.logs.values() for s in log.segments for event, _ in s.entries]
+    assert (TaskAnnounced in events) == (resolved.foresight is not None)
+    assert (ClockTick in events) == (resolved.foresight is not None)
 
 
 def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
@@ -98,6 +104,7 @@ def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
                 window=windows[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
+                foresight=None if hints[stage].row is None else ForesightRules(),
             ),
             member,
             num_members,
@@ -124,7 +131,7 @@ def test_an_arbiter_rebuilt_between_steps_goes_on_as_if_nothing_had_been(seed: i
             made, segment = save_arbiter(original), run.logs[place].segments[-1]
             assert from_plain(type(made), json.loads(json.dumps(to_plain(made)))) == made
             events = [*segment.early, *(event for event, _ in segment.entries)]
-            twins[place] = opening(rebuild(made, graph, original.placement), segment.ended, events)
+            twins[place] = opening(rebuild(made, graph, original.placement), segment.ended, events, segment.estimates)
             assert twins[place].key() == original.key()
             assert type(twins[place]) is type(original)
         expected, reason = original.copy(), twins[place].idle_reason()
