@@ -131,6 +131,29 @@ class Timeline:
             self.num_stages, [s for s in self.spans if s.stage == stage], [w for w in self.waits if w.stage == stage]
         )
 
+    def last_steps(self, number: int) -> "Timeline":
+        """The record of the last so many steps."""
+        wanted = frozenset(self.steps()[-number:])
+        return Timeline(
+            self.num_stages,
+            [s for s in self.spans if s.step in wanted],
+            [w for w in self.waits if w.step in wanted],
+        )
+
+    def shifted(self, later_s: float, later_steps: int) -> "Timeline":
+        """The same record, so much later and with larger numbers of steps."""
+        return Timeline(
+            self.num_stages,
+            [
+                s._replace(step=s.step + later_steps, start_s=s.start_s + later_s, end_s=s.end_s + later_s)
+                for s in self.spans
+            ],
+            [
+                w._replace(step=w.step + later_steps, start_s=w.start_s + later_s, end_s=w.end_s + later_s)
+                for w in self.waits
+            ],
+        )
+
     def by_step(self) -> list["Timeline"]:
         """The record of each step, ascending, in one pass."""
         records = {step: Timeline(self.num_stages) for step in self.steps()}

@@ -93,7 +93,8 @@ class StageArbiter:
         self.is_active = False
         self._full = StepPlan(stage_plan(self.graph, self.placement, self.stage, self.rules), self.consumption)
         self._prepared = self._full
-        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph)
+        row = self.consumption.hint.row or ()
+        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph, row)
         if self._row is not None:
             self._row.check_limit(setup.footprint or 0, self.stage)
         self._foresight = None if setup.foresight is None else setup.foresight.make()

@@ -12,7 +12,7 @@ if memory suffices also when everything before it in the row still runs in the r
 this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. An F
 counts as done with in the row from its start, all else from its end, which frees memory. Other tasks are never
 restrained. If a ready F is not admitted, none behind it in the row is, for what stands before it stands before those
-as well; so one question answers for all forwards.
+as well; so one question answers for all forwards, if the hint ranks them in the row's order.
 
 Why it cannot deadlock
 ----------------------
@@ -26,32 +26,41 @@ admissible by the invariant. So in every state with work left something can run,
 ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from rrfp_jax.arbitration.plan import FINISHED
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import DUE
-from rrfp_jax.tasks import PipelineGraph, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 _DONE = (FINISHED, DUE)
+
+
+def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> tuple[int, ...]:
+    """Of each task: 1 where it takes an activation, -1 where it frees one, else 0."""
+    return tuple(
+        0
+        if task.microbatch < 0 or not graph.has_backward(task.chunk)
+        else (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
+        for task in tasks
+    )
 
 
 class RowMemory:
     """What the entries of a stage's row do to its memory: fixed, and the same for every step."""
 
-    __slots__ = ("at", "changes", "peak")
+    __slots__ = ("changes", "nodes", "peak", "place")
 
-    def __init__(self, step: StepPlan, graph: PipelineGraph) -> None:
-        self.at = step.at
-        tasks = [step.plan.tasks[node] for node in step.at]
-        self.changes = tuple(
-            0
-            if task.microbatch < 0 or not graph.has_backward(task.chunk)
-            else (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
-            for task in tasks
-        )
-        """By position: 1 for what takes an activation, -1 for what frees one."""
+    def __init__(self, step: StepPlan, graph: PipelineGraph, row: Iterable[Task]) -> None:
+        index = step.plan.index
+        tasks = [task for task in row if task in index]
+        self.nodes = tuple(index[task] for task in tasks)
+        self.changes = memory_changes(tasks, graph)
+        """Of each entry: 1 where it takes an activation, -1 where it frees one."""
+        of_node = {node: place for place, node in enumerate(self.nodes)}
+        self.place = tuple(of_node.get(node, -1) for node in step.at)
+        """By position, the place in the row; -1 for what it does not name."""
         self.peak = max(accumulate(self.changes), default=0)
         """The most activations that the row holds at once."""
 
@@ -85,25 +94,28 @@ class Footprint:
 
     def start(self, position: int) -> None:
         """The task at this position has started."""
-        if self._row.changes[position] > 0:
+        place = self._row.place[position]
+        if place >= 0 and self._row.changes[place] > 0:
             self.held += 1
 
     def finish(self, position: int) -> None:
         """The task at this position has finished, or counts as if it had."""
-        if self._row.changes[position] < 0:
+        place = self._row.place[position]
+        if place >= 0 and self._row.changes[place] < 0:
             self.held -= 1
 
     def admits(self, position: int, waiting: Sequence[int]) -> bool:
         """Whether the F at this position, which has not started, may start now."""
-        at, changes, first = self._row.at, self._row.changes, self._first
-        while first < position and not _is_left(changes[first], waiting[at[first]]):
+        nodes, changes, first = self._row.nodes, self._row.changes, self._first
+        last = self._row.place[position]
+        while first < last and not _is_left(changes[first], waiting[nodes[first]]):
             first += 1
         self._first = first
-        held = self.held + changes[position]
+        held = self.held + changes[last]
         if held > self.limit:
             return False
-        for place in range(first, position):
-            if _is_left(changes[place], waiting[at[place]]):
+        for place in range(first, last):
+            if _is_left(changes[place], waiting[nodes[place]]):
                 held += changes[place]
                 if held > self.limit:
                     return False

@@ -12,7 +12,7 @@ stands for B, and where neither I nor F can run one W runs and the next round be
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp_jax.tasks import Task, TaskKind
 
@@ -122,11 +122,19 @@ F_PRIORITY = Hint("f-priority", _shallow_rank, _choose_forward_first)
 HINTS = {hint.name: hint for hint in (BF, BFW, BF_DEEP, FB, B_PRIORITY, F_PRIORITY)}
 """The hints that need no table, by name; ``schedule`` is made from a table by :func:`schedule_hint`."""
 SCHEDULE = "schedule"
+SCHEDULE_WEIGHTS_LAST = "schedule, W last"
+"""What :func:`schedule_hint` calls its hints."""
 
 
-def schedule_hint(order: Iterable[Task]) -> Hint:
-    """Rank by position in ``order``, one stage's row of a table; tasks that it does not hold rank last."""
+def schedule_hint(order: Iterable[Task], *, weights_last: bool = False) -> Hint:
+    """Rank by position in ``order``, one stage's row of a table; tasks that it does not hold rank last.
+
+    ``weights_last``: each W of the row ranks behind its F and I, for a table that has W where the stage would idle.
+    """
     row = tuple(order)
+    if weights_last:
+        ranked = sorted(row, key=lambda task: task.kind is TaskKind.W)
+        return replace(schedule_hint(ranked), name=SCHEDULE_WEIGHTS_LAST, row=row)
     place = {task: position for position, task in enumerate(row)}
     last = len(place)
 

@@ -173,7 +173,7 @@ class Ordering:
         Raises ValueError as :meth:`fitted`, and for a window in bytes: what those hold, only compiled programs tell.
         """
         graph, hint = self.fitted(placement, graph), self._hint(placement)
-        table = None if self.schedule is None else replicated_table(self.schedule, num_replicas)
+        table = None if self._table is None else replicated_table(self._table, num_replicas)
         return Order(
             label=self._label(hint),
             table=table,
@@ -185,6 +185,13 @@ class Ordering:
             foresight=self._foresight(),
             footprints=self._footprints(placement.num_stages, num_replicas),
         )
+
+    @property
+    def _table(self) -> ScheduleTable | None:
+        """The schedule, or what stands for it where it is a hint."""
+        if self.schedule is None or not self.is_guided:
+            return self.schedule
+        return self.schedule.hint or self.schedule
 
     def _label(self, hint: str) -> str:
         if self.schedule is None:
@@ -252,7 +259,7 @@ class Ordering:
         if table is not None and self.consume == STRICT:
             return tuple(strict(order) for order in table.orders)
         if table is not None and hint == SCHEDULE:
-            return tuple(ready(schedule_hint(order)) for order in table.orders)
+            return tuple(ready(schedule_hint(order, weights_last=table.weights_fill)) for order in table.orders)
         return (ready(hint_by_name(hint)),) * num_stages
 
     def _windows(self, num_stages: int) -> tuple[int, ...]:

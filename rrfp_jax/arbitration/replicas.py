@@ -114,4 +114,5 @@ def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:
             for r in range(num_replicas)
             for row in table.rows
         ),
+        weights_fill=table.weights_fill,
     )

@@ -8,7 +8,7 @@ from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
-from rrfp_jax.arbitration.hints import SCHEDULE, hint_by_name, schedule_hint
+from rrfp_jax.arbitration.hints import SCHEDULE, SCHEDULE_WEIGHTS_LAST, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
@@ -78,9 +78,10 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
 
 
 def _consumption(saved: SavedArbiter) -> Consumption:
-    needs_row = saved.is_strict or saved.hint == SCHEDULE
+    weights_last = saved.hint == SCHEDULE_WEIGHTS_LAST
+    needs_row = saved.is_strict or weights_last or saved.hint == SCHEDULE
     if not needs_row:
         return ready(hint_by_name(saved.hint))
     if saved.row is None:
         raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
-    return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row))
+    return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))

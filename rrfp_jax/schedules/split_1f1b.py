@@ -21,6 +21,9 @@ is an F without room, the stage holds more passes than in the fused table at tha
 have run as there B: so a W is left to be run.
 
 Of the plain way and this one the quicker is taken. So the result is never slower than the fused table.
+
+Where the table ranks what is ready, the times of the run itself say where a stage would idle: then F and I rank as in
+the fused table, and W behind them.
 """
 
 from collections import deque
@@ -67,7 +70,7 @@ def interleaved_one_f_one_b_split(request: ScheduleRequest) -> ScheduleTable:
     length = per_stage(plain, SlotLengths(*request.durations_ms))
     rule = _DeferredWeights([[task for task in row if task.kind is not W] for row in plain.orders])
     orders = list_orders(plain.placement, plain.graph, rule, length=length, hop=request.comm_ms)
-    deferred = ScheduleTable.from_orders(plain.name, plain.placement, plain.graph, orders)
+    deferred = replace(plain, rows=tuple(map(tuple, orders)), hint=plain)
     return min(plain, deferred, key=lambda table: execute(table, length, hop=request.comm_ms).makespan)
 
 
@@ -75,7 +78,7 @@ def _split(name: str, fused: ScheduleTable) -> ScheduleTable:
     """The same order with each B as I and its W right behind it."""
     graph = replace(fused.graph, split=frozenset(range(fused.graph.num_chunks)))
     orders = [[half for task in order for half in _halves(task)] for order in fused.orders]
-    return ScheduleTable.from_orders(name, fused.placement, graph, orders)
+    return replace(ScheduleTable.from_orders(name, fused.placement, graph, orders), weights_fill=True)
 
 
 def _halves(task: Task) -> Iterable[Task]:

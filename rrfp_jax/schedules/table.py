@@ -6,7 +6,7 @@ the construction left a gap, and execution ignores it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rrfp_jax.schedules.validation import check_orders, peak_in_flight
@@ -25,6 +25,11 @@ class ScheduleTable:
     placement: Placement
     graph: PipelineGraph
     rows: tuple[tuple[Task | None, ...], ...]
+    weights_fill: bool = field(default=False, compare=False)
+    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
+    hint: "ScheduleTable | None" = field(default=None, compare=False)
+    """What ranks what is ready in place of these rows, where they suit strict consumption alone. A file holds neither
+    this nor the above, and equal rows make equal tables."""
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.placement.num_stages:

@@ -25,7 +25,7 @@ def parse(row):
 
 def row_memory(graph, placement, stage, row):
     plan = stage_plan(graph, placement, stage, PIPELINE_ONLY)
-    return RowMemory(StepPlan(plan, ready(schedule_hint(row))), graph)
+    return RowMemory(StepPlan(plan, ready(schedule_hint(row))), graph, row)
 
 
 def stage_of(row, limit, *, graph=None, placement=None, **more):
@@ -126,8 +126,8 @@ class Run:
         self.graph, self.row, self.limit = graph, row, limit
         plan = stage_plan(graph, looped(1, graph.num_chunks), 0, PIPELINE_ONLY)
         self.step = StepPlan(plan, ready(schedule_hint(row)))
-        self.footprint = Footprint(RowMemory(self.step, graph), limit)
-        self.changes = RowMemory(self.step, graph).changes
+        self.footprint = Footprint(RowMemory(self.step, graph, row), limit)
+        self.changes = RowMemory(self.step, graph, row).changes
         self.waiting = [0] * len(row)
         self.done = set()
 

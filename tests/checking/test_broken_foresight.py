@@ -162,7 +162,7 @@ class AsksTheFirstOnly(Footprint):
 
     def admits(self, position, waiting):
         held = self.held + self._row.changes[position]
-        before = self._row.at[position - 1]
+        before = self._row.nodes[position - 1]
         if position and waiting[before] >= 0:
             held += max(0, self._row.changes[position - 1])
         return held <= self.limit
