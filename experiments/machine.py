@@ -27,10 +27,12 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--agreement-ms", type=float, default=0.0, help="of a tensor-parallel group, per task")
     add("--control-ms", type=float, default=0.0, help="latency of the reports and verdicts between steps")
+    add("--announce-ms", type=float, help="latency of what foresight announces (default: as of a tensor without bytes)")
+    add("--announce-loss", type=float, default=0.0, metavar="SHARE", help="of what it announces, that never arrives")
 
 
 def make_machine(arguments: argparse.Namespace) -> Machine:
-    """The machine of these flags and ``--num-stages``; raises ValueError with the remedy."""
+    """The machine of these flags, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
     how = dispatch(arguments)
     if arguments.comm not in tuple(Communication):
         raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
@@ -47,6 +49,9 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
         bandwidth_gb_per_s=math.inf if arguments.bandwidth_gb_per_s is None else arguments.bandwidth_gb_per_s,
         extra_ms=both_directions(parse_link_delays_ms(arguments.link_delay_ms), arguments.num_stages),
         control_ms=arguments.control_ms,
+        announce_ms=arguments.announce_ms,
+        announce_loss=arguments.announce_loss,
+        loss_seed=arguments.seed,
         contention=arguments.contention,
     )
     return Machine(

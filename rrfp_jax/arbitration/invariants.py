@@ -83,10 +83,11 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
     plan, waiting, graph = arbiter._ranked.plan, arbiter._waiting, arbiter.graph
     changes = []
     held = 0
-    for node in arbiter._ranked.at:
-        task, left = plan.tasks[node], waiting[node]
-        if node in plan.absent or task.microbatch < 0 or not graph.has_backward(task.chunk):
+    for task in arbiter.consumption.hint.row or ():
+        node = plan.index.get(task)
+        if node is None or node in plan.absent or not graph.has_backward(task.chunk):
             continue
+        left = waiting[node]
         if task.kind is TaskKind.F:
             held += left < 0
             changes.append(int(left >= 0))

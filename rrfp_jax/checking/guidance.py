@@ -7,7 +7,7 @@ All of it follows from the row and from what has started, finished and arrived; 
   follows in the row's order (:mod:`rrfp_jax.arbitration.footprint`).
 * *Announcements*. With a task's start, and only then, each activation and gradient that it will send is announced once,
   to the stage that waits for it. Nothing else ever is.
-* *Holds*. A free stage with something to run may hold only for the row's next entry, where that is admissible and lacks
+* *Holds*. A free stage with something to run may hold only for the next entry, where that is admissible and lacks
   nothing but packets (rule 1 of :mod:`rrfp_jax.arbitration.foresight`). As long as it holds, a tick that it has asked
   for is under way, and when that comes it starts a task; it asks for ticks at no other time.
 """
@@ -32,8 +32,9 @@ class Guidance:
         self.graph = setting.graph
         self.limit = setting.footprints[stage] if setting.footprints else None
         self.rules = setting.foresight if setting.has_foresight(place) else None
-        row = setting.row(stage) or ()
-        self._orders = [[c.place[task] for task in (*row, *_last(c)) if task in c.place] for c in contracts]
+        row, ranked = setting.row(stage) or (), setting.ranked(stage)
+        self._rows = [[c.place[task] for task in row if task in c.place] for c in contracts]
+        self._orders = [[c.place[task] for task in (*ranked, *_last(c)) if task in c.place] for c in contracts]
         self._announced = [_announced(contract) for contract in contracts]
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -47,10 +48,10 @@ class Guidance:
     def admits(self, contract: Contract, account: Account, place: int) -> bool:
         """Whether memory suffices for this F, and then for what is left before it in the row."""
         assert self.limit is not None
-        order = self._orders[account.step]
+        row = self._rows[account.step]
         held = self.held(contract, account) + self._change(contract.tasks[place])
         most = held
-        for before in order[: order.index(place)]:
+        for before in row[: row.index(place)]:
             change = self._change(contract.tasks[before])
             is_left = not (account.started if change > 0 else account.done) >> before & 1
             held += change * is_left
@@ -68,7 +69,7 @@ class Guidance:
     # -- announcements and holds -------------------------------------------------------------------------------------
 
     def next_entry(self, account: Account) -> int | None:
-        """The first entry of the row that has not started."""
+        """The best-ranked entry of the row that has not started."""
         return next((p for p in self._orders[account.step] if not account.started >> p & 1), None)
 
     def wrong_announcement(self, account: Account, instructions: Sequence[Instruction]) -> str | None:

@@ -3,8 +3,9 @@
 Every message, start of a step and task takes a drawn time, most of them none or little, some very long; so messages
 overtake each other, early messages meet stages that are steps behind, and slow stages hold up fast ones. Some messages
 are delivered twice, the second time perhaps much later, and so are notes within a group. Where stages decide early,
-each is told of each task, now and then or never, that it is about to end: early, late or twice. Randomness comes in as
-``draw``: the same draws give the same run.
+each is told of each task, now and then or never, that it is about to end: early, late or twice. Where they look ahead,
+announcements get lost, come late, twice, or steps too soon, and some are false; ticks come late, early ones come too,
+and some in vain. Randomness comes in as ``draw``: the same draws give the same run.
 
 Judged as in the exhaustive exploration, and again from outside: every task's dependencies have finished, wherever they
 run, and the members of a group launch the same sequence. Each arbiter is validated after each of its events.
@@ -16,17 +17,23 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    Announce,
+    ClockTick,
     DecideNow,
     Event,
     FinishStep,
     GroupHeard,
     IllegalTransition,
+    InputArrived,
     Instruction,
+    Message,
     RunTask,
     Send,
     StepStarted,
+    TaskAnnounced,
     TaskFinished,
     TellGroup,
+    WakeAt,
 )
 from rrfp_jax.checking.account import Account
 from rrfp_jax.checking.contract import wiring
@@ -45,6 +52,12 @@ START_STRETCHES = (1, 10, 100)
 """The pause before a step's start is a delay times one of these, so that starts come before, amid and after steps."""
 DECISIONS_PER_TASK = (0, 1, 1, 1, 1, 2, 3)
 COPIES_PER_MESSAGE = (1, 1, 1, 1, 1, 1, 2, 3)
+COPIES_PER_ANNOUNCEMENT = (0, 1, 1, 1, 0, 1, 2, 3)
+FALSE_ANNOUNCEMENTS = (0, 0, 0, 0, 1, 2)
+"""Of anything, for each announcement that is made."""
+STEPS_OFF = (0, 0, 0, 1, 2, -1)
+"""How far ahead of its sender's step a false announcement is."""
+EARLY_TICKS = (0, 0, 1, 3)
 
 
 class WalkReport(NamedTuple):
@@ -69,18 +82,18 @@ class _Walk:
         self.judges = [StageJudge(setting, place, self.wires) for place in places]
         self.accounts = [Account() for _ in places]
         self.graphs = [setting.graph_of_step(step) for step in range(setting.num_steps)]
-        self.queue: list[tuple[int, int, int, Stimulus]] = []
+        self.queue: list[tuple[float, int, int, Stimulus]] = []
         self.starts: list[list[Event]] = [[] for _ in places]
         """The starts of steps that have come to each place while another one was under way."""
         self.num_scheduled = 0
-        self.free_at_s = [0 for _ in places]
-        self.end_orders = [(0, 0) for _ in places]
+        self.free_at_s = [0.0 for _ in places]
+        self.end_orders = [(0.0, 0) for _ in places]
         """When the last task of each place is to end, and its place among the events of that moment."""
         self.joined: Counter[tuple[int, RunTask]] = Counter()
         """How many members of a stage have started each of its collectives."""
         self.finished: set[tuple[int, Task]] = set()
         self.trace: list[Stimulus] = []
-        self.now_s = 0
+        self.now_s = 0.0
 
     def run(self) -> WalkReport:
         for place in range(self.setting.num_places):
@@ -112,7 +125,8 @@ class _Walk:
         if isinstance(event, TaskFinished):
             self.finished.add((event.step, event.task))
         instructions = self.arbiters[place].handle(event)
-        self.accounts[place] = self.judges[place].follow(self.accounts[place], known, instructions)
+        seen = event if isinstance(event, ClockTick) else known
+        self.accounts[place] = self.judges[place].follow(self.accounts[place], seen, instructions)
         self.arbiters[place].validate()
         for instruction in instructions:
             self._carry_out(place, instruction)
@@ -131,6 +145,36 @@ class _Walk:
             stage, member = self.setting.places[place]
             heard = GroupHeard(instruction.step, 0.0, member, instruction.note)
             self._deliver(self.setting.place(stage, instruction.member), heard)
+        elif isinstance(instruction, Announce):
+            self._announce(instruction)
+        elif isinstance(instruction, WakeAt):
+            self._wake(place, instruction)
+
+    def _announce(self, instruction: Announce) -> None:
+        """To all members of the stage, some of which do not care."""
+        step, message, stage = instruction
+        told = [(step, message)] * COPIES_PER_ANNOUNCEMENT[self.draw(len(COPIES_PER_ANNOUNCEMENT))]
+        for _ in range(FALSE_ANNOUNCEMENTS[self.draw(len(FALSE_ANNOUNCEMENTS))]):
+            told.append((step + STEPS_OFF[self.draw(len(STEPS_OFF))], self._any_input(stage, message)))
+        for of_step, each in told:
+            for member in range(self.setting.group_size(stage)):
+                place = self.setting.place(stage, member)
+                self._schedule(self.now_s + self._delay_s(), place, TaskAnnounced(of_step, 0.0, each))
+
+    def _any_input(self, stage: int, message: Message) -> Message:
+        """Something that the stage waits for in some step, or something that does not exist."""
+        contracts = self.wires.contracts[self.setting.place(stage, 0)]
+        inputs = self.wires.packets.stimuli(contracts[self.draw(len(contracts))].inputs)
+        messages = [event.message for _, event, _ in inputs if isinstance(event, InputArrived)]
+        return [message._replace(target=1 << 16), *messages][self.draw(1 + len(messages))]
+
+    def _wake(self, place: int, instruction: WakeAt) -> None:
+        """In time or late, and before that now and then as well."""
+        step, time_s = instruction
+        tick, left_s = ClockTick(step, 0.0), max(0.0, time_s - self.now_s)
+        self._schedule(max(self.now_s, time_s) + self._delay_s() // 5, place, tick)
+        for _ in range(EARLY_TICKS[self.draw(len(EARLY_TICKS))]):
+            self._schedule(self.now_s + left_s * self.draw(8) / 8, place, tick)
 
     def _run(self, place: int, instruction: RunTask) -> None:
         self._check_dependencies(place, instruction)
@@ -154,7 +198,7 @@ class _Walk:
         self.end_orders[place] = max(self.end_orders[place], (at_s, self.draw(1 << 16)))
         self._schedule(at_s, place, TaskFinished(step, 0.0, task), self.end_orders[place][1])
         for _ in range(DECISIONS_PER_TASK[self.draw(len(DECISIONS_PER_TASK))]):
-            told_s = self.now_s + self.draw(at_s - self.now_s + 1) + self._delay_s() // 5
+            told_s = self.now_s + self.draw(int(at_s - self.now_s) + 1) + self._delay_s() // 5
             self._schedule(told_s, place, DecideNow(step, 0.0, task))
 
     def _check_dependencies(self, place: int, instruction: RunTask) -> None:
@@ -175,7 +219,7 @@ class _Walk:
     def _delay_s(self) -> int:
         return DELAYS_S[self.draw(len(DELAYS_S))]
 
-    def _schedule(self, at_s: int, place: int, event: Event, order: int | None = None) -> None:
+    def _schedule(self, at_s: float, place: int, event: Event, order: int | None = None) -> None:
         """Events of the same moment come in drawn order, a place's starts of steps in their own."""
         if order is None:
             order = event.step if isinstance(event, StepStarted) else self.draw(1 << 16)

@@ -118,6 +118,11 @@ class Setting:
         policy = self.policies[stage]
         return None if isinstance(policy, tuple) else policy.row
 
+    def ranked(self, stage: int) -> tuple[Task, ...]:
+        """The tasks of that row as the hint ranks them."""
+        policy = self.policies[stage]
+        return () if isinstance(policy, tuple) else tuple(sorted(policy.row or (), key=policy.rank))
+
     def has_foresight(self, place: int) -> bool:
         """Whether a place looks ahead: of a group only a leader does."""
         is_leading = self.protocol is GroupProtocol.LEADER and self.places[place].member == 0

@@ -231,6 +231,8 @@ class _Driver:
     def _announce(self, index: int, instruction: Announce) -> None:
         """Keep an announcement for its stage, which hears of it with the next event, or in time where it holds."""
         step, message, target = instruction
+        if self.machine.links.loses_announcement(step, message):
+            return
         at_ms = self.queue.now_ms + self._announcement_ms(index, target)
         stage = self.stages[target]
         heard = (at_ms, TaskAnnounced(step, at_ms / 1e3, message))

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rrfp_jax.arbitration import MessageKind
+import numpy as np
+
+from rrfp_jax.arbitration import Message, MessageKind
 
 
 class Communication(StrEnum):
@@ -40,6 +42,10 @@ class Links:
     """Latency of reports and verdicts, which carry no tensor."""
     announce_ms: float | None = None
     """Latency of announcements, which carry no tensor; None: that of tensors on the same link, without their bytes."""
+    announce_loss: float = 0.0
+    """The share of announcements that never arrive, between 0 and 1."""
+    loss_seed: int = 0
+    """Which ones get lost; the same messages in the same steps, whatever the order."""
     contention: bool = False
     """A directed link carries one tensor at a time, from the start of its transfer to its end; later ones queue.
 
@@ -54,6 +60,10 @@ class Links:
         for name, number in numbers.items():
             if not 0 <= number < math.inf:
                 raise ValueError(f"{name} is {number}: give 0 or more")
+        if not 0 <= self.announce_loss <= 1:
+            raise ValueError(f"announce_loss is {self.announce_loss}: give a part between 0 and 1")
+        if self.loss_seed < 0:
+            raise ValueError(f"loss_seed is {self.loss_seed}: give 0 or more")
         if not self.bandwidth_gb_per_s > 0:
             raise ValueError(f"bandwidth_gb_per_s is {self.bandwidth_gb_per_s}: give more than 0")
 
@@ -74,6 +84,14 @@ class Links:
         if self.announce_ms is not None:
             return self.announce_ms
         return self.latency_ms + self.extra_ms.get((source, target), 0.0)
+
+    def loses_announcement(self, step: int, message: Message) -> bool:
+        """Whether this announcement never arrives."""
+        if not self.announce_loss:
+            return False
+        kind = tuple(MessageKind).index(message.kind)
+        draw = np.random.default_rng((self.loss_seed, step, kind, *message[1:])).random()
+        return bool(draw < self.announce_loss)
 
 
 def both_directions(delays_ms: Mapping[tuple[int, int], float], num_stages: int) -> dict[tuple[int, int], float]:

@@ -122,12 +122,13 @@ def test_a_step_that_lacks_pairs_holds_no_more():
 class Run:
     """One stage with several chunks that runs drawn tasks of those that it may."""
 
-    def __init__(self, graph, row, limit):
+    def __init__(self, graph, row, limit, *, weights_last=False):
         self.graph, self.row, self.limit = graph, row, limit
         plan = stage_plan(graph, looped(1, graph.num_chunks), 0, PIPELINE_ONLY)
-        self.step = StepPlan(plan, ready(schedule_hint(row)))
-        self.footprint = Footprint(RowMemory(self.step, graph, row), limit)
-        self.changes = RowMemory(self.step, graph, row).changes
+        self.step = StepPlan(plan, ready(schedule_hint(row, weights_last=weights_last)))
+        memory = RowMemory(self.step, graph, row)
+        self.footprint = Footprint(memory, limit)
+        self.changes = dict(zip(row, memory.changes, strict=True))
         self.waiting = [0] * len(row)
         self.done = set()
 
@@ -152,7 +153,7 @@ class Run:
     def most(self, first=()):
         """The most held if these run now and then everything that is left follows in the row's order."""
         order = [*first, *(task for task in self.row if task not in self.done and task not in first)]
-        return max(accumulate((self.changes[self.position(t)] for t in order), initial=self.footprint.held))
+        return max(accumulate((self.changes[t] for t in order), initial=self.footprint.held))
 
 
 @st.composite
@@ -160,7 +161,7 @@ def runs(draw):
     split, name = draw(st.booleans()), draw(st.sampled_from(["chain", "frozen first chunk", "two encoders"]))
     graph = small_graphs(3, draw(st.integers(2, 4)), split=split)[name]
     (row,) = random_rows(graph, looped(1, 3), Random(draw(st.integers(0, 2**32))))
-    return Run(graph, row, peak(graph, row) + draw(st.integers(0, 2)))
+    return Run(graph, row, peak(graph, row) + draw(st.integers(0, 2)), weights_last=draw(st.booleans()))
 
 
 @given(runs(), st.randoms(use_true_random=False))
@@ -170,8 +171,8 @@ def test_a_forward_is_admitted_where_the_row_still_fits_behind_it(run, random):
         left = [task for task in run.row if task.kind is TaskKind.F and task not in run.done]
         for task in left:
             before = run.row[: run.row.index(task)]
-            held = run.footprint.held + run.changes[run.position(task)]
-            rest = (run.changes[run.position(t)] for t in before if t not in run.done)
+            held = run.footprint.held + run.changes[task]
+            rest = (run.changes[t] for t in before if t not in run.done)
             assert run.admits(task) == (max(accumulate(rest, initial=held)) <= run.limit)
             if run.admits(task):
                 assert run.most([task]) <= run.limit

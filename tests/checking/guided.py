@@ -13,20 +13,28 @@ Rows = tuple[tuple[Task, ...], ...]
 
 def random_rows(graph: PipelineGraph, placement: Placement, random: Random, *, ordered: bool = False) -> Rows:
     """A valid table: one drawn order of all tasks in which every dependency goes forward, cut into stages."""
-    left, order = set(graph.tasks()), []
-    while left:
-        ready = sorted(task for task in left if _is_ready(graph, task, left, ordered=ordered))
-        task = ready[random.randrange(len(ready))]
-        left.remove(task)
+    before = {task: _dependencies(graph, task, ordered=ordered) for task in graph.tasks()}
+    after = {task: [] for task in before}
+    for task, needed in before.items():
+        for dependency in needed:
+            after[dependency].append(task)
+    ready, order = [task for task, needed in before.items() if not needed], []
+    while ready:
+        task = ready.pop(random.randrange(len(ready)))
         order.append(task)
+        for dependent in after[task]:
+            before[dependent].remove(task)
+            if not before[dependent]:
+                ready.append(dependent)
     return tuple(tuple(task for task in order if task.chunk in chunks) for chunks in placement.chunks_of_stage)
 
 
-def _is_ready(graph, task, left, *, ordered):
+def _dependencies(graph, task, *, ordered):
     before = set(graph.dependencies(task))
     if ordered and graph.has_backward(task.chunk) and task.kind is graph.accumulating_kind(task.chunk):
-        before |= {Task(task.kind, task.chunk, m) for m in range(task.microbatch)}
-    return before.isdisjoint(left)
+        earlier = [m for m in graph.microbatches(task.chunk) if m < task.microbatch]
+        before |= {Task(task.kind, task.chunk, m) for m in earlier[-1:]}
+    return before
 
 
 def peak(graph: PipelineGraph, row: tuple[Task, ...]) -> int:
@@ -36,13 +44,13 @@ def peak(graph: PipelineGraph, row: tuple[Task, ...]) -> int:
     return max(accumulate(takes), default=0)
 
 
-def guided(graph, placement, rows, *, extra=0, footprint=True, foresight=True, window=2, **more) -> Setting:
+def guided(graph, placement, rows, *, extra=0, footprint=True, foresight=True, window=2, weights_last=False, **more):
     """Every stage follows its row; ``extra`` activations more than its peak."""
     return Setting(
         graph=graph,
         placement=placement,
         windows=(window,) * placement.num_stages,
-        policies=tuple(map(schedule_hint, rows)),
+        policies=tuple(schedule_hint(row, weights_last=weights_last) for row in rows),
         rules=more.pop("rules", PIPELINE_ONLY),
         footprints=tuple(peak(graph, row) + extra for row in rows) if footprint else (),
         foresight=ForesightRules() if foresight else None,

@@ -76,6 +76,16 @@ def test_random_tables_of_larger_graphs(size, split):
             explore(drawn(graph, placement, number))
 
 
+@pytest.mark.parametrize("size", [(2, 1, 2), (3, 1, 2), (2, 1, 3)], ids=str)
+def test_weight_gradients_that_rank_last(size):
+    """The hint's order is not the row's then, by which memory counts."""
+    num_stages, per_stage, num_microbatches = size
+    graph = chain(num_stages, num_microbatches, split=True)
+    for number, words in enumerate(WORDS):
+        explore(drawn(graph, looped(num_stages, per_stage), number, weights_last=True, **words))
+    explore(drawn(graph, linear(num_stages), 3, weights_last=True, decides_early=size == (2, 1, 2)))
+
+
 def test_foresight_alone_needs_no_valid_table():
     """A window takes care of itself whatever the order, and a hold only takes time."""
     for (num_stages, per_stage), number, window in product(

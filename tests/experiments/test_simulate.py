@@ -153,6 +153,16 @@ def test_bad_dispatch_is_refused(flags, what, capsys):
     assert what in str(error.value) + capsys.readouterr().err
 
 
+def test_announcements_may_be_late_or_lost(simulated):
+    flags = (*SMALL, "--schedule", "zb-h1", "--jitter", "lognormal:0.5", "--comm-ms", "1", "--steps", "4")
+    heard, late, lost, without = (
+        tuple(simulated(*flags, *more)["makespan_ms"])
+        for more in ((), ("--announce-ms", "9"), ("--announce-loss", "1"), ("--foresight", "off"))
+    )
+    assert lost == without
+    assert len({heard, late, lost}) == 3
+
+
 def test_memory_weights_change_the_peak(simulated):
     flags = (*SMALL, "--schedule", "zb-h1", "--consume", "strict")
     assert max(simulated(*flags)["peak_memory"]) == 4
