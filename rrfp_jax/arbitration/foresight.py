@@ -95,7 +95,6 @@ class Foresight:
         self.rules = rules
         self.estimates = Estimates()
         self._early: dict[int, dict[Message, float]] = {}
-        self._last_end_s = 0.0
         self.begin(-1)
 
     def begin(self, step: int) -> None:
@@ -104,6 +103,7 @@ class Foresight:
         self._given_up: set[Message] = set()
         self._asked_s: dict[Message, float] = {}
         self._started_s: dict[Task, float] = {}
+        self._last_end_s = 0.0  # tasks of steps before have ended before any of this one starts
         self._held_since_s: float | None = None
         self._wake_s: float | None = None
         self._told_wake_s: float | None = None
