@@ -114,7 +114,8 @@ def test_the_memory_of_the_automatic_schedule_is_the_window():
 
 def test_durations_are_those_of_a_chunk_and_schedules_get_those_of_a_stage():
     sizes = {"num_stages": 8, "num_microbatches": 16, "comm_ms": 1.0}
-    order = resolve({**sizes, "durations_ms": (5.0, 5.0, 5.0)}, schedule="interleaved-1f1b-split")
+    words = {"schedule": "interleaved-1f1b-split", "consume": "strict"}
+    order = resolve({**sizes, "durations_ms": (5.0, 5.0, 5.0)}, **words)
     of_stage = ScheduleRequest(**sizes, durations_ms=(10.0, 10.0, 10.0))
     assert order.table == build_schedule("interleaved-1f1b-split", of_stage)
     assert order.table != build_schedule(
