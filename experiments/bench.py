@@ -8,7 +8,7 @@
 ``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
 interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: what the host costs by when it
-decides, simulated. ``fidelity``: emulated against simulated step times. ``deterministic``: what accumulating in
+decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated. ``fidelity``: emulated against simulated step times. ``deterministic``: what accumulating in
 microbatch order costs. ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain
 jitted loop (``make bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs.
 ``throughput``: bytes per second between two processes, beside gloo's. ``processes``: what a pipeline in several
@@ -30,6 +30,7 @@ from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_device import bench_device
 from experiments.bench_dispatch import bench_dispatch
 from experiments.bench_fidelity import bench_fidelity
+from experiments.bench_foresight import bench_foresight
 from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         "control": bench_control,
         "simulation": bench_simulation,
         "dispatch": bench_dispatch,
+        "foresight": bench_foresight,
         "fidelity": bench_fidelity,
         "deterministic": bench_deterministic,
         "split": bench_split,

@@ -14,7 +14,7 @@ from experiments.durations import load_durations
 from experiments.emulate import EMULATED_STEP
 from experiments.errors import checking_input, run_command
 from experiments.options import CommandParser
-from experiments.ordering import parse_ordering
+from experiments.ordering import parse_ordering, refuse_adaptive
 from experiments.process import enter
 from experiments.simulate_options import parse_entries
 from rrfp_jax.arbitration import Order
@@ -79,6 +79,7 @@ def resolve_entries(compare: str, window: str | None, num_stages: int, num_micro
     """The orders by their entries. Raises ValueError where one does not fit, or has several chunks on a stage."""
     orders = {}
     for label, ordering in parse_entries(compare, parse_ordering(window=window)):
+        refuse_adaptive(ordering, "bench_torch")
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)
         if order.placement.num_chunks != num_stages:
             raise ValueError(

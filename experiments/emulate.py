@@ -22,7 +22,7 @@ from experiments.durations import Durations, load_durations, parse_durations_ms
 from experiments.errors import checking_input, run_command
 from experiments.machine import parse_link_delays_ms
 from experiments.options import CommandParser
-from experiments.ordering import add_ordering_arguments, given_order, parse_ordering
+from experiments.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
 from experiments.outputs import check_outputs, draw, last_steps
 from experiments.process import enter
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
@@ -226,7 +226,9 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 
 def _resolve(arguments: argparse.Namespace) -> Order:
-    return parse_ordering(**given_order(arguments)).resolve(
+    ordering = parse_ordering(**given_order(arguments))
+    refuse_adaptive(ordering, "emulate")
+    return ordering.resolve(
         num_stages=arguments.num_stages,
         num_microbatches=microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1)),
         chunks_per_stage=arguments.chunks_per_stage,

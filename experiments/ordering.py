@@ -27,7 +27,7 @@ from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
 ON, OFF = "on", "off"
-_NAMES = ("schedule", "group_size", "consume", "hint", "window", "backward", "footprint", "foresight")
+_NAMES = ("schedule", "group_size", "consume", "hint", "window", "backward", "footprint", "foresight", "adaptive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,12 @@ class Ordering:
     backward: str | None = None
     footprint: bool | None = None
     foresight: bool | None = None
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         is_guided = self.schedule is not None and self.consume == READY and self.hint in (None, SCHEDULE)
-        check_guidance(self.footprint, self.foresight, is_guided=is_guided)
+        check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=is_guided)
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
 
@@ -112,6 +113,7 @@ class Ordering:
             backward=self.backward,
             footprint=self.footprint,
             foresight=self.foresight,
+            adaptive=self.adaptive,
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:
@@ -159,6 +161,7 @@ def parse_ordering(
     backward: str | None = None,
     footprint: str | bool | None = None,
     foresight: str | bool | None = None,
+    adaptive: str | bool | None = None,
 ) -> Ordering:
     """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
     if isinstance(window, str):
@@ -174,6 +177,7 @@ def parse_ordering(
         backward=backward,
         footprint=parse_switch(footprint, "footprint"),
         foresight=parse_switch(foresight, "foresight"),
+        adaptive=bool(parse_switch(adaptive, "adaptive")),
     )
 
 
@@ -184,6 +188,12 @@ def parse_switch(value: str | bool | None, name: str) -> bool | None:
     if value not in (ON, OFF):
         raise ValueError(f"{name} is {value!r}: write {ON} or {OFF}")
     return value == ON
+
+
+def refuse_adaptive(ordering: Ordering, command: str) -> None:
+    """Raise ValueError where the table would have to be planned anew in a command that measures one."""
+    if ordering.adaptive:
+        raise ValueError(f"{command} measures an order as it is: leave adaptive out, or take train or simulate")
 
 
 def given_order(arguments: Namespace) -> dict[str, Any]:
@@ -238,4 +248,10 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar=f"{ON}|{OFF}",
         help="where a schedule ranks what is ready, wait for its next entry once that is in sight, and fill the wait "
         f"(default {ON}); {OFF}: start whatever is ready",
+    )
+    group.add_argument(
+        "--adaptive",
+        metavar=f"{ON}|{OFF}",
+        help="plan such a table anew from what the first steps took, for stages or links that are always slower "
+        f"(default {OFF})",
     )

@@ -63,6 +63,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         backward=layout.backward,
         footprint=layout.footprint,
         foresight=layout.foresight,
+        adaptive=layout.adaptive,
     )
     order = ordering.resolve(
         num_stages=layout.num_stages,

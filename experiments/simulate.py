@@ -38,6 +38,7 @@ from experiments.outputs import check_outputs, draw, last_steps
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
+from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -174,7 +175,18 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
 
 def run(setting: Setting, one: Prepared) -> Outcome:
     """Simulate one order."""
-    simulation = run_simulation(one.arbiters, one.costs, machine=setting.machine, num_steps=setting.num_steps)
+    if one.ordering.adaptive:
+        ahead = dispatch(setting.arguments).ahead
+        simulation, _ = simulate_adapting(
+            one.ordering,
+            one.costs,
+            rules=RULES,
+            machine=setting.machine,
+            num_steps=setting.num_steps,
+            dispatch_ahead=ahead,
+        )
+    else:
+        simulation = run_simulation(one.arbiters, one.costs, machine=setting.machine, num_steps=setting.num_steps)
     return Outcome(
         ordering=one.ordering,
         timeline=simulation.timeline,

@@ -14,7 +14,7 @@ from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.simulation import MemoryWeights
 
-FOOTPRINT, FORESIGHT = "footprint", "foresight"
+FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
 
 
 def make_parser() -> CommandParser:
@@ -38,7 +38,7 @@ def make_parser() -> CommandParser:
         "--compare",
         metavar="A,B,...",
         help="several orders side by side: hints, and schedules, alone or with :strict, :ready (readiness alone) or "
-        ":ready+footprint+foresight",
+        ":ready+footprint+foresight (+adaptive)",
     )
     add("--steps", type=int, metavar="N", help="how many, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
@@ -126,9 +126,12 @@ def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
     """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
     consume, *more = words.split("+")
     known = consume == STRICT and not more
-    if not known and (consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT} or len(set(more)) < len(more)):
+    if not known and (
+        consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT, ADAPTIVE} or len(set(more)) < len(more)
+    ):
         choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{FOOTPRINT}+{FORESIGHT}"
         raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
     if consume == STRICT:
-        return {"consume": STRICT, "footprint": None, "foresight": None}
-    return {"consume": READY, "footprint": FOOTPRINT in more, "foresight": FORESIGHT in more}
+        return {"consume": STRICT, "footprint": None, "foresight": None, "adaptive": False}
+    said = {name: name in more for name in (FOOTPRINT, FORESIGHT, ADAPTIVE)}
+    return {"consume": READY, **said}

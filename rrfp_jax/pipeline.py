@@ -36,6 +36,7 @@ from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics
+from rrfp_jax.runtime.adapting import Adapting
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -115,6 +116,7 @@ class Pipeline:
         self._state: HostedState | None = None
         """What the chunks hold; the stages', once they run."""
         self._preparation: Prepared | None = None
+        self._adapting = Adapting(self.process) if ordering.adaptive else None
         self._enqueued: deque[StepMetrics] = deque()
         self._step = 0
 
@@ -222,7 +224,7 @@ class Pipeline:
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
         """
         self._checked(state)
-        running = self._prepared(batch)
+        running = self._adapted(self._prepared(batch))
         leaves = leaves_read(self.chunks, batch, copied_for=self._model.base_chunks)
         check_same_shapes(leaves, running.batch)
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
@@ -233,6 +235,17 @@ class Pipeline:
         self._step += 1
         return PipelineState(self._step), metrics
 
+    def _adapted(self, running: Prepared) -> Prepared:
+        """With a table planned anew, where it is time for that and a better one was found."""
+        if self._adapting is None:
+            return running
+        while self._enqueued and self._enqueued[0].done():
+            self._wait_for_oldest()
+        if self._adapting.is_due(self._step):
+            self.wait()
+            running = self._preparation = self._adapting.plan(running)
+        return running
+
     def wait(self) -> None:
         """Wait for all steps enqueued."""
         while self._enqueued:
@@ -240,8 +253,10 @@ class Pipeline:
 
     def _wait_for_oldest(self) -> None:
         """A step that failed stays in the queue, so that nobody goes on from half of an update."""
-        self._enqueued[0].result()
+        result = self._enqueued[0].result()
         self._enqueued.popleft()
+        if self._adapting is not None:
+            self._adapting.record(result.timeline)
 
     def prepare(self, batch: Mapping[str, Any], *, progress: CompileProgress = lambda done, total: None) -> None:
         """Compile every program for batches of these shapes (arrays or specs) and start the stages, if not done yet.

@@ -150,6 +150,13 @@ class StageArbiter:
         twin._begin(self._full)
         return twin
 
+    def succeeding(self, former: "StageArbiter") -> "StageArbiter":
+        """This one, fresh, in the place of another that is between steps: it knows what the other has ended, has learnt
+        and has been sent early."""
+        twin = self.fresh(former.step, former.estimates())
+        twin._early = former._early.copy()
+        return twin
+
     def estimates(self) -> Estimates | None:
         """What the stage has learnt for its foresight so far; None if it has none."""
         return None if self._foresight is None else self._foresight.estimates.copy()

@@ -44,6 +44,13 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
         twin._kept = {}
         return twin
 
+    def succeeding(self, former: StageArbiter) -> "GroupMember[Key, Value]":
+        twin = super().succeeding(former)
+        assert isinstance(twin, GroupMember)
+        assert isinstance(former, GroupMember)
+        twin._kept = {step: kept.copy() for step, kept in former._kept.items()}
+        return twin
+
     def key(self) -> Hashable:
         kept = frozenset((step, key, value) for step, kept in self._kept.items() for key, value in kept.items())
         return (super().key(), kept)

@@ -54,6 +54,8 @@ class Order:
     foresight: ForesightRules | None = None
     footprints: tuple[int, ...] | None = None
     """One per stage, in activations of one chunk and microbatch; they take the place of the windows."""
+    adaptive: bool = False
+    """Whether the table may be planned anew between steps."""
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -127,10 +129,13 @@ class Ordering:
     given, by the window; None: yes."""
     foresight: ForesightRules | bool | None = None
     """Whether, and how far, a stage waits for what such a table names next; None: yes."""
+    adaptive: bool = False
+    """Whether such a table is planned anew from what the first steps took, if another one of the same tasks, in the
+    same memory, suits them better."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
-        check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
+        check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=self.is_guided)
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
 
@@ -184,6 +189,7 @@ class Ordering:
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
             footprints=self._footprints(placement.num_stages, num_replicas),
+            adaptive=self.adaptive,
         )
 
     @property
@@ -290,9 +296,13 @@ def check_words(consume: str, hint: str | None, backward: str | None, *, has_sch
         raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
 
 
-def check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
-    """Raise ValueError where footprint or foresight are asked for and no table ranks what is ready."""
-    for name, asked in (("footprint", footprint), ("foresight", foresight)):
+def check_guidance(
+    footprint: bool | None, foresight: ForesightRules | bool | None, adaptive: bool | None, *, is_guided: bool
+) -> None:
+    """Raise ValueError where footprint, foresight or adaptive are asked for and cannot mean anything."""
+    if adaptive and False in (footprint, foresight):
+        raise ValueError("adaptive plans tables for footprint and foresight: leave these on, or leave adaptive out")
+    for name, asked in (("footprint", footprint), ("foresight", foresight), ("adaptive", adaptive)):
         if asked and not is_guided:
             raise ValueError(
                 f"{name} needs a schedule that ranks what is ready: give one, for example zb-h1, with consume {READY} "

@@ -11,6 +11,7 @@ steps, task by task, with foresight on both sides, the later ones among them unk
 table only if it is more than :data:`LEAST_GAIN` faster in each of them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean
@@ -86,13 +87,13 @@ def replanned(order: Order, recording: Recording, *, max_tasks: int = MAX_TASKS)
     machine = Machine(links=recording.links)
     present_ms = _steps_ms(order, judged, machine)
     best = Plan(order, None, 0.0)
-    known = {tuple(one.hint.row for one in order.consumptions)}
+    known = {rows_of(order)}
     for name, execution in _executions(order):
         rows = _rows(simulate(execution.arbiters(_RULES), means, machine=machine), order.placement.num_stages)
         if rows in known:
             continue
         known.add(rows)
-        planned = replace(order, consumptions=tuple(ready(schedule_hint(row)) for row in rows))
+        planned = with_rows(order, rows)
         if not _fits(planned):
             continue
         steps_ms = _steps_ms(planned, judged, machine)
@@ -100,6 +101,16 @@ def replanned(order: Order, recording: Recording, *, max_tasks: int = MAX_TASKS)
         if min(gains) > LEAST_GAIN and fmean(gains) > best.gain:
             best = Plan(planned, name, fmean(gains))
     return best
+
+
+def rows_of(order: Order) -> tuple[tuple[Task, ...], ...]:
+    """What ranks the tasks of each stage."""
+    return tuple(one.hint.row or () for one in order.consumptions)
+
+
+def with_rows(order: Order, rows: Iterable[Iterable[Task]]) -> Order:
+    """The same order with other rows to rank its tasks by."""
+    return replace(order, consumptions=tuple(ready(schedule_hint(row)) for row in rows))
 
 
 def _means(durations_ms: Durations) -> Durations:
@@ -111,7 +122,7 @@ def _means(durations_ms: Durations) -> Durations:
 def _executions(order: Order) -> list[tuple[str, Order]]:
     """Ways to run the same tasks in no more memory."""
     assert order.footprints is not None
-    rows = [one.hint.row or () for one in order.consumptions]
+    rows = rows_of(order)
     passes = [order.graph.passes_per_microbatch(chunks) for chunks in order.placement.chunks_of_stage]
     windows = tuple(max(1, limit // each) for limit, each in zip(order.footprints, passes, strict=True))
     unranked = replace(order, foresight=None, footprints=None, windows=windows)
@@ -141,8 +152,8 @@ def _fits(order: Order) -> bool:
     """Whether every row alone stays within its footprint."""
     assert order.footprints is not None
     return all(
-        max(accumulate(memory_changes(one.hint.row or (), order.graph)), default=0) <= limit
-        for one, limit in zip(order.consumptions, order.footprints, strict=True)
+        max(accumulate(memory_changes(row, order.graph)), default=0) <= limit
+        for row, limit in zip(rows_of(order), order.footprints, strict=True)
     )
 
 
@@ -154,7 +165,7 @@ def _steps_ms(order: Order, costs: Costs, machine: Machine) -> list[float]:
 
 
 def simulate_adapting(
-    order: Order, costs: Costs, *, rules: StepRules, machine: Machine, num_steps: int
+    order: Order, costs: Costs, *, rules: StepRules, machine: Machine, num_steps: int, dispatch_ahead: int = 0
 ) -> tuple[Simulation, list[tuple[int, Plan]]]:
     """A simulated run that plans its table anew where :func:`is_due`.
 
@@ -163,7 +174,7 @@ def simulate_adapting(
     """
     timeline, step_ends_ms = Timeline(order.placement.num_stages), list[float]()
     plans: list[tuple[int, Plan]] = []
-    arbiters = order.arbiters(rules)
+    arbiters = order.arbiters(rules, dispatch_ahead=dispatch_ahead)
     while (done := len(step_ends_ms)) < num_steps:
         until = min(num_steps, max(FIRST_STEPS, 2 * done))
         turned = replace(costs, durations_ms=np.roll(costs.durations_ms, -done, axis=0))
@@ -176,5 +187,6 @@ def simulate_adapting(
             plans.append((until, replanned(order, Recording(durations_ms=durations_ms, links=machine.links))))
             order = plans[-1][1].order
         learnt = [arbiter.estimates() for arbiter in arbiters]
-        arbiters = [made.fresh(None, known) for made, known in zip(order.arbiters(rules), learnt, strict=True)]
+        made = order.arbiters(rules, dispatch_ahead=dispatch_ahead)
+        arbiters = [arbiter.fresh(None, known) for arbiter, known in zip(made, learnt, strict=True)]
     return Simulation(timeline=timeline, step_ends_ms=tuple(step_ends_ms)), plans

@@ -33,7 +33,7 @@ from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport
 from rrfp_jax.tasks import Absences
 from rrfp_jax.timeline import Sums, Timeline
-from rrfp_jax.waiting import wait_for
+from rrfp_jax.waiting import result_of, wait_for
 
 _CHECKS_PER_DEADLINE = 8
 _STOP_TIMEOUT_S = 5.0
@@ -214,6 +214,21 @@ class PipelineRuntime:
                 raise PipelineClosed() from self._ending.error
             self._loop.call_soon_threadsafe(self._begin, step, starts, future)
         return future
+
+    def follow(self, arbiters: Sequence[StageArbiter]) -> None:
+        """Have the stages decide by these fresh arbiters from the next step on; no step must be under way."""
+        done: Future[None] = Future()
+        self._loop.call_soon_threadsafe(self._follow, arbiters, done)
+        result_of(done)
+
+    def _follow(self, arbiters: Sequence[StageArbiter], done: "Future[None]") -> None:
+        try:
+            for arbiter in arbiters:
+                self._actors[arbiter.stage].follow(arbiter)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def close(self) -> bool:
         """Stop the threads, and the loop if it is the runtime's own; the future of a step under way fails.

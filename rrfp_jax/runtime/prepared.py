@@ -11,7 +11,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
-from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
+from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StageArbiter, StepRules, dispatch_of
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
 from rrfp_jax.programs.batches import BatchSpec, num_microbatches
@@ -39,6 +39,8 @@ class Prepared:
     forecast: tuple[StageForecast, ...]
     """The predicted memory of every unit."""
     runtime: PipelineRuntime
+    make_arbiters: Callable[[Order], list[StageArbiter]]
+    """Fresh arbiters of the stages that this process hosts, for an order."""
 
 
 def prepare(
@@ -77,21 +79,32 @@ def prepare(
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)
     dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
-    runtime = process.start(
-        order.arbiters(
+
+    def make_arbiters(order: Order) -> list[StageArbiter]:
+        return order.arbiters(
             rules,
             dispatch_ahead=dispatch.ahead,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
             shortest_s=process.shortest_foreseen_s(),
-        ),
+        )
+
+    runtime = process.start(
+        make_arbiters(order),
         lambda unit, ship: wrap(make_stage(unit, ship)),
         edge=lambda message: model.edge(message, programs.shapes),
         progress_deadline_s=options.progress_deadline_s,
         log_steps=options.log_steps,
         just_in_time=dispatch.just_in_time,
     )
-    return Prepared(batch=batch, order=order, copies=copies, forecast=tuple(forecast), runtime=runtime)
+    return Prepared(
+        batch=batch,
+        order=order,
+        copies=copies,
+        forecast=tuple(forecast),
+        runtime=runtime,
+        make_arbiters=make_arbiters,
+    )
 
 
 def _for_batch(graph: PipelineGraph, batch: BatchSpec, ordering: Ordering, num_replicas: int) -> PipelineGraph:

@@ -60,6 +60,8 @@ class PipelineConfig:
     foresight: bool | None = None
     """Wait for the next entry of the schedule that ranks what is ready once that is in sight, and fill the wait; false:
     start whatever is ready; None: true where there is such a schedule."""
+    adaptive: bool = False
+    """Whether such a table is planned anew after the first steps, where another one suits their durations better."""
     remat: str = "none"
     """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
     memory_limit: int | str | None = None

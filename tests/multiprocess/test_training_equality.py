@@ -23,7 +23,13 @@ ONE_OF_EACH = [
     ),
     Case(name="data 2", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options=SHARDED),
     Case(
-        name="foresight", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, options={"schedule": "zb-h1"}, delay_ms=8.0
+        name="foresight",
+        cut=(1, 1),
+        num_stages=2,
+        tensor=2,
+        num_ranks=4,
+        options={"schedule": "zb-h1", "adaptive": True},
+        delay_ms=8.0,
     ),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=4),
 ]

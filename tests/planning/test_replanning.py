@@ -34,7 +34,7 @@ def durations(order: Order) -> np.ndarray:
     return for_steps(constant((10.0, 10.0, 10.0), order.graph), NUM_STEPS)
 
 
-def mean_ms(order: Order, costs: Costs, machine: Machine = Machine()) -> float:
+def mean_ms(order: Order, costs: Costs, machine: Machine) -> float:
     run = simulate(order.arbiters(RULES), costs, machine=machine, num_steps=NUM_STEPS)
     return float(np.mean(run.step_ms[1:]))
 
