@@ -6,14 +6,15 @@
     python -m experiments.bench --only runtime
 
 ``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
-backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
-interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: what the host costs by when it
-decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated. ``fidelity``: emulated against simulated step times. ``deterministic``: what accumulating in
-microbatch order costs. ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain
-jitted loop (``make bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs.
-``throughput``: bytes per second between two processes, beside gloo's. ``processes``: what a pipeline in several
-processes costs, whether transfers overlap compute, and what agreement within a stage costs. What is compared runs in
-turn, several times; medians are printed.
+backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against
+strict interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: what the host costs by when
+it decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated.
+``fidelity``: emulated against simulated step times. ``deterministic``: what accumulating in microbatch order costs.
+``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
+bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
+second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
+transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several times;
+medians are printed.
 """
 
 import argparse
