@@ -103,6 +103,7 @@ class Pipeline:
         """This process's part in the run."""
         self.layout = self.process.layout
         if updates.deterministic:
+            ordering.check_deterministic()
             require_determinism(jax.local_devices())
         self._model = HostedModel(
             self.chunks,

@@ -421,7 +421,8 @@ class StageArbiter:
         heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
         if self._footprint is None or heads[0] is None or self._footprint.admits(heads[0], self._waiting):
             return heads
-        return (None, *heads[1:])
+        lanes = self._ready.lanes
+        return (self._footprint.first_costless(lanes[0], lanes[HELD]), *heads[1:])
 
     def _admits(self, position: int) -> bool:
         """Whether the task at this position, an F, may start as far as memory goes."""
@@ -460,7 +461,8 @@ class StageArbiter:
         if foresight is None:
             return False
         if step != self.step or not self.is_active:
-            if self.step is None or step > self.step:
+            is_ahead = self.step is None or step > self.step
+            if is_ahead and all(message != early.message for early in self._early.get(step, ())):
                 foresight.hear_early(step, message, time_s)
             return False
         if message not in self._arrived and message in self._ranked.plan.arrivals:

@@ -11,8 +11,9 @@ Let the *row* be the table's order of the stage's tasks, and ``limit`` at least 
 if memory suffices also when everything before it in the row still runs in the row's order: the activations held now,
 this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. An F
 counts as done with in the row from its start, all else from its end, which frees memory. Other tasks are never
-restrained. If a ready F is not admitted, none behind it in the row is, for what stands before it stands before those
-as well; so one question answers for all forwards, if the hint ranks them in the row's order.
+restrained, and neither is an F of a chunk without a backward, which keeps nothing. If a ready F is not admitted, no
+other one behind it in the row is, for what stands before it stands before those as well; so one question answers for
+all, if the hint ranks them in the row's order.
 
 Why it cannot deadlock
 ----------------------
@@ -23,7 +24,8 @@ they would have found, and those before it one activation more, which the rule h
 memory, sooner than the row does. Now let T be the first unfinished task of the total order. All that it waits for has
 finished, so it is ready, running, or its input is on its way; and nothing before it is left in its row, so it is
 admissible by the invariant. So in every state with work left something can run, and as each task runs once, the step
-ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more.
+ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more. Where
+gradients are added up in microbatch order, these are dependencies too, so a table with another order is refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +52,7 @@ def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> tuple[int, ..
 class RowMemory:
     """What the entries of a stage's row do to its memory: fixed, and the same for every step."""
 
-    __slots__ = ("changes", "nodes", "peak", "place")
+    __slots__ = ("changes", "has_costless", "nodes", "peak", "place", "unnamed")
 
     def __init__(self, step: StepPlan, graph: PipelineGraph, row: Iterable[Task]) -> None:
         index = step.plan.index
@@ -58,14 +60,22 @@ class RowMemory:
         self.nodes = tuple(index[task] for task in tasks)
         self.changes = memory_changes(tasks, graph)
         """Of each entry: 1 where it takes an activation, -1 where it frees one."""
+        self.has_costless = any(not graph.has_backward(task.chunk) for task in tasks)
+        """Whether some F takes no memory."""
         of_node = {node: place for place, node in enumerate(self.nodes)}
         self.place = tuple(of_node.get(node, -1) for node in step.at)
         """By position, the place in the row; -1 for what it does not name."""
+        self.unnamed = [
+            t for t in map(step.plan.tasks.__getitem__, step.at) if t.microbatch >= 0 and index[t] not in of_node
+        ]
         self.peak = max(accumulate(self.changes), default=0)
         """The most activations that the row holds at once."""
 
     def check_limit(self, limit: int, stage: int) -> None:
-        """Raise ValueError where the row alone holds more."""
+        """Raise ValueError where the row alone holds more, or does not name every task."""
+        if self.unnamed:
+            some = ", ".join(map(str, self.unnamed[:3]))
+            raise ValueError(f"the row of stage {stage} lacks {some}, and memory follows it: name every task, once")
         if self.peak > limit:
             raise ValueError(
                 f"the footprint of stage {stage} is {limit} activations and its table holds {self.peak}: "
@@ -120,6 +130,13 @@ class Footprint:
                 if held > self.limit:
                     return False
         return True
+
+    def first_costless(self, *forwards: Iterable[int]) -> int | None:
+        """The first of the forwards at these positions that takes no memory, if there is one."""
+        if not self._row.has_costless:
+            return None
+        place, changes = self._row.place, self._row.changes
+        return min((position for some in forwards for position in some if not changes[place[position]]), default=None)
 
 
 def _is_left(change: int, waiting: int) -> bool:

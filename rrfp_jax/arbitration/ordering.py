@@ -22,6 +22,7 @@ from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules.validation import check_orders
 from rrfp_jax.tasks import PipelineGraph, Placement
 
 READY = "ready"
@@ -82,7 +83,11 @@ class Order:
                 by itself.
             protocol: how the members of a group agree.
             shortest_s: how long tasks must usually take at least for foresight, where its rules do not ask for more.
+
+        Raises ValueError where gradients are added up in order and a table that must be kept to has another one.
         """
+        if rules.ordered and self.table is not None and (self.footprints or self.consumptions[0].is_strict):
+            self.table.check_accumulation()
         foresight = self.foresight
         if foresight is not None:
             foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
@@ -154,6 +159,11 @@ class Ordering:
         """Whether a table ranks what is ready, so that footprint and foresight have a meaning."""
         return self.follows_table and self.consume == READY
 
+    def check_deterministic(self) -> None:
+        """Raise ValueError for a schedule that deterministic runs cannot keep to, strictly or within its memory."""
+        if self.schedule is not None and self._keeps_to_table:
+            self.schedule.check_accumulation()
+
     def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
         """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
 
@@ -167,6 +177,8 @@ class Ordering:
         graph = replace(graph, split=self._split(placement))
         if self.schedule is not None and self.follows_table:
             _check_names_all(self.schedule, graph)
+            if self._keeps_to_table:
+                _check_runs(self.schedule, graph)
         if not isinstance(self.window, str):
             self._windows(placement.num_stages)
             self._footprints(placement.num_stages, 1)
@@ -212,6 +224,11 @@ class Ordering:
     def has_footprint(self) -> bool:
         """Whether the table's own activations bound what a stage holds, in place of the window."""
         return self.is_guided and self.footprint is not False
+
+    @property
+    def _keeps_to_table(self) -> bool:
+        """Whether stages may wait for what the table has first, so that it must be able to run."""
+        return self.follows_table and (self.consume == STRICT or self.has_footprint)
 
     def _foresight(self) -> ForesightRules | None:
         if not self.is_guided or self.foresight is False:
@@ -318,3 +335,9 @@ def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
             f"schedule {table.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
             "take a schedule with its chunks, microbatches and backward"
         )
+
+
+def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
+    """Raise ValueError if the table, less what this pipeline lacks, cannot run entry by entry."""
+    wanted = set(graph.tasks())
+    check_orders(table.name, table.placement, graph, [[task for task in row if task in wanted] for row in table.orders])

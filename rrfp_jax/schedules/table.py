@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rrfp_jax.schedules.validation import check_orders, peak_in_flight
+from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 
@@ -100,6 +100,16 @@ class ScheduleTable:
                     f"table {self.name!r} holds {peak} microbatches on stage {stage}, but the window there is {limit}: "
                     f"raise the window to {peak}, or take a schedule with a lower peak"
                 )
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError unless every chunk adds up its gradients in microbatch order."""
+        found = out_of_order(self.graph, self.orders)
+        if found is not None:
+            raise ValueError(
+                f"schedule {self.name!r} runs {found[0]} before {found[1]}, and deterministic runs add gradients up in "
+                "microbatch order: take a schedule with its backwards in that order, or only rank by it (ready, with "
+                "footprint off)"
+            )
 
     def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
         peak = held = 0.0

@@ -50,6 +50,19 @@ def peak_in_flight(order: Sequence[Task]) -> int:
     return peak
 
 
+def out_of_order(graph: PipelineGraph, orders: Orders) -> tuple[Task, Task] | None:
+    """Two tasks of one chunk that add to its gradients, the later microbatch first in its row; None: there are none."""
+    for order in orders:
+        latest: dict[int, Task] = {}
+        for task in order:
+            if graph.has_backward(task.chunk) and task.kind is graph.accumulating_kind(task.chunk):
+                before = latest.setdefault(task.chunk, task)
+                if before.microbatch > task.microbatch:
+                    return before, task
+                latest[task.chunk] = task
+    return None
+
+
 def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
     """For every task with dependants, the tasks that wait for it."""
     after: dict[Task, list[Task]] = {}

@@ -48,7 +48,7 @@ def test_with_a_split_backward_w_frees():
 
 def test_a_frozen_chunk_keeps_nothing():
     memory = row_memory(small_graphs(2, 2)["frozen first chunk"], linear(2), 0, parse("0F0 0F1"))
-    assert (memory.changes, memory.peak) == ((0, 0), 0)
+    assert (memory.changes, memory.peak, memory.has_costless) == ((0, 0), 0, True)
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -201,6 +201,11 @@ def test_if_a_forward_is_not_admitted_none_behind_it_is_that_takes_memory(run, r
 def test_less_than_the_row_holds_is_refused():
     with pytest.raises(ValueError, match=r"footprint of stage 0 is 1 activations and its table holds 2: allow at leas"):
         stage_of("0F0 0F1 0B0 0B1", 1)
+
+
+def test_a_row_that_does_not_name_every_task_is_refused():
+    with pytest.raises(ValueError, match=r"the row of stage 0 lacks 0F1, 0B1, and memory follows it: name every task"):
+        stage_of("0F0 0B0", 2)
 
 
 def test_a_footprint_needs_a_table_that_ranks():

@@ -409,6 +409,19 @@ def test_an_early_announcement_counts_when_its_step_begins():
     assert stage.learnt.leads_s == {GRADIENT: 3.0}
 
 
+def test_what_is_here_early_is_not_announced_any_more():
+    stage = Clocked()
+    stage.gradient(1.0, 0)
+    stage.announce(2.0, 0)
+    stage.start(3.0)
+    assert stage.learnt.leads_s == {}
+    early = Clocked()
+    early.announce(1.0, 0)
+    early.gradient(2.5, 0)
+    early.start(3.0)
+    assert early.learnt.leads_s == {GRADIENT: 1.5}
+
+
 # -- announcing --------------------------------------------------------------------------------------------------------
 
 

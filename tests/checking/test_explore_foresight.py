@@ -11,7 +11,7 @@ from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.checking import Explorer, Setting, explore
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
-from rrfp_jax.tasks import absences, chain, linear, looped, v_shaped
+from rrfp_jax.tasks import Task, absences, chain, linear, looped, v_shaped
 from tests.checking.guided import by_table, guided, random_rows
 from tests.checking.test_reductions import check_same
 
@@ -95,6 +95,19 @@ def test_foresight_alone_needs_no_valid_table():
         graph = chain(placement.num_chunks, 2)
         rows = tuple(nth_permutation(graph.tasks(c), number * (1 + s)) for s, c in enumerate(placement.chunks_of_stage))
         explore(guided(graph, placement, rows, footprint=False, window=window))
+
+
+def test_a_forward_that_keeps_nothing_runs_though_one_before_it_may_not():
+    """Chunk 0 is frozen, so its forwards take no memory; 2F1 is ready and must wait for the end of 2B0."""
+    graph = small_graphs(4, 3)["frozen first chunk"]
+    rows = (
+        "0F0 0F1 2F0 2B0 2F1 2B1 0F2 2F2 2B2",
+        "1F0 1F1 3F0 3B0 1B0 3F1 3B1 1B1 1F2 3F2 3B2 1B2",
+    )
+    setting = guided(graph, looped(2, 2), tuple(tuple(map(Task.parse, row.split())) for row in rows), foresight=False)
+    assert setting.footprints == (1, 3)
+    explore(setting)
+    explore(replace(setting, foresight=by_table(next(tables(2, 2, 1))).foresight))
 
 
 @pytest.mark.parametrize("agreement", Agreement)
