@@ -30,6 +30,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.footprint import memory_changes
+from rrfp_jax.schedules.validation import out_of_order
 from rrfp_jax.simulation import Costs, Links, Machine, Simulation, recorded, simulate
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task
@@ -149,9 +150,9 @@ def _rows(run: Simulation, num_stages: int) -> tuple[tuple[Task, ...], ...]:
 
 
 def _fits(order: Order) -> bool:
-    """Whether every row alone stays within its footprint."""
+    """Whether every row alone stays within its footprint, and adds gradients up as deterministic runs do."""
     assert order.footprints is not None
-    return all(
+    return out_of_order(order.graph, rows_of(order)) is None and all(
         max(accumulate(memory_changes(row, order.graph)), default=0) <= limit
         for row, limit in zip(rows_of(order), order.footprints, strict=True)
     )

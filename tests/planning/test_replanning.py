@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Order, Ordering, StepRules
-from rrfp_jax.planning.replanning import Plan, Recording, is_due, replanned, simulate_adapting
+from rrfp_jax.planning.replanning import (
+    Plan,
+    Recording,
+    _fits,
+    is_due,
+    replanned,
+    rows_of,
+    simulate_adapting,
+    with_rows,
+)
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import (
     Costs,
@@ -115,3 +124,12 @@ def test_a_run_that_never_adapts_is_the_run_without() -> None:
     plain = simulate(order.arbiters(RULES), replace(costs), num_steps=NUM_STEPS)
     assert [plan.execution for _, plan in plans] == [None]
     assert run.step_ms == pytest.approx(plain.step_ms)
+
+
+def test_no_plan_adds_gradients_up_in_another_order() -> None:
+    """A deterministic run could not keep to it: the last stage, which holds one, would wait for its own memory."""
+    order = order_of("1f1b")
+    rows = [list(row) for row in rows_of(order)]
+    last = rows[3]
+    assert _fits(with_rows(order, rows))
+    assert not _fits(with_rows(order, [*rows[:3], [*last[2:4], *last[:2], *last[4:]]]))
