@@ -86,6 +86,7 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         backward=pipeline.backward,
         footprint=pipeline.footprint,
         foresight=pipeline.foresight,
+        adaptive=pipeline.adaptive,
     ).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=microbatches_per_replica(config.data.num_microbatches, pipeline.data),
@@ -96,7 +97,8 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
     )
     assert len(chunks) == order.placement.num_chunks
     check_divides(config.model, pipeline.tensor)
-    assert max(order.windows) <= order.graph.num_microbatches, "a wider window than microbatches bounds nothing"
+    if order.footprints is None:
+        assert max(order.windows) <= order.graph.num_microbatches, "a wider window than microbatches bounds nothing"
     if preset.parts[0] != "cpu":
         assert config.run.platform is None
 
