@@ -57,7 +57,8 @@ FALSE_ANNOUNCEMENTS = (0, 0, 0, 0, 1, 2)
 """Of anything, for each announcement that is made."""
 STEPS_OFF = (0, 0, 0, 1, 2, -1)
 """How far ahead of its sender's step a false announcement is."""
-EARLY_TICKS = (0, 0, 1, 3)
+EARLY_TICKS = (0, 0, 0, 1, 1)
+"""For each tick that is asked for; an early one may be answered by asking again, so fewer than one on average."""
 
 
 class WalkReport(NamedTuple):
