@@ -198,7 +198,7 @@ class StageArbiter:
             return None
         if not self.is_active or not self._tasks_left:
             return IdleReason.DRAIN
-        if self.is_holding:
+        if self._foresight is not None and self._foresight.held_since_s is not None:
             return IdleReason.HOLD
         if self._ready:
             return IdleReason.ORDER if self.consumption.is_strict else IdleReason.WINDOW
@@ -467,7 +467,7 @@ class StageArbiter:
             return False
         if message not in self._arrived and message in self._ranked.plan.arrivals:
             foresight.hear(message, time_s)
-        return foresight.is_holding
+        return foresight.held_since_s is not None
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
@@ -485,8 +485,8 @@ class StageArbiter:
         tasks, free_s = self._ranked.plan.tasks, self._now_s
         if self._due is not None:
             free_s = max(free_s, foresight.expected_end_s(tasks[self._due]))
-        candidates = [(best, tasks[at[best]])]
-        candidates += [(head, tasks[at[head]]) for head in sorted(h for h in heads if h is not None and h != best)]
+        candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
+        candidates.sort()  # ``best`` is the first
         chosen = foresight.choose(candidates, missing, self._now_s, free_s)
         if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
             out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]

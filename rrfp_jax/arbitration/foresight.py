@@ -104,7 +104,7 @@ class Foresight:
         self._asked_s: dict[Message, float] = {}
         self._started_s: dict[Task, float] = {}
         self._last_end_s = 0.0  # tasks of steps before have ended before any of this one starts
-        self._held_since_s: float | None = None
+        self.held_since_s: float | None = None
         self._wake_s: float | None = None
         self._told_wake_s: float | None = None
         self.next = 0
@@ -133,13 +133,13 @@ class Foresight:
         if not is_active:
             return (early, self.estimates.key())
         dicts = (self.announced_s, self._asked_s, self._started_s)
-        values = (self._held_since_s, self._wake_s, self._told_wake_s, self._last_end_s, self.is_awake)
+        values = (self.held_since_s, self._wake_s, self._told_wake_s, self._last_end_s, self.is_awake)
         given_up = frozenset(self._given_up)
         return (early, self.estimates.key(), given_up, values, *(frozenset(one.items()) for one in dicts))
 
     @property
     def is_holding(self) -> bool:
-        return self._held_since_s is not None
+        return self.held_since_s is not None
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -147,9 +147,8 @@ class Foresight:
         """An announcement of the present step, of what is not here yet."""
         if message not in self.announced_s:
             self.announced_s[message] = time_s
-            asked = self._asked_s.pop(message, None)
-            if asked is not None:
-                self._note(message, in_time=time_s <= asked)
+            if self._asked_s and message in self._asked_s:
+                self._note(message, in_time=time_s <= self._asked_s.pop(message))
 
     def hear_early(self, step: int, message: Message, time_s: float) -> None:
         """An announcement of a later step."""
@@ -158,8 +157,8 @@ class Foresight:
     def arrived(self, message: Message, time_s: float) -> None:
         heard = self.announced_s.pop(message, None)
         if heard is not None:
-            learn(self.estimates.leads_s, message[:3], max(0.0, time_s - heard), self.rules.kept)
-        elif self._asked_s.pop(message, None) is not None:
+            learn(self.estimates.leads_s, message[:3], time_s - heard if time_s > heard else 0.0, self.rules.kept)
+        elif self._asked_s and self._asked_s.pop(message, None) is not None:
             self._note(message, in_time=False)
 
     def tick(self) -> None:
@@ -168,12 +167,13 @@ class Foresight:
 
     def start(self, task: Task, time_s: float) -> None:
         self._started_s[task] = time_s
-        if self._held_since_s is not None:
-            self._held_since_s = self._wake_s = self._told_wake_s = None
+        if self.held_since_s is not None:
+            self.held_since_s = self._wake_s = self._told_wake_s = None
 
     def finish(self, task: Task, time_s: float) -> None:
         """The task has really ended; it took the device from its start, or from the end of the one before it."""
-        taken_s = time_s - max(self._started_s.pop(task), self._last_end_s)
+        started_s, last_end_s = self._started_s.pop(task), self._last_end_s
+        taken_s = time_s - (started_s if started_s > last_end_s else last_end_s)
         self._last_end_s = time_s
         durations_s, key = self.estimates.durations_s, (task.kind, task.chunk)
         usual_s = durations_s.get(key)
@@ -206,11 +206,13 @@ class Foresight:
         usual_s = self.estimates.usual_s(task)
         if usual_s is None:
             return best
-        since_s = free_s if self._held_since_s is None else self._held_since_s
-        unheard = next((message for message in missing if message not in self.announced_s), None)
-        if unheard is not None:
-            return self._choose_unheard(best, usual_s, unheard, now_s, since_s)
-        expected_s = max(self._expected_s(message) for message in missing)
+        since_s = free_s if self.held_since_s is None else self.held_since_s
+        expected_s = free_s
+        for message in missing:
+            heard_s = self.announced_s.get(message)
+            if heard_s is None:
+                return self._choose_unheard(best, usual_s, message, now_s, since_s)
+            expected_s = max(expected_s, heard_s + (self.estimates.lead_s(message) or 0.0))
         wait_s = self.rules.fit * (expected_s - free_s)
         if wait_s > 0:
             for position, other in candidates:
@@ -241,7 +243,7 @@ class Foresight:
         return None
 
     def _hold(self, since_s: float, until_s: float) -> None:
-        self._held_since_s, self._wake_s = since_s, until_s
+        self.held_since_s, self._wake_s = since_s, until_s
 
     def wake_at_s(self) -> float | None:
         """When the hold ends; None if the driver has been asked for that already."""
@@ -254,6 +256,3 @@ class Foresight:
         edge: Edge = message[:3]
         self.estimates.notices.setdefault(edge, 1.0)
         learn(self.estimates.notices, edge, float(in_time), self.rules.worth_kept)
-
-    def _expected_s(self, message: Message) -> float:
-        return self.announced_s[message] + (self.estimates.lead_s(message) or 0.0)

@@ -45,7 +45,7 @@ class Agreement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """What a step consists of beyond the graph's own tasks."""
+    """What a step consists of beyond the graph's own tasks. Raises ValueError for a tree that cannot be."""
 
     ordered: bool = False
     """Accumulate each chunk's gradients in microbatch order (deterministic mode)."""
@@ -58,6 +58,10 @@ class StepRules:
     last chunk to the first, as backwards complete them, and then all U from the first to the last."""
     tree_degree: int = CONTROL_DEGREE
     """How many stages report to the same one at most."""
+
+    def __post_init__(self) -> None:
+        if self.tree_degree < 1:
+            raise ValueError(f"tree_degree is {self.tree_degree}: at least 1 stage must report to another")
 
 
 @dataclass(frozen=True, eq=False)

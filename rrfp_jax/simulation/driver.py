@@ -122,6 +122,7 @@ class _Stage:
         "arbiter",
         "average_ms",
         "dispatched",
+        "holds",
         "host_free_ms",
         "idle",
         "idle_since_ms",
@@ -138,6 +139,8 @@ class _Stage:
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
+        self.holds = False
+        """Whether it has asked to be woken and has started nothing since."""
         self.idle: tuple[int, IdleReason] | None = None
         self.idle_since_ms = 0.0
         self.average_ms = 0.0
@@ -162,6 +165,7 @@ class _Driver:
         self.timeline = Timeline(len(arbiters))
         self.step_ends_ms = [0.0] * num_steps
         self.queue = EventQueue()
+        self._may_lose = machine.links.announce_loss > 0
         self._announcements_ms: dict[tuple[int, int], float] = {}
         self.transfers = make_transfers(
             machine.communication,
@@ -195,8 +199,6 @@ class _Driver:
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
-        if not instructions and type(event) is TaskAnnounced:
-            return  # nothing has changed that shows
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._dispatch(index, stage, instruction)
@@ -231,7 +233,7 @@ class _Driver:
     def _announce(self, index: int, instruction: Announce) -> None:
         """Keep an announcement for its stage, which hears of it with the next event, or in time where it holds."""
         step, message, target = instruction
-        if self.machine.links.loses_announcement(step, message):
+        if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
         at_ms = self.queue.now_ms + self._announcement_ms(index, target)
         stage = self.stages[target]
@@ -240,25 +242,33 @@ class _Driver:
             insort(stage.announced, heard, key=itemgetter(0))
         else:
             stage.announced.append(heard)
-        if stage.arbiter.is_holding:
+        if stage.holds:
             self.queue.post_arrival(at_ms, self._hear, target)
 
     def _wake_at(self, index: int, stage: _Stage, instruction: WakeAt) -> None:
         self.queue.post(instruction.time_s * 1e3, self._tick, index, ClockTick(*instruction))
+        stage.holds = True
         for at_ms, _ in stage.announced:
             self.queue.post_arrival(at_ms, self._hear, index)
 
     def _tick(self, index: int, tick: ClockTick) -> None:
-        if self.stages[index].arbiter.is_holding:
+        if self.stages[index].holds:
             self.deliver(index, tick)
 
     def _hear(self, index: int) -> None:
         self._tell_announced(index, self.stages[index])
 
     def _tell_announced(self, index: int, stage: _Stage) -> None:
-        announced, now_ms = stage.announced, self.queue.now_ms
+        announced, now_ms, handle, log = stage.announced, self.queue.now_ms, stage.arbiter.handle, stage.log
         while announced and announced[0][0] <= now_ms:
-            self._tell(index, stage, announced.pop(0)[1])
+            event = announced.pop(0)[1]
+            if stage.holds:
+                self._tell(index, stage, event)
+            else:
+                answer = handle(event)
+                assert not answer
+                if log is not None:
+                    log.append((event, ()))
 
     def _announcement_ms(self, source: int, target: int) -> float:
         known = self._announcements_ms.get((source, target))
@@ -269,6 +279,7 @@ class _Driver:
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+        stage.holds = False
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self.machine.host_ms
         stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
         if stage.timer is not None:
