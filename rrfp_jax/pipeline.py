@@ -231,7 +231,8 @@ class Pipeline:
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
         future = running.runtime.submit(self._step, leaves, running.copies.pairs(absent))
-        metrics = StepMetrics(future, has_norm=self.updates.needs_norm)
+        tables_planned = 0 if self._adapting is None else self._adapting.num_planned
+        metrics = StepMetrics(future, has_norm=self.updates.needs_norm, tables_planned=tables_planned)
         self._enqueued.append(metrics)
         self._step += 1
         return PipelineState(self._step), metrics

@@ -5,6 +5,7 @@
 
 import hashlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 NUM_ROWS, WIDTH, NUM_MICROBATCHES, NUM_STAGES = 8192, 16, 4, 3
@@ -44,7 +45,9 @@ def make_batch() -> dict[str, Any]:
     return {"x": x, "y": np.sin(x)}
 
 
-def train(pipeline: Any, num_steps: int) -> tuple[list[float], dict[str, Any]]:
+def train(
+    pipeline: Any, num_steps: int, on_result: Callable[[Any], object] = lambda result: None
+) -> tuple[list[float], dict[str, Any]]:
     """Losses and final parameters of ``num_steps`` steps."""
     import jax
     import numpy as np
@@ -56,6 +59,8 @@ def train(pipeline: Any, num_steps: int) -> tuple[list[float], dict[str, Any]]:
         for _ in range(num_steps):
             state, metrics = pipeline.step(state, batch)
             results.append(metrics)
+        for metrics in results:
+            on_result(metrics.result())
         return [m.result().loss for m in results], jax.tree.map(np.array, pipeline.params(state))
 
 

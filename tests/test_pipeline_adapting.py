@@ -49,12 +49,14 @@ def test_the_stages_go_on_with_the_planned_table_and_the_same_bits(
     monkeypatch.setattr(adapting, "replanned", to_zb_h2)
     ordering = Ordering(schedule=table("zb-h1"), window=2 * NUM_STAGES, adaptive=True)
     pipeline = base.reordered(ordering, options=RuntimeOptions(log_steps=3))
+    told = []
     with caplog.at_level(logging.INFO, logger=adapting.__name__):
-        losses, params = train(pipeline, NUM_STEPS)
+        losses, params = train(pipeline, NUM_STEPS, lambda result: told.append(result.tables_planned))
     assert losses == expected[0]
     assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (params, expected[1])), strict=True))
     assert rows_of(pipeline.order) == table("zb-h2").orders
     assert caplog.text.count("planned anew") == 1
+    assert told == [0, 0, 0, 0, 1, 1]
     for log in pipeline.runtime.logs().values():
         replayed = [segment.replay() for segment in log.segments]
         assert replayed == [segment.entries for segment in log.segments]

@@ -48,8 +48,16 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "order",
-    [{"hint": "bf"}, {"hint": "bfw"}, {"hint": "fb", "window": 2}, strict("1f1b"), strict("zb-h1"), foreseen("zb-h1")],
-    ids=["bf", "bfw", "fb", "strict 1f1b", "strict zb-h1", "foresight zb-h1"],
+    [
+        {"hint": "bf"},
+        {"hint": "bfw"},
+        {"hint": "fb", "window": 2},
+        strict("1f1b"),
+        strict("zb-h1"),
+        foreseen("zb-h1"),
+        foreseen("1f1b-split"),
+    ],
+    ids=["bf", "bfw", "fb", "strict 1f1b", "strict zb-h1", "foresight zb-h1", "foresight 1f1b-split"],
 )
 @pytest.mark.parametrize("delayed", [False, True], ids=["prompt", "delayed"])
 def test_orders_and_timing_leave_every_bit_alone(

@@ -97,12 +97,12 @@ def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> Non
     untied_looped.check(hint=hint, window=2, schedule=schedule, footprint=False if schedule else None)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "1f1b-split", "zb-h1", "zb-h2", "zb-auto"])
 def test_tables_with_foresight_on_a_linear_placement(tied_linear: Case, name: str) -> None:
     tied_linear.check(schedule=tied_linear.table(name))
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first"])
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "breadth-first", "interleaved-1f1b-split", "gis"])
 def test_tables_with_foresight_on_a_looped_placement(untied_looped: Case, name: str) -> None:
     untied_looped.check(schedule=untied_looped.table(name))
 

@@ -37,6 +37,8 @@ class Adapting:
         self._is_begun = False
         self._first_step: int | None = None
         self._num_steps = 0
+        self.num_planned = 0
+        """How often another table has been taken."""
 
     def record(self, timeline: Timeline) -> None:
         """A step has ended; the first one of a run, in which everything is new, is not typical of it."""
@@ -67,6 +69,7 @@ class Adapting:
             return running
         planned = with_rows(order, [[Task.parse(task) for task in row] for row in told["rows"]])
         running.runtime.follow(running.make_arbiters(planned))
+        self.num_planned += 1
         _LOG.info(
             "after %d steps the table is planned anew, as %s executes the former one: %.1f%% shorter steps expected",
             self._num_steps,

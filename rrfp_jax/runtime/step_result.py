@@ -33,13 +33,15 @@ class StepResult:
     """Whether it is time to save the state."""
     ended_s: float = field(repr=False)
     """When the step had ended on all stages (``time.perf_counter``)."""
+    tables_planned: int = field(default=0, repr=False)
+    """How often an adaptive schedule's table had been planned anew before the step."""
 
 
 class StepMetrics:
     """The result of an enqueued step; ``result()`` waits for it."""
 
-    def __init__(self, future: "Future[StepOutcome]", *, has_norm: bool) -> None:
-        self._future, self._has_norm = future, has_norm
+    def __init__(self, future: "Future[StepOutcome]", *, has_norm: bool, tables_planned: int = 0) -> None:
+        self._future, self._has_norm, self._tables_planned = future, has_norm, tables_planned
 
     def done(self) -> bool:
         return self._future.done()
@@ -60,4 +62,5 @@ class StepMetrics:
             stop=verdict.stop,
             save=verdict.save,
             ended_s=outcome.ended_s,
+            tables_planned=self._tables_planned,
         )

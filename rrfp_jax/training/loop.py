@@ -30,6 +30,8 @@ class StepRow:
     bubble_fraction: float
     looking_ahead: int
     """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
+    tables_planned: int
+    """How often an adaptive schedule's table had been planned anew before this step, since the run was started."""
     skipped: bool
     """Whether the update was left out because loss or gradients were not finite."""
     num_skipped: int
@@ -143,6 +145,7 @@ class TrainingLoop:
             tokens_per_s=result.weight / step_time_s,
             bubble_fraction=result.sums.bubble_fraction(),
             looking_ahead=result.sums.looking_ahead,
+            tables_planned=result.tables_planned,
             skipped=result.skipped,
             num_skipped=self._num_skipped,
             peak_memory_bytes=result.peak_memory_bytes,

@@ -28,6 +28,7 @@ ROW = {
     "tokens_per_s",
     "bubble_fraction",
     "looking_ahead",
+    "tables_planned",
     "skipped",
     "num_skipped",
     "peak_memory_bytes",
