@@ -23,7 +23,7 @@ from experiments.errors import checking_input, run_command
 from experiments.machine import parse_link_delays_ms
 from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
-from experiments.outputs import check_outputs, draw, last_steps
+from experiments.outputs import check_outputs, draw
 from experiments.process import enter
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
@@ -256,7 +256,7 @@ def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
 
 def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Timeline) -> None:
     if arguments.timeline:
-        draw([(f"{resolved.label}, real runtime on emulated stages", last_steps(timeline))], arguments.timeline)
+        draw([(f"{resolved.label}, real runtime on emulated stages", timeline.last_steps(1))], arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.chrome_trace import write_trace
 

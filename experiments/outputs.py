@@ -26,14 +26,6 @@ def _check_ending(what: str, path: str, endings: Sequence[str], advice: str) -> 
     check_file(Path(path), what)
 
 
-def last_steps(timeline: Timeline, count: int = 1) -> Timeline:
-    """The last steps alone: few enough that single tasks can be told apart."""
-    last = Timeline(timeline.num_stages)
-    for step in timeline.steps()[-count:]:
-        last.extend(timeline.of_step(step))
-    return last
-
-
 def draw(timelines: Sequence[tuple[str, Timeline]], path: str) -> None:
     """Draw (caption, timeline) pairs, as a page or a picture by the file's ending; its library is loaded only now."""
     if Path(path).suffix.lower() in _PAGES:

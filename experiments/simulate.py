@@ -34,7 +34,7 @@ from experiments.errors import BadInput, checking_input, run_command
 from experiments.machine import dispatch, make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, given_order, parse_ordering
-from experiments.outputs import check_outputs, draw, last_steps
+from experiments.outputs import check_outputs, draw
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
@@ -259,7 +259,7 @@ def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> 
     """The pictures and traces that were asked for; their libraries are loaded only then."""
     timelines = [(label, outcome.timeline) for label, outcome in outcomes.items()]
     if arguments.timeline:
-        draw([(label, last_steps(one, arguments.timeline_steps)) for label, one in timelines], arguments.timeline)
+        draw([(label, one.last_steps(arguments.timeline_steps)) for label, one in timelines], arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.chrome_trace import write_trace
 

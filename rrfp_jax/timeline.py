@@ -132,7 +132,7 @@ class Timeline:
         )
 
     def last_steps(self, number: int) -> "Timeline":
-        """The record of the last so many steps."""
+        """The record of the last so many steps alone."""
         wanted = frozenset(self.steps()[-number:])
         return Timeline(
             self.num_stages,

@@ -175,9 +175,7 @@ class Foresight:
         started_s, last_end_s = self._started_s.pop(task), self._last_end_s
         taken_s = time_s - (started_s if started_s > last_end_s else last_end_s)
         self._last_end_s = time_s
-        durations_s, key = self.estimates.durations_s, (task.kind, task.chunk)
-        usual_s = durations_s.get(key)
-        durations_s[key] = taken_s if usual_s is None else taken_s + self.rules.kept * (usual_s - taken_s)
+        learn(self.estimates.durations_s, (task.kind, task.chunk), taken_s, self.rules.kept)
 
     def expected_end_s(self, task: Task) -> float:
         """Of a running task, as far as anything is known."""

@@ -161,8 +161,8 @@ class Ordering:
 
     def check_deterministic(self) -> None:
         """Raise ValueError for a schedule that deterministic runs cannot keep to, strictly or within its memory."""
-        if self.schedule is not None and self._keeps_to_table:
-            self.schedule.check_accumulation()
+        if self._table is not None and self._keeps_to_table:
+            self._table.check_accumulation()
 
     def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
         """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
@@ -237,7 +237,7 @@ class Ordering:
 
     def _footprints(self, num_stages: int, num_replicas: int) -> tuple[int, ...] | None:
         """Activations of one chunk and microbatch that each stage may hold; raises ValueError below the table's own."""
-        table = self.schedule
+        table = self._table
         if table is None or not self.has_footprint:
             return None
         passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]

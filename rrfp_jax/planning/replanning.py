@@ -49,12 +49,16 @@ _SHORT_HOLDS = ForesightRules(patience=0.5, notice=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What some steps of a run took."""
+    """What some steps of a run took. Raises ValueError for fewer than two, of which the first must make a plan."""
 
     durations_ms: Durations
     """[steps, chunks, microbatches, 3], at least 2 steps."""
     links: Links
     """Latencies between stages, as measured."""
+
+    def __post_init__(self) -> None:
+        if len(self.durations_ms) < 2:
+            raise ValueError(f"{len(self.durations_ms)} steps were recorded: a plan needs at least 2")
 
 
 class Plan(NamedTuple):
