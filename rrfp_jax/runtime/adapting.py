@@ -57,6 +57,8 @@ class Adapting:
     def plan(self, running: Prepared) -> Prepared:
         """The same with a better table in force, if one was found; no step must be under way."""
         process, order = self._process, running.order
+        if not process.rank:
+            _LOG.info("after %d steps: looking for a table that suits them better", self._num_steps)
         own = Timeline(order.placement.num_stages)
         for timeline in self._timelines:
             own.extend(timeline)
