@@ -17,6 +17,9 @@ Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to 
 * ``W(c, m)`` waits for ``I(c, m)``.
 * ``R(c)`` waits for every ``B`` (or ``W``) of ``c`` and of the chunks that share parameters with it.
 * ``U(c)`` waits for ``R(c)`` and for what the stages agree on once per step.
+
+A frozen chunk, whose parameters never change, has no W, R and U. It has a backward only where a gradient must pass
+through it, to a chunk before it that trains; otherwise it runs F alone.
 """
 
 import re
@@ -150,6 +153,8 @@ class Edge(NamedTuple):
     source: int
     target: int
     carries_gradient: bool = True
+    is_optional: bool = False
+    """Whether ``target`` also runs microbatches that skip ``source``, for example those without images."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class PipelineGraph:
     those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``owned`` has, for
     each chunk, the microbatches that it runs as (first, one past the last): those of its replica; empty: all of them
     everywhere. ``split`` holds the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold
-    copies of the same parameters (tied embeddings).
+    copies of the same parameters (tied embeddings). ``frozen`` holds the chunks whose parameters never change.
     """
 
     num_chunks: int
@@ -170,6 +175,7 @@ class PipelineGraph:
     split: frozenset[int] = field(default=frozenset())
     shared: tuple[tuple[int, ...], ...] = ()
     owned: tuple[tuple[int, int], ...] = ()
+    frozen: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1 or self.num_microbatches < 1:
@@ -188,7 +194,7 @@ class PipelineGraph:
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
-        for source, target, _ in self.edges:
+        for source, target, *_ in self.edges:
             if not (0 <= source < target < self.num_chunks):
                 raise ValueError(
                     f"edge {source} -> {target} does not go forward among {self.num_chunks} chunks: "
@@ -197,7 +203,7 @@ class PipelineGraph:
             if (source, target) in seen:
                 raise ValueError(f"edge {source} -> {target} is given twice")
             seen.add((source, target))
-        for chunk in (*self.split, *(c for group in self.shared for c in group)):
+        for chunk in (*self.split, *self.frozen, *(c for group in self.shared for c in group)):
             if not 0 <= chunk < self.num_chunks:
                 raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
 
@@ -213,14 +219,14 @@ class PipelineGraph:
         self._check_feeding(sorted(touched))
 
     def _check_feeding(self, chunks: Iterable[int]) -> None:
-        """Every existing pair of these chunks has an input, if the chunk has predecessors, and a reader, likewise."""
+        """Every existing pair of these chunks has an input, if the chunk needs one, and a reader, likewise."""
         for chunk in chunks:
-            present = self.present(chunk)
-            hungry = present & ~self._present_in_any(self.predecessors(chunk), or_else=present)
+            present, required = self.present(chunk), self.required_predecessors(chunk)
+            hungry = present & ~self._present_in_any(required, or_else=present)
             if hungry:
                 raise ValueError(
-                    f"microbatch {next(bits(hungry))} skips chunk {self.predecessors(chunk)[0]}, and chunk {chunk} is "
-                    "left without any input: skip that one too, or keep one of its predecessors"
+                    f"microbatch {next(bits(hungry))} skips chunk {required[0]}, and chunk {chunk} is left without any "
+                    "input: skip that one too, keep one of its predecessors, or make the edge optional"
                 )
             unread = present & ~self._present_in_any(self.successors(chunk), or_else=present)
             if unread:
@@ -245,10 +251,14 @@ class PipelineGraph:
         """The predecessors of each chunk, and its successors."""
         before: list[list[int]] = [[] for _ in range(self.num_chunks)]
         after: list[list[int]] = [[] for _ in range(self.num_chunks)]
-        for source, target, _ in sorted(self.edges):
+        for source, target, *_ in sorted(self.edges):
             before[target].append(source)
             after[source].append(target)
         return tuple(map(tuple, before)), tuple(map(tuple, after))
+
+    @cached_property
+    def _optional_edges(self) -> frozenset[tuple[int, int]]:
+        return frozenset((e.source, e.target) for e in self.edges if e.is_optional)
 
     @cached_property
     def _gradient_edges(self) -> frozenset[tuple[int, int]]:
@@ -256,10 +266,15 @@ class PipelineGraph:
 
     @cached_property
     def _backward_chunks(self) -> tuple[bool, ...]:
-        """A chunk has a backward if it is a sink (it computes a loss) or a successor's gradient reaches it."""
-        has = [not self.successors(c) for c in range(self.num_chunks)]
+        """A chunk has a backward if it is a sink (it computes a loss) or a successor's gradient reaches it; and if it
+        trains itself, or the gradient is for a chunk before it that does."""
+        wants = [c not in self.frozen for c in range(self.num_chunks)]
+        for chunk in range(self.num_chunks):
+            wants[chunk] |= any((p, chunk) in self._gradient_edges and wants[p] for p in self.predecessors(chunk))
+        has = [wants[c] and not self.successors(c) for c in range(self.num_chunks)]
         for chunk in reversed(range(self.num_chunks)):
-            has[chunk] |= any((chunk, s) in self._gradient_edges and has[s] for s in self.successors(chunk))
+            reached = any((chunk, s) in self._gradient_edges and has[s] for s in self.successors(chunk))
+            has[chunk] |= wants[chunk] and reached
         return tuple(has)
 
     @cached_property
@@ -280,17 +295,25 @@ class PipelineGraph:
         """Chunks that read the output of ``chunk``, ascending."""
         return self._neighbours[1][chunk]
 
+    def required_predecessors(self, chunk: int) -> tuple[int, ...]:
+        """Predecessors of which a microbatch must have at least one, ascending."""
+        return tuple(p for p in self.predecessors(chunk) if (p, chunk) not in self._optional_edges)
+
+    def optional_predecessors(self, chunk: int) -> tuple[int, ...]:
+        """Predecessors without which ``chunk`` runs as well, ascending."""
+        return tuple(p for p in self.predecessors(chunk) if (p, chunk) in self._optional_edges)
+
     def gradient_successors(self, chunk: int) -> tuple[int, ...]:
         """Successors that return a gradient to ``chunk``, ascending."""
-        return tuple(
-            s for s in self.successors(chunk) if (chunk, s) in self._gradient_edges and self._backward_chunks[s]
-        )
+        return tuple(s for s in self.successors(chunk) if self._passes_gradient(chunk, s))
 
     def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Predecessors to which ``chunk`` returns a gradient, ascending."""
-        if not self._backward_chunks[chunk]:
-            return ()
-        return tuple(p for p in self.predecessors(chunk) if (p, chunk) in self._gradient_edges)
+        return tuple(p for p in self.predecessors(chunk) if self._passes_gradient(p, chunk))
+
+    def _passes_gradient(self, source: int, target: int) -> bool:
+        has = self._backward_chunks
+        return has[source] and has[target] and (source, target) in self._gradient_edges
 
     def range_of(self, chunk: int) -> range:
         """The microbatches that belong to ``chunk``, absent ones included."""
@@ -310,8 +333,12 @@ class PipelineGraph:
         return not self.absent and all(owned == (0, self.num_microbatches) for owned in self.owned)
 
     def has_backward(self, chunk: int) -> bool:
-        """False for a chunk that no gradient reaches, such as a frozen encoder: it has F tasks only."""
+        """False for a chunk that needs no gradient or gets none, such as a frozen encoder: it has F tasks only."""
         return self._backward_chunks[chunk]
+
+    def trains(self, chunk: int) -> bool:
+        """Whether the chunk adds up gradients of its own parameters and updates them."""
+        return self._backward_chunks[chunk] and chunk not in self.frozen
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
         """The microbatches that exist for ``chunk``, ascending."""
@@ -327,14 +354,16 @@ class PipelineGraph:
         return TaskKind.I if chunk in self.split else TaskKind.B
 
     def accumulating_kind(self, chunk: int) -> TaskKind:
-        """The kind of task that adds to the gradients of ``chunk``: W if its backward is split, else B."""
-        return TaskKind.W if chunk in self.split else TaskKind.B
+        """The kind of task that adds to the gradients of ``chunk`` and ends its microbatch: W if its backward is split,
+        else B; of a frozen chunk, which adds up nothing, the one that returns the input gradient."""
+        return TaskKind.W if chunk in self.split and chunk not in self.frozen else self.input_gradient_kind(chunk)
 
     def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
         """The kinds of tasks that each microbatch has on ``chunk``, in the order in which they can run."""
         if not self.has_backward(chunk):
             return (TaskKind.F,)
-        return (TaskKind.F, TaskKind.I, TaskKind.W) if chunk in self.split else (TaskKind.F, TaskKind.B)
+        last = self.accumulating_kind(chunk)
+        return (TaskKind.F, TaskKind.I, TaskKind.W) if last is TaskKind.W else (TaskKind.F, last)
 
     def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
         """All tasks with a microbatch (F, B, I, W), of some chunks or of all."""
@@ -359,7 +388,7 @@ class PipelineGraph:
             )
         sharing = (chunk,) if kind is TaskKind.U else self.sharing(chunk)
         return tuple(
-            Task(self.accumulating_kind(c), c, i) for c in sharing if self.has_backward(c) for i in self.microbatches(c)
+            Task(self.accumulating_kind(c), c, i) for c in sharing if self.trains(c) for i in self.microbatches(c)
         )
 
     def sharing(self, chunk: int) -> tuple[int, ...]:
@@ -429,7 +458,7 @@ def opposite_chains(
     return PipelineGraph(
         2 * num_chunks,
         num_microbatches,
-        (*one_way, *(Edge(source + num_chunks, target + num_chunks) for source, target, _ in one_way)),
+        (*one_way, *(Edge(source + num_chunks, target + num_chunks) for source, target, *_ in one_way)),
         absent=absences(
             (c if m not in down else c + num_chunks, m) for c in range(num_chunks) for m in range(num_microbatches)
         ),

@@ -251,3 +251,38 @@ def test_every_dependency_comes_earlier_in_the_proofs_order(data):
         for dependency in graph.dependencies(task):
             assert dependency in tasks
             assert place(dependency) < place(task)
+
+
+def test_frozen_chunks_run_only_what_others_need_of_them() -> None:
+    before = chain(4, 2, split=True)
+    upstream = replace(before, frozen=frozenset({0, 1}))
+    assert [upstream.kinds(c) for c in (0, 1)] == [(TaskKind.F,)] * 2
+    assert upstream.gradient_predecessors(2) == ()
+    downstream = replace(before, frozen=frozenset({2, 3}))
+    assert downstream.kinds(3) == (TaskKind.F, TaskKind.I) and not downstream.trains(3)
+    assert downstream.kinds(1) == (TaskKind.F, TaskKind.I, TaskKind.W) and downstream.trains(1)
+    assert downstream.accumulating_kind(2) is TaskKind.I
+    assert downstream.dependencies(Task(TaskKind.R, 2)) == ()
+    everything = replace(before, frozen=frozenset(range(4)))
+    assert not any(everything.has_backward(c) for c in range(4))
+
+
+def test_a_fused_frozen_chunk_passes_the_gradient_through() -> None:
+    graph = PipelineGraph(3, 1, (Edge(0, 1), Edge(1, 2)), frozen=frozenset({1, 2}))
+    assert [graph.kinds(c) for c in range(3)] == [(TaskKind.F, TaskKind.B)] * 3
+    assert [graph.trains(c) for c in range(3)] == [True, False, False]
+
+
+def test_an_optional_input_may_be_absent_although_it_is_the_only_one() -> None:
+    edges = (Edge(0, 1, is_optional=True), Edge(1, 2))
+    graph = PipelineGraph(3, 2, edges, absent=absences([(0, 1)]))
+    assert graph.dependencies(Task(TaskKind.F, 1, 1)) == ()
+    assert graph.dependencies(Task(TaskKind.F, 1, 0)) == (Task(TaskKind.F, 0, 0),)
+    with pytest.raises(ValueError, match="make the edge optional"):
+        PipelineGraph(3, 2, (Edge(0, 1), Edge(1, 2)), absent=absences([(0, 1)]))
+
+
+def test_an_optional_input_does_not_stand_for_a_required_one() -> None:
+    edges = (Edge(0, 2, is_optional=True), Edge(1, 2))
+    with pytest.raises(ValueError, match="skips chunk 1"):
+        PipelineGraph(3, 2, edges, absent=absences([(1, 0)]))

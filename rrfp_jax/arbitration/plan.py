@@ -146,7 +146,7 @@ class _PlanBuilder:
         self.chunks = placement.chunks_of_stage[stage]
         self.tasks = list(graph.tasks(self.chunks))
         self.num_microbatch_tasks = len(self.tasks)
-        self.trained = [c for c in self.chunks if graph.has_backward(c)] if rules.updates else []
+        self.trained = [c for c in self.chunks if graph.trains(c)] if rules.updates else []
         for kind in (TaskKind.R, TaskKind.U):
             self.tasks += [Task(kind, c) for c in self.trained]
         self.index = {task: node for node, task in enumerate(self.tasks)}
@@ -227,7 +227,7 @@ class _PlanBuilder:
             self._receive(nodes, graph.input_gradient_kind(s), s, MessageKind.GRADIENT, chunk)
         for p in graph.gradient_predecessors(chunk):
             self._send(nodes, MessageKind.GRADIENT, chunk, p)
-        if chunk in graph.split:
+        if graph.accumulating_kind(chunk) is TaskKind.W:
             for m, weight in self._nodes(TaskKind.W, chunk).items():
                 self._after(weight, nodes[m])
 
@@ -251,7 +251,7 @@ class _PlanBuilder:
 
     def _wire_order(self) -> None:
         for chunk in self.chunks:
-            if self.graph.has_backward(chunk):
+            if self.graph.trains(chunk):
                 for earlier, later in pairwise(self._accumulations(chunk)):
                     self._after(later, earlier)
 
@@ -295,7 +295,7 @@ class _PlanBuilder:
     def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
         """Who trains the chunk's parameters: the chunks of its own replica, and its copies in all replicas."""
         graph = self.graph
-        trained = [c for c in graph.sharing(chunk) if graph.has_backward(c)]
+        trained = [c for c in graph.sharing(chunk) if graph.trains(c)]
         if not graph.owned:
             return trained, [chunk]
         by_replica: dict[tuple[int, int], list[int]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, Task, absences
+from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task, absences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,13 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
         copies.num_chunks * num_replicas,
         share * num_replicas,
         tuple(
-            Edge(copies.chunk(source, r), copies.chunk(target, r), carries)
+            edge._replace(source=copies.chunk(edge.source, r), target=copies.chunk(edge.target, r))
             for r in replicas
-            for source, target, carries in graph.edges
+            for edge in graph.edges
         ),
         absent=tuple((copies.chunk(c, r), mask << r * share) for r in replicas for c, mask in graph.absent),
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
+        frozen=frozenset(copies.chunk(c, r) for r in replicas for c in graph.frozen),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
         owned=tuple((r * share, (r + 1) * share) for r in replicas for _ in range(graph.num_chunks)),
     )

@@ -71,7 +71,7 @@ class _Removal:
             self.needs[node] = FINISHED
         for chunk in own:
             self._forget_messages(chunk, masks)
-            if self.rules.ordered and chunk in masks and graph.has_backward(chunk):
+            if self.rules.ordered and chunk in masks and graph.trains(chunk):
                 self._close_gaps(chunk, masks[chunk])
         return StagePlan(
             stage=plan.stage,

@@ -87,7 +87,7 @@ class _StepDemands:
         self.sends: dict[tuple[Message, int], tuple[int, set[Task], set[Message]]] = {}
         self.received: dict[int, set[Message]] = defaultdict(set)
         self.tasks = list(self.graph.tasks())
-        trained = [c for c in range(self.graph.num_chunks) if self.graph.has_backward(c)] if self.rules.updates else []
+        trained = [c for c in range(self.graph.num_chunks) if self.graph.trains(c)] if self.rules.updates else []
         self.last = [Task(kind, c) for kind in (TaskKind.R, TaskKind.U) for c in trained]
         self._demand_dependencies()
         self._demand_reductions()
@@ -111,7 +111,8 @@ class _StepDemands:
                 message = Message(kind, dependency.chunk, task.chunk, task.microbatch)
                 self.remote[task].add(message)
                 self._promise(message, sender, receiver, {dependency}, set())
-            if self.rules.ordered and task.kind is self.graph.accumulating_kind(task.chunk):
+            adds = self.graph.trains(task.chunk) and task.kind is self.graph.accumulating_kind(task.chunk)
+            if self.rules.ordered and adds:
                 self.local[task] |= {Task(task.kind, task.chunk, m) for m in range(task.microbatch)} & set(self.tasks)
 
     def _demand_reductions(self) -> None:
@@ -132,7 +133,7 @@ class _StepDemands:
                 gradients = self._gradients(sharer)
                 if self.placement.stage_of_chunk[sharer] == stage:
                     self.local[task] |= gradients
-                elif self.graph.has_backward(sharer):
+                elif self.graph.trains(sharer):
                     message = Message(MessageKind.SHARED, sharer, task.chunk)
                     self.remote[task].add(message)
                     self._promise(message, self.placement.stage_of_chunk[sharer], stage, gradients, set())
@@ -141,7 +142,7 @@ class _StepDemands:
     def _gradients(self, chunk: int) -> set[Task]:
         """The tasks that add to a chunk's gradients."""
         kind = self.graph.accumulating_kind(chunk)
-        return {t for t in self.graph.tasks([chunk]) if t.kind is kind} if self.graph.has_backward(chunk) else set()
+        return {t for t in self.graph.tasks([chunk]) if t.kind is kind} if self.graph.trains(chunk) else set()
 
     def _demand_replicas(self) -> None:
         """The replicas' R of a chunk wait for each other: word that all is there goes up a tree of them, and down."""

@@ -11,10 +11,12 @@ params
     of the lowest chunk, their gradients are summed over the copies, and norms count them once.
 inputs
     None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
-    outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros.
+    outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros;
+    or None, where the edge is optional (:class:`rrfp_jax.tasks.Edge`).
 leaves
     A dictionary from batch leaf name to the array of one microbatch: they are read where they are needed and never
-    travel from chunk to chunk.
+    travel from chunk to chunk. A microbatch without some leaf skips the chunks that read it, and what only they feed;
+    but a chunk runs without a leaf that it calls optional, which is then missing in the dictionary.
 key
     A typed random key that depends on (seed, step, microbatch) only. A chunk folds in its global layer numbers itself,
     so that the randomness of a layer does not depend on where the model is cut.
@@ -58,6 +60,10 @@ class Chunk:
     """``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
     """Names of the batch leaves that ``apply`` reads."""
+    optional_leaves: frozenset[str] = frozenset()
+    """Those of ``leaves`` without which it runs as well."""
+    frozen: frozenset[str] = frozenset()
+    """Top-level names of ``params`` that never change: they get no gradient, accumulator or optimizer state."""
     shared: frozenset[str] = frozenset()
     """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
     uses_key: bool = False
