@@ -1,0 +1,159 @@
+"""Floating-point operations of a layer, from its sizes; plain arithmetic, a multiply-add counts as two.
+
+Only matrix products count, which is where the time goes. There are two kinds. Products of activations with *parameters*
+cost the same three times: forward, gradient of the input, gradient of the parameters. Products among activations, which
+are attention's scores and sums, have no parameters: their backward is all input gradient, and costs twice the forward.
+So a trained layer's backward is twice its forward, whatever the shares; a frozen one that passes the gradient on does
+without the parameters' part; and a frozen one before everything that trains has no backward at all.
+
+Attention looks at pairs of tokens: the square of a sequence's length, or the sum of the squares where several sequences
+are packed into a row and none attends to another (:func:`pairs`). Kernels that leave out the half above the diagonal
+do half of that; this counts whole squares, as papers do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+
+
+class TaskFlops(NamedTuple):
+    """Of one microbatch's tasks; a full backward takes the sum of the last two."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward operations of some layers for some tokens; they add up, and ``*`` repeats them."""
+
+    with_parameters: float = 0.0
+    among_activations: float = 0.0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.with_parameters + other.with_parameters, self.among_activations + other.among_activations)
+
+    def __mul__(self, times: float) -> "Flops":
+        return Flops(self.with_parameters * times, self.among_activations * times)
+
+    @property
+    def forward(self) -> float:
+        return self.with_parameters + self.among_activations
+
+    @property
+    def trained(self) -> float:
+        """Forward and backward together, of layers that train: three times the forward."""
+        return sum(self.tasks())
+
+    def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
+        """What F, the input gradient and the weight gradient take.
+
+        Args:
+            trains: whether the parameters' gradient is computed; False for frozen layers.
+            has_backward: whether a gradient passes at all; False for frozen layers before everything that trains.
+        """
+        if not has_backward:
+            return TaskFlops(self.forward, 0.0, 0.0)
+        weight_gradient = self.with_parameters if trains else 0.0
+        return TaskFlops(self.forward, self.with_parameters + 2 * self.among_activations, weight_gradient)
+
+
+def pairs(lengths: Iterable[float]) -> float:
+    """The pairs of tokens that attention looks at: the sum of the squared lengths of sequences apart."""
+    return sum(length * length for length in lengths)
+
+
+def product(num_rows: float, in_dim: int, out_dim: int) -> Flops:
+    """``[num_rows, in_dim] @ [in_dim, out_dim]``, the latter parameters."""
+    return Flops(with_parameters=2.0 * num_rows * in_dim * out_dim)
+
+
+def _attention(num_pairs: float, query_dim: int) -> Flops:
+    """Scores and weighted sums over all heads, ``query_dim`` wide together."""
+    return Flops(among_activations=4.0 * num_pairs * query_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes:
+    """A decoder with grouped-query attention and a gated MLP."""
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
+
+    def layer(self, num_tokens: float, num_pairs: float) -> Flops:
+        """One layer, for tokens whose attention looks at so many pairs (see :func:`pairs`)."""
+        query_dim, key_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        projections = product(num_tokens, self.hidden, 2 * query_dim + 2 * key_dim)
+        return projections + product(num_tokens, self.hidden, 3 * self.mlp_dim) + _attention(num_pairs, query_dim)
+
+    def head(self, num_tokens: float) -> Flops:
+        """The logits. (The embedding is a look-up and counts nothing.)"""
+        return product(num_tokens, self.hidden, self.vocab_size)
+
+    def whole(self, num_tokens: float, num_pairs: float) -> Flops:
+        """All layers and the head."""
+        return self.layer(num_tokens, num_pairs) * self.num_layers + self.head(num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSizes:
+    """A transformer encoder with a plain two-layer MLP, for images or for anything else that is cut into patches.
+
+    With an MLP four times as wide as the stream a layer takes ``24 n d^2 + 4 n^2 d`` for n patches of one image.
+    """
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    patch_dim: int
+    """Values of one patch: for images 3 channels times the patch's pixels."""
+    head_dim: int | None = None
+    """None: ``hidden / num_heads``."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
+        if self.head_dim is None and self.hidden % self.num_heads:
+            raise ValueError(f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim")
+
+    def layer(self, num_patches: float, num_pairs: float) -> Flops:
+        """One layer, for patches whose attention looks at so many pairs: the sum of the squares over images."""
+        head_dim = self.head_dim or self.hidden // self.num_heads
+        query_dim = self.num_heads * head_dim
+        projections = product(num_patches, self.hidden, 4 * query_dim)
+        return projections + product(num_patches, self.hidden, 2 * self.mlp_dim) + _attention(num_pairs, query_dim)
+
+    def patches(self, num_patches: float) -> Flops:
+        """The embedding of patches. Nothing needs a gradient of its input."""
+        return product(num_patches, self.patch_dim, self.hidden)
+
+    def whole(self, num_patches: float, num_pairs: float) -> Flops:
+        """The embedding of patches and all layers."""
+        return self.patches(num_patches) + self.layer(num_patches, num_pairs) * self.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorSizes:
+    """Two matrices from the encoder's features, merged where neighbours become one, to the decoder's width."""
+
+    in_dim: int
+    inner_dim: int
+    out_dim: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
+
+    def whole(self, num_features: float) -> Flops:
+        """For so many features, after merging."""
+        return product(num_features, self.in_dim, self.inner_dim) + product(num_features, self.inner_dim, self.out_dim)
