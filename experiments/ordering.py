@@ -93,6 +93,8 @@ class Ordering:
                 durations_ms=durations_ms,
                 comm_ms=comm_ms,
                 memory_limit=None if self.window is None else float(min(check_windows(self.window, num_stages))),
+                graph=graph,
+                placement=None if graph is None else placement,
             )
         )
         if placement is None:
@@ -120,11 +122,13 @@ class Ordering:
         if self.schedule is None:
             return None
         if not self.schedule.endswith(".csv"):
+            if request.graph is not None and schedule_entry(self.schedule).any_graph:
+                return build_schedule(self.schedule, request)
             forward, input_gradient, weight_gradient = request.durations_ms
             times = chunks_of_schedule(self.schedule, request)
             of_stage = (times * forward, times * input_gradient, times * weight_gradient)
-            return build_schedule(self.schedule, replace(request, durations_ms=of_stage))
-        table = read_csv(self.schedule)
+            return build_schedule(self.schedule, replace(request, durations_ms=of_stage, graph=None, placement=None))
+        table = read_csv(self.schedule, placement=request.placement, graph=request.graph)
         sizes = (table.num_stages, table.graph.num_microbatches)
         if sizes != (request.num_stages, request.num_microbatches):
             raise ValueError(

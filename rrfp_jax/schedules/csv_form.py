@@ -56,9 +56,9 @@ def from_csv(
 
     Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
     that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
-    the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward.
-    Raises ValueError, naming row and column, for a cell that is not a task, and whatever
-    :meth:`ScheduleTable.validate` finds.
+    the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward, also
+    in a ``graph`` that splits none. Raises ValueError, naming row and column, for a cell that is not a task, and
+    whatever :meth:`ScheduleTable.validate` finds.
     """
     rows = tuple(tuple(_cells(name, stage, line)) for stage, line in enumerate(_lines(text)))
     tasks = [task for row in rows for task in row if task is not None]
@@ -69,7 +69,10 @@ def from_csv(
         raise ValueError(
             f"table {name!r} has {len(rows)} lines for {placement.num_stages} stages: write one line per stage"
         )
-    graph = graph or _graph(placement, tasks)
+    if graph is None:
+        graph = _graph(placement, tasks)
+    elif not graph.split:
+        graph = replace(graph, split=_split_chunks(tasks))
     return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
 
 
@@ -136,4 +139,8 @@ def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
         graph = opposite_chains(half, halves[0], num_microbatches)
     else:
         graph = chain(placement.num_chunks, num_microbatches)
-    return replace(graph, split=frozenset(t.chunk for t in tasks if t.kind in (TaskKind.I, TaskKind.W)))
+    return replace(graph, split=_split_chunks(tasks))
+
+
+def _split_chunks(tasks: Sequence[Task]) -> frozenset[int]:
+    return frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))

@@ -4,27 +4,28 @@ GPipe runs all forwards, then all backwards (Huang et al., arXiv 1811.06965). Th
 forward and backward in turn, then the remaining backwards. 1F1B is PipeDream-Flush (Narayanan et al., arXiv
 2006.09503). Eager 1F1B runs more forwards in the warm-up, so that a late input does not stall a stage at once (Zhuang
 et al., arXiv 2211.05322), at the price of memory.
+
+GPipe and 1F1B order the chunks of any graph (:mod:`rrfp_jax.schedules.graph_order`): with encoders before a decoder, a
+stage warms up with as many forwards as there are hops from it to the loss.
 """
 
+from rrfp_jax.schedules.graph_order import in_turn, one_after_the_other
 from rrfp_jax.schedules.order import alternate
 from rrfp_jax.schedules.registry import ScheduleRequest, schedule
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import Task, TaskKind, chain, linear
 
 
-@schedule("gpipe", placement="one chunk per stage", source="GPipe, arXiv 1811.06965")
+@schedule("gpipe", placement="one chunk per stage", source="GPipe, arXiv 1811.06965", any_graph=True)
 def gpipe(request: ScheduleRequest) -> ScheduleTable:
     """Every stage runs F of all microbatches, then B of all microbatches, both in ascending order."""
-    p, m = request.num_stages, request.num_microbatches
-    orders = [[Task(kind, stage, i) for kind in (TaskKind.F, TaskKind.B) for i in range(m)] for stage in range(p)]
-    return ScheduleTable.from_orders("gpipe", linear(p), chain(p, m), orders)
+    return one_after_the_other("gpipe", request)
 
 
-@schedule("1f1b", placement="one chunk per stage", source="PipeDream-Flush, arXiv 2006.09503")
+@schedule("1f1b", placement="one chunk per stage", source="PipeDream-Flush, arXiv 2006.09503", any_graph=True)
 def one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
     """Stage s runs p-1-s warm-up forwards; it holds at most p-s microbatches."""
-    p = request.num_stages
-    return _table("1f1b", request, tuple(p - stage for stage in range(p)))
+    return in_turn("1f1b", request, reach=1, split=False)
 
 
 @schedule(
@@ -47,7 +48,12 @@ def eager_one_f_one_b(request: ScheduleRequest) -> ScheduleTable:
                 f"window {here} of stage {stage} is larger than window {before} of stage {stage - 1}, which would "
                 f"deadlock: give stage {stage} at most {before}"
             )
-    return _table("eager-1f1b", request, windows)
+    p, m = request.num_stages, request.num_microbatches
+    orders = []
+    for stage in range(p):
+        forwards, backwards = ([Task(kind, stage, i) for i in range(m)] for kind in (TaskKind.F, TaskKind.B))
+        orders.append(alternate(forwards, backwards, min(windows[stage], m) - 1))
+    return ScheduleTable.from_orders("eager-1f1b", linear(p), chain(p, m), orders)
 
 
 def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -60,12 +66,3 @@ def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tupl
         return window
     eager = tuple(2 * (num_stages - stage) - 1 for stage in range(num_stages))
     return eager if window is None else tuple(max(1, min(most, window - s)) for s, most in enumerate(eager))
-
-
-def _table(name: str, request: ScheduleRequest, windows: tuple[int, ...]) -> ScheduleTable:
-    p, m = request.num_stages, request.num_microbatches
-    orders = []
-    for stage in range(p):
-        forwards, backwards = ([Task(kind, stage, i) for i in range(m)] for kind in (TaskKind.F, TaskKind.B))
-        orders.append(alternate(forwards, backwards, min(windows[stage], m) - 1))
-    return ScheduleTable.from_orders(name, linear(p), chain(p, m), orders)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.tasks import PipelineGraph, Placement, linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,11 @@ class ScheduleRequest:
     """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
     input_gradient_frees: float = 0.0
     """The part of a microbatch's activations that I frees already; W frees the rest. Read by the automatic schedule."""
+    graph: PipelineGraph | None = None
+    """Which chunks feed which, for the schedules of any graph, for example encoders and a decoder. None: a chain. How
+    the backward is cut is the schedule's choice."""
+    placement: Placement | None = None
+    """Which stage owns which chunk of that graph. None: one chunk per stage."""
 
     def __post_init__(self) -> None:
         counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
@@ -54,6 +60,23 @@ class ScheduleRequest:
             raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
         if not 0 <= self.input_gradient_frees <= 1:
             raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")
+        if self.graph is None and self.placement is not None:
+            raise ValueError("a placement is for the chunks of a graph: give the graph too")
+        if self.graph is not None:
+            _check_graph(self, self.graph, self.placement or linear(self.graph.num_chunks))
+
+
+def _check_graph(request: ScheduleRequest, graph: PipelineGraph, placement: Placement) -> None:
+    if graph.num_chunks != placement.num_chunks:
+        raise ValueError(
+            f"the graph has {graph.num_chunks} chunks, the placement {placement.num_chunks}: give each chunk a stage"
+        )
+    if placement.num_stages != request.num_stages:
+        raise ValueError(
+            f"the chunks lie on {placement.num_stages} stages, not on {request.num_stages}: give both the same number"
+        )
+    if graph.num_microbatches != request.num_microbatches:
+        raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {request.num_microbatches}")
 
 
 Generator = Callable[[ScheduleRequest], ScheduleTable]
@@ -76,6 +99,8 @@ class ScheduleEntry:
     """Whether ``chunks_per_stage`` is the only number possible."""
     has_groups: bool = False
     """Whether a ``group_size`` may be asked for."""
+    any_graph: bool = False
+    """Whether it orders the chunks of any graph on any placement; the others make a placement and a chain."""
     constraints: str = "none"
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
@@ -113,7 +138,7 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
     """The number that a request means for a schedule; raises ValueError if the schedule cannot have it."""
     entry = schedule_entry(name)
     asked = request.chunks_per_stage
-    if asked is None:
+    if asked is None or (entry.any_graph and request.placement is not None):
         return entry.chunks_per_stage
     if entry.fixed_chunks and asked != entry.chunks_per_stage:
         raise ValueError(
@@ -130,4 +155,14 @@ def build_schedule(name: str, request: ScheduleRequest) -> ScheduleTable:
     if request.group_size is not None and not entry.has_groups:
         grouped = ", ".join(each.name for each in _ENTRIES.values() if each.has_groups)
         raise ValueError(f"schedule {name!r} has no groups of microbatches: leave group_size out, or take {grouped}")
+    if request.graph is not None and not entry.any_graph:
+        raise ValueError(
+            f"schedule {name!r} makes a chain of chunks and its own placement: leave graph and placement out, or take "
+            f"{', '.join(schedules_of_any_graph())}"
+        )
     return entry.build(request).validate()
+
+
+def schedules_of_any_graph() -> tuple[str, ...]:
+    """The names of those that order the chunks of any graph on any placement, sorted."""
+    return tuple(name for name in schedule_names() if _ENTRIES[name].any_graph)

@@ -37,14 +37,20 @@ from rrfp_jax.schedules.looped import interleaved_one_f_one_b
 from rrfp_jax.schedules.registry import ScheduleRequest, schedule
 from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
 
 _SOURCE = "our construction: {}, split as in Zero Bubble, arXiv 2401.10241"
 
 
-@schedule("1f1b-split", placement="one chunk per stage", source=_SOURCE.format("1F1B"), split_backward=True)
+@schedule(
+    "1f1b-split",
+    placement="one chunk per stage",
+    source=_SOURCE.format("1F1B"),
+    split_backward=True,
+    any_graph=True,
+)
 def one_f_one_b_split(request: ScheduleRequest) -> ScheduleTable:
     """1F1B's memory, p-s microbatches on stage s, without the weight gradients in its fill and drain."""
     return _split("1f1b-split", one_f_one_b(request))
@@ -77,12 +83,12 @@ def interleaved_one_f_one_b_split(request: ScheduleRequest) -> ScheduleTable:
 def _split(name: str, fused: ScheduleTable) -> ScheduleTable:
     """The same order with each B as I and its W right behind it."""
     graph = replace(fused.graph, split=frozenset(range(fused.graph.num_chunks)))
-    orders = [[half for task in order for half in _halves(task)] for order in fused.orders]
+    orders = [[half for task in order for half in _halves(task, graph)] for order in fused.orders]
     return replace(ScheduleTable.from_orders(name, fused.placement, graph, orders), weights_fill=True)
 
 
-def _halves(task: Task) -> Iterable[Task]:
-    return (task,) if task.kind is F else (task._replace(kind=I), task._replace(kind=W))
+def _halves(task: Task, graph: PipelineGraph) -> Iterable[Task]:
+    return (task,) if task.kind is F else (task._replace(kind=kind) for kind in graph.kinds(task.chunk)[1:])
 
 
 class _DeferredWeights:

@@ -3,49 +3,41 @@
 ZB-H1 and ZB-H2 are 1F1B with a split backward. W waits until the stage would otherwise idle in the cool-down: a stage
 that warms up with few forwards defers many W, so that every stage holds equally many microbatches. ZB-H1 keeps the
 memory of 1F1B's first stage; ZB-H2 doubles the warm-up, and at equal F, I and W has no bubble at all but the
-parallelogram's.
+parallelogram's. Both order the chunks of any graph (:mod:`rrfp_jax.schedules.graph_order`).
 
 ZB-V keeps 1F1B's memory on a V-shaped placement: stage s of p owns chunk s on the way down and chunk 2p-1-s on the way
 back, so that the stage that starts first also ends first, and all stages hold equally much.
 """
 
+from typing import Any
+
+from rrfp_jax.schedules.graph_order import in_turn
 from rrfp_jax.schedules.order import OrderBuilder
 from rrfp_jax.schedules.registry import ScheduleRequest, schedule
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import Task, TaskKind, chain, linear, v_shaped
+from rrfp_jax.tasks import TaskKind, chain, v_shaped
 
 F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
 
 
-@schedule("zb-h1", placement="one chunk per stage", source="Zero Bubble, arXiv 2401.10241", split_backward=True)
+_FACTS: dict[str, Any] = {
+    "placement": "one chunk per stage",
+    "source": "Zero Bubble, arXiv 2401.10241",
+    "split_backward": True,
+    "any_graph": True,
+}
+
+
+@schedule("zb-h1", **_FACTS)
 def zb_h1(request: ScheduleRequest) -> ScheduleTable:
     """p-1-s warm-up F on stage s, then F and I in turn, W(i-s) right after I(i), the remaining W last."""
-    return _table("zb-h1", request, depth=1)
+    return in_turn("zb-h1", request, reach=1, split=True)
 
 
-@schedule("zb-h2", placement="one chunk per stage", source="Zero Bubble, arXiv 2401.10241", split_backward=True)
+@schedule("zb-h2", **_FACTS)
 def zb_h2(request: ScheduleRequest) -> ScheduleTable:
     """2(p-1-s) warm-up F on stage s, then F and I in turn, W(i-2s) right after I(i), the remaining W last."""
-    return _table("zb-h2", request, depth=2)
-
-
-def _table(name: str, request: ScheduleRequest, depth: int) -> ScheduleTable:
-    p, m = request.num_stages, request.num_microbatches
-    orders = [_order(stage, m, num_warmup=depth * (p - 1 - stage), deferred=depth * stage) for stage in range(p)]
-    return ScheduleTable.from_orders(name, linear(p), chain(p, m, split=True), orders)
-
-
-def _order(stage: int, num_microbatches: int, *, num_warmup: int, deferred: int) -> list[Task]:
-    num_warmup = min(num_warmup, num_microbatches)
-    order = [Task(F, stage, i) for i in range(num_warmup)]
-    for i in range(num_microbatches + deferred):
-        if i + num_warmup < num_microbatches:
-            order.append(Task(F, stage, i + num_warmup))
-        if i < num_microbatches:
-            order.append(Task(I, stage, i))
-        if 0 <= i - deferred < num_microbatches:
-            order.append(Task(W, stage, i - deferred))
-    return order
+    return in_turn("zb-h2", request, reach=2, split=True)
 
 
 @schedule(
