@@ -32,7 +32,7 @@ from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.jitter import EMA_KEPT
 from rrfp_jax.simulation.links import Communication, Links
 from rrfp_jax.simulation.transfers import Surroundings, make_transfers
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import Absences, Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 OCCUPIED = IdleReason.INPUT
@@ -96,16 +96,20 @@ def simulate(
     machine: Machine = Machine(),
     num_steps: int = 1,
     record_events: bool = False,
+    absent: Sequence[Absences] = (),
 ) -> Simulation:
     """Run fresh arbiters, one per stage, through ``num_steps`` steps.
 
-    A stage begins its next step as soon as its arbiter has finished the one before. Raises ValueError where costs and
-    pipeline do not fit together, and RuntimeError, with what every stage waits for, if the run cannot end (a strict
-    order that deadlocks).
+    A stage begins its next step as soon as its arbiter has finished the one before. ``absent`` holds the pairs that
+    each step lacks beyond those of the graph, beginning again after the last; empty: none. Raises ValueError where
+    costs, absent pairs and pipeline do not fit together, and RuntimeError, with what every stage waits for, if the run
+    cannot end (a strict order that deadlocks).
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}: simulate at least 1")
-    driver = _Driver(arbiters, costs, machine, num_steps, record_events)
+    for pairs in absent:
+        arbiters[0].graph.skipping(pairs)
+    driver = _Driver(arbiters, costs, machine, num_steps, record_events=record_events, absent=absent)
     driver.run()
     return Simulation(
         timeline=driver.timeline,
@@ -154,10 +158,17 @@ class _Stage:
 
 class _Driver:
     def __init__(
-        self, arbiters: Sequence[StageArbiter], costs: Costs, machine: Machine, num_steps: int, record_events: bool
+        self,
+        arbiters: Sequence[StageArbiter],
+        costs: Costs,
+        machine: Machine,
+        num_steps: int,
+        *,
+        record_events: bool,
+        absent: Sequence[Absences],
     ) -> None:
         durations = for_graph(costs.durations_ms, arbiters[0].graph)
-        self.costs, self.machine, self.num_steps = costs, machine, num_steps
+        self.costs, self.machine, self.num_steps, self.absent = costs, machine, num_steps, absent
         self.stages = [
             _Stage(arbiter, machine.just_in_time() if machine.just_in_time else None, record_events)
             for arbiter in arbiters
@@ -218,7 +229,8 @@ class _Driver:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _start_step(self, index: int, step: int) -> None:
-        self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3))
+        absent = self.absent[step % len(self.absent)] if self.absent else ()
+        self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3, absent))
 
     def _finish_step(self, index: int, instruction: FinishStep) -> None:
         step = instruction.step

@@ -8,7 +8,7 @@ runtime.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +50,7 @@ class EmulatedStage:
         num_devices: int = 1,
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
-        self._absent = graph.absent
+        self._graph = self._of_step = graph
         self._duration_ms = duration_of(durations_ms)
         self._mailbox = Mailbox(placement, stage, ship)
         self.accept = self._mailbox.accept
@@ -62,8 +62,7 @@ class EmulatedStage:
         _warm_up(self._program, self._source)
 
     def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:  # noqa: ARG002
-        if graph.absent != self._absent:
-            raise ValueError("emulated stages take their absent pairs from the graph, not from the step")
+        self._of_step = graph
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
@@ -72,14 +71,21 @@ class EmulatedStage:
         if duration_ms := self._duration_ms(step, task):
             self._wake.after(duration_ms)
         value: Any = self._source
-        for message in self._inputs.get(task, ()):  # the last of them goes into the program
+        for message in self._present(self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)
         result = self._program(value)
         if not result.is_ready():
             result.block_until_ready()
-        for message in self._outputs.get(task, ()):
+        for message in self._present(self._outputs.get(task, ())):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
         return Launched(begun_s)
+
+    def _present(self, messages: Iterable[Message]) -> Iterable[Message]:
+        """Those between chunks that both run the microbatch in this step."""
+        if self._of_step.absent == self._graph.absent:
+            return messages
+        exists = self._of_step.exists
+        return [m for m in messages if exists(m.source, m.microbatch) and exists(m.target, m.microbatch)]
 
     def payload(self, step: int, message: Message) -> Any:
         if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT):

@@ -23,6 +23,7 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.tasks import Absences
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
 from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
 from rrfp_jax.timeline import IdleReason, Span, Timeline
@@ -61,6 +62,7 @@ def emulate(
     log_steps: int = 2,
     events: Path | None = None,
     link_delays_ms: Mapping[tuple[int, int], float] | None = None,
+    absent: Sequence[Absences] = (),
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
@@ -76,6 +78,7 @@ def emulate(
         events: where to write the event logs in the end, however the run ends; of several processes each writes its
             own, with the rank in the name.
         link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
+        absent: the pairs that each step lacks beyond those of the graph, beginning again after the last; empty: none.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
@@ -128,7 +131,7 @@ def emulate(
         just_in_time=just_in_time,
     )
     try:
-        emulation = _run(runtime, process, num_steps)
+        emulation = _run(runtime, process, num_steps, absent)
     finally:
         if events is not None:
             write_log(runtime.event_log(), _own_file(events, process))
@@ -165,12 +168,12 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
     return fmean(excess_ms) + fmean(_gaps_ms(timeline) or [0.0])
 
 
-def _run(runtime: PipelineRuntime, process: Process, num_steps: int) -> Emulation:
+def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Sequence[Absences]) -> Emulation:
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
     last_s = runtime.clock()
     cpu_s = 0.0
     for step in range(num_steps):
-        outcome = result_of(runtime.submit(step, {}))
+        outcome = result_of(runtime.submit(step, {}, absent[step % len(absent)] if absent else ()))
         timeline.extend(outcome.timeline)
         looking_ahead = outcome.sums.looking_ahead
         step_ms.append((outcome.ended_s - last_s) * 1e3)

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.ordering import Ordering
 from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.tasks import Edge, PipelineGraph, TaskKind, absences, linear
 from rrfp_jax.testing import Emulation, emulate
 from rrfp_jax.timeline import IdleReason
 
@@ -128,3 +128,15 @@ def test_the_window_is_kept_and_idle_time_is_explained_without_gaps() -> None:
             assert all(start <= end for start, end in record)
             gaps = [later[0] - earlier[1] for earlier, later in pairwise(record)]
             assert max(map(abs, gaps)) < 1e-9, "spans and waits must tile a stage's step"
+
+
+@pytest.mark.parametrize("words", [{"schedule": "1f1b", "consume": "strict"}, {"schedule": "zb-h1"}, {"hint": "bf"}])
+def test_steps_may_lack_pairs_another_pattern_in_each(words: dict[str, Any]) -> None:
+    edges = (Edge(0, 2, is_optional=True), Edge(1, 2, is_optional=True))
+    graph = PipelineGraph(3, NUM_MICROBATCHES, edges)
+    order = Ordering(**words).resolve(num_stages=3, num_microbatches=NUM_MICROBATCHES, graph=graph, placement=linear(3))
+    patterns = [absences([(0, 0), (1, 0), (1, 3)]), (), absences((c, m) for c in (0, 1) for m in range(5))]
+    emulation = emulate(order.arbiters(RULES), np.zeros((1, 3, NUM_MICROBATCHES, 3)), 6, absent=patterns)
+    for step in range(6):
+        ran = sorted(span.task for span in emulation.timeline.of_step(step).spans)
+        assert ran == sorted(order.graph.skipping(patterns[step % 3]).tasks())
