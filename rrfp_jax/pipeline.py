@@ -28,7 +28,7 @@ import optax
 from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.programs.batches import check_same_shapes, leaves_read, spec_of_batch
-from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs
+from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
@@ -180,9 +180,9 @@ class Pipeline:
         self._state, self._step = self._model.from_chunks(states, self._graph), step
         return PipelineState(step)
 
-    def has_backward(self, chunk: int) -> bool:
-        """Whether a chunk of the model trains."""
-        return self._graph.has_backward(chunk)
+    def trains(self, chunk: int) -> bool:
+        """Whether a gradient reaches a chunk of the model, and some of its layers are not frozen."""
+        return self._graph.trains(chunk)
 
     def num_params(self) -> list[int]:
         """How many parameters each stage holds; copies of shared ones count on every stage."""
@@ -192,7 +192,7 @@ class Pipeline:
     def _check_new(self, purpose: str) -> None:
         if self._preparation is not None:
             raise RuntimeError(f"this pipeline has been stepped already: make a new one to {purpose}")
-        check_leafwise(self.optimizer, model_params(map(param_specs, self.chunks)))
+        check_leafwise(self.optimizer, model_params(map(trained_specs, self.chunks)))
 
     def _held(self, state: PipelineState) -> HostedState:
         """What the chunks hold once all steps enqueued have ended."""

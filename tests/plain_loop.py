@@ -1,9 +1,10 @@
 """The ground truth of training: one jitted step of the whole model, without anything of the pipeline."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,10 +26,13 @@ def train_plainly(
     *,
     clip_norm: float | None = None,
     inputs_of: Inputs = chain_inputs,
+    frozen: Collection[str] = (),
+    norms: list[float] | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
 
-    ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it.
+    ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it; the layers ``frozen``
+    are constants; ``norms`` gets the norm of every step's gradients.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
@@ -46,19 +50,23 @@ def train_plainly(
         losses, weights = jax.lax.map(loss_and_weight, batch)
         return losses.sum() / weights.sum()
 
+    params = jax.tree.map(np.array, dict(params))
+    constant = jax.tree.map(jnp.asarray, {name: params.pop(name) for name in frozen})
+
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+        loss, grads = jax.value_and_grad(lambda trained: mean_loss({**trained, **constant}, batch))(params)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
-    params = jax.tree.map(np.array, dict(params))
     state = optimizer.init(params)
     losses = []
     for batch in batches:
-        params, state, loss = step(params, state, batch)
+        params, state, loss, norm = step(params, state, batch)
         losses.append(float(loss))
-    return losses, params
+        if norms is not None:
+            norms.append(float(norm))
+    return losses, {**params, **constant}
 
 
 def assert_same_training(

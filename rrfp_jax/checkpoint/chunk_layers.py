@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves, zeros
-from rrfp_jax.programs.chunk import Chunk, param_specs
-from rrfp_jax.programs.specs import Specs
+from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
+from rrfp_jax.programs.specs import Specs, pick
 from rrfp_jax.programs.specs import describe as describe_spec
-from rrfp_jax.programs.state import ChunkState, layer_groups, pick
+from rrfp_jax.programs.state import ChunkState, layer_groups
 
 PARAMS, OPTIMIZER = "params", "optimizer"
 
@@ -40,7 +40,7 @@ class ChunkLayers:
         specs = param_specs(chunk)
         self.names = tuple(specs)
         """The chunk's layers."""
-        parts = layer_groups(chunk, specs) if trains else ()
+        parts = layer_groups(chunk, trained_specs(chunk)) if trains else ()
         self._parts = tuple(_part_plan(optimizer, pick(specs, part)) for part in parts)
 
     def split(self, state: ChunkState) -> dict[Name, Any]:

@@ -71,6 +71,11 @@ class Chunk:
     partition: Partition | None = None
     """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""
 
+    @property
+    def tied(self) -> frozenset[str]:
+        """Those of ``shared`` that change: the gradients of their copies are added up."""
+        return self.shared - self.frozen
+
     @cached_property
     def _param_specs(self) -> Any:
         return specs_of(self.init)
@@ -95,6 +100,12 @@ def param_specs(chunk: Chunk) -> dict[str, Any]:
     """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind of chunk."""
     specs: dict[str, Any] = chunk._param_specs
     return specs
+
+
+def trained_specs(chunk: Chunk) -> dict[str, Any]:
+    """The same for the layers that are not frozen."""
+    specs = param_specs(chunk)
+    return {name: layer for name, layer in specs.items() if name not in chunk.frozen} if chunk.frozen else specs
 
 
 def microbatch_key(

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
-from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key
+from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key, trained_specs
 from rrfp_jax.programs.handover import OwedLayout, StashLayout, lay_out_owed, lay_out_stash, made_specs, sums_owed
 from rrfp_jax.programs.remat import Remat, rematerialised
 from rrfp_jax.programs.sameness import identity
 from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
-from rrfp_jax.programs.specs import Specs, gradient_spec, spec_of
+from rrfp_jax.programs.specs import Specs, gradient_spec, pick, spec_of
 from rrfp_jax.programs.split import SplitBackward, split_backward
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
@@ -36,6 +36,8 @@ class ChunkPlan:
     """Whether the backward is cut into input gradient and weight gradient."""
     params: Specs
     """By the names that the chunk's function knows."""
+    trained: tuple[str, ...]
+    """Those of them that get gradients, and accumulators."""
     operands: Specs
     """``(inputs, leaves, (counters, numbers))``; see :class:`rrfp_jax.programs.layers.ForLayers` for the numbers."""
     output_grads: Specs
@@ -100,7 +102,8 @@ class ChunkPlan:
         forwards = 1 + bool(jax.eval_shape(self.prepare, self.params))
         if self.split is None or not self.is_split:
             return forwards + (self.split is not None)
-        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + bool(jax.tree.leaves(self.params))
+        has_weights = bool(jax.tree.leaves(pick(self.params, self.trained)))
+        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work."""
@@ -182,6 +185,7 @@ def _kind(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
     neighbours = (graph.predecessors(index), graph.gradient_predecessors(index))
     return (
         chunk.own.kind,
+        _trained(chunk, index, graph),
         chunk.uses_key,
         tuple(jax.tree.leaves(specs)),
         jax.tree.structure(specs),
@@ -203,13 +207,16 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
     num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
     output_grads = (gradient_spec(shapes.outputs),) * num_gradients
     split, is_split = None, False
+    trained = _trained(chunk, index, graph)
     if graph.has_backward(index):
         is_split = index in graph.split
         wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
-        split = split_backward(apply, params, operands, input_gradients=wanted)
+        changing = {name: name in trained for name in params}
+        split = split_backward(apply, params, operands, param_gradients=changing, input_gradients=wanted)
     plan = ChunkPlan(
         is_split=is_split,
         params=params,
+        trained=trained,
         operands=operands,
         output_grads=output_grads,
         input_grads=input_grads,
@@ -218,6 +225,11 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
         senders=senders,
     )
     return plan.laid_out()
+
+
+def _trained(chunk: Chunk, index: int, graph: PipelineGraph) -> tuple[str, ...]:
+    """The layers that get gradients, by the names that the chunk's function knows."""
+    return tuple(chunk.own.to_own(trained_specs(chunk))) if graph.trains(index) else ()
 
 
 def counters_spec() -> jax.ShapeDtypeStruct:
@@ -240,7 +252,7 @@ def _apply(chunk: Chunk, *, is_sink: bool) -> Callable[[Any, Any], Any]:
 
 
 def _accumulate(accumulators: Any, params_grads: Any) -> Any:
-    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulators, params_grads)
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulators, pick(params_grads, accumulators))
 
 
 def _ordered_sum(output_grads: Sequence[Any]) -> Any:

@@ -28,14 +28,14 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.programs.chunk import Chunk, Params, check_seed, counters
+from rrfp_jax.programs.chunk import Chunk, Params, check_seed, counters, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
 from rrfp_jax.programs.compiling import count_programs
 from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import Owed, OwedBytes, Stash
 from rrfp_jax.programs.shapes import ChunkShapes
-from rrfp_jax.programs.shardings import spread, unit_shardings
-from rrfp_jax.programs.specs import accumulator_spec, num_bytes
+from rrfp_jax.programs.shardings import shardings_of, spread, unit_shardings
+from rrfp_jax.programs.specs import accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
@@ -54,9 +54,9 @@ class ChunkSizes:
     params_bytes: int
     """Parameters, once."""
     accumulators_bytes: int
-    """Accumulated gradients, once; 0 for a chunk that does not train."""
+    """Accumulated gradients, once, of the layers that train."""
     optimizer_bytes: int
-    """Optimizer state, once; 0 for a chunk that does not train."""
+    """Optimizer state, once, of the layers that train."""
     derived_bytes: int
     """What ``prepare`` derives from the parameters, once."""
     inputs_bytes: int
@@ -121,6 +121,8 @@ class CompiledChunk:
         """Of parameters too."""
         self._stage, self._seed, self._own = stage, seed, self.chunk.own
         self._params = spread(self.shapes.params, self.shardings.params)
+        trained = trained_specs(self.chunk) if graph.trains(index) else ()
+        self._sums = accumulator_spec(pick(self._params, trained))
         with naming(chunks, index):
             self._programs = self._gradients(plan, store)
             self.plan = self._programs.plan
@@ -169,7 +171,7 @@ class CompiledChunk:
         plan, stash, stage = self.plan, self.plan.stash.specs, self._stage
         return ChunkSizes(
             params_bytes=num_bytes(self._params),
-            accumulators_bytes=num_bytes(accumulator_spec(self._params)) if self.updates.trains else 0,
+            accumulators_bytes=num_bytes(self._sums),
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
             derived_bytes=num_bytes(self._programs.derived),
             inputs_bytes=num_bytes(self.shapes.inputs),
@@ -185,8 +187,8 @@ class CompiledChunk:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def zeros(self) -> Any:
-        """Accumulators before the first backward: zeros like the parameters, float32."""
-        return zeros(accumulator_spec(self.shapes.params), self.shardings.params)
+        """Accumulators before the first backward: zeros like the parameters that train, float32."""
+        return zeros(self._sums, shardings_of(self._sums))
 
     def prepare(self, params: Params) -> tuple[Any, ...]:
         """What is derived from these parameters and costs work: valid until they change, empty if there is nothing."""
@@ -283,7 +285,7 @@ class CompiledChunk:
 
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """The accumulators that the chunks which share parameters with this one need for R."""
-        return {name: accumulators[name] for name in sorted(self.chunk.shared)}
+        return pick(accumulators, sorted(self.chunk.tied))
 
     def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._is_sink:

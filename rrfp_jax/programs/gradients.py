@@ -11,14 +11,14 @@ from jax.stages import Compiled
 from rrfp_jax.programs.chunk_plan import ChunkPlan
 from rrfp_jax.programs.compiling import compile_program
 from rrfp_jax.programs.shardings import spread
-from rrfp_jax.programs.specs import Specs, accumulator_spec
+from rrfp_jax.programs.specs import Specs, accumulator_spec, pick
 
 
 class GradientPrograms:
     """F, B or I and W, and what prepares them; parameters go by the names that the chunks' function knows.
 
     A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
-    of a chunk without parameters, the preparation where nothing is derived from parameters.
+    of a chunk none of whose parameters train, the preparation where nothing is derived from parameters.
 
     Args:
         plan: of the chunks of the kind.
@@ -59,23 +59,24 @@ class GradientPrograms:
         specs: tuple[Specs, ...] = (params, derived, plan.operands)
         self.forward = self._compile("forward", plan.forward, *specs, results=results, donate=())
         plan = plan.laid_out(boundary, self.forward.output_shardings[1])
-        stash, sums = plan.stash.specs, accumulator_spec(params)
+        trained = pick(params, plan.trained)
+        stash, sums, at_sums = plan.stash.specs, accumulator_spec(trained), pick(at_params, plan.trained)
         rest = (params, derived, (stash.saved, stash.kept), plan.output_grads)
         if plan.split is None:
             return plan
         if not plan.is_split:
             specs = ((sums, stash.donated), *rest)
-            at = ((at_params, boundary), boundary)
-            self.backward = self._compile("backward", _with_token(plan.backward), *specs, results=at)
+            at_both = ((at_sums, boundary), boundary)
+            self.backward = self._compile("backward", _with_token(plan.backward), *specs, results=at_both)
             return plan
         made: Any = ()
         if jax.tree.leaves((plan.input_grads, plan.made)):
             program = self._compile("input_gradient", plan.input_gradient, stash.donated, *rest, results=results)
             self.input_gradient, made = program, program.output_shardings[1]
         plan = plan.owing(boundary, made)
-        if jax.tree.leaves(params):
+        if jax.tree.leaves(trained):
             specs = (sums, params, derived, plan.owed.specs)
-            at = (at_params, boundary)
+            at = (at_sums, boundary)
             program = self._compile("weight_gradient", _with_token(plan.weight_gradient), *specs, results=at)
             self.weight_gradient = program
         return plan

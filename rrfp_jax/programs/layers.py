@@ -75,12 +75,16 @@ class OwnApply:
         return self._function(params, inputs, leaves, key=key, numbers=numbers)
 
     def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """Layers by the function's own names."""
-        return layers if self._layers is None else {own: layers[name] for own, name in self._layers.names.items()}
+        """Layers, all or some, by the function's own names."""
+        if self._layers is None:
+            return layers
+        return {own: layers[name] for own, name in self._layers.names.items() if name in layers}
 
     def to_model(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """Layers by their names in the model."""
-        return layers if self._layers is None else self._layers.renamed(layers)
+        """Layers, all or some, by their names in the model."""
+        if self._layers is None:
+            return layers
+        return {name: layers[own] for own, name in self._layers.names.items() if own in layers}
 
 
 class OwnInit:

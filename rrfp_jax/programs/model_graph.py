@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.freezing import check_some_train, is_frozen
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement
@@ -28,22 +29,24 @@ def model_graph(
     edges: Sequence[Edge] | None,
     table: ScheduleTable | None,
 ) -> PipelineGraph:
-    """The table's graph, or the model's own for one microbatch, with the parameters that are shared.
+    """The table's graph, or the model's own for one microbatch, with the parameters that are shared and frozen.
 
-    ``edges`` None means the table's, or a chain. Raises ValueError where table, edges and chunks differ.
+    ``edges`` None means the table's, or a chain. Raises ValueError where table, edges and chunks differ, and where
+    nothing is left to train.
     """
-    num_chunks, shared = len(chunks), _shared_groups(chunks)
+    num_chunks, shared, frozen = len(chunks), _shared_groups(chunks), _frozen_chunks(chunks)
     if table is None:
         if edges is None:
             edges = [Edge(c, c + 1) for c in range(num_chunks - 1)]
-        return PipelineGraph(num_chunks, 1, tuple(edges), shared=shared)
-    graph = replace(table.graph, shared=shared)
+        return PipelineGraph(num_chunks, 1, tuple(edges), shared=shared, frozen=frozen)
+    graph = replace(table.graph, shared=shared, frozen=frozen)
     if edges is not None and set(edges) != set(graph.edges):
         raise ValueError(
             f"schedule {table.name!r} is for the edges {_edge_text(graph.edges)}, the model has "
             f"{_edge_text(edges)}: build the schedule for these"
         )
-    if not all(any(set(copies) <= set(group) for group in shared) for copies in table.graph.shared):
+    copied = [set(holders(chunks, name)) for name in sorted({name for chunk in chunks for name in chunk.shared})]
+    if not all(any(set(copies) <= each for each in copied) for copies in table.graph.shared):
         raise ValueError(
             f"schedule {table.name!r} runs copies of the model in opposite directions: give the chunks twice, "
             "as mirrored(chunks) makes them"
@@ -61,8 +64,15 @@ def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _shared_groups(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-    names = sorted({name for chunk in chunks for name in chunk.shared})
+    names = sorted({name for chunk in chunks for name in chunk.tied})
     return tuple(sorted({tuple(holders(chunks, name)) for name in names}))
+
+
+def _frozen_chunks(chunks: Sequence[Chunk]) -> frozenset[int]:
+    """The chunks none of whose parameters change; raises ValueError where layers are frozen, and nothing trains."""
+    if any(chunk.frozen for chunk in chunks):
+        check_some_train(chunks)
+    return frozenset(index for index, chunk in enumerate(chunks) if is_frozen(chunk))
 
 
 def _edge_text(edges: Sequence[Edge]) -> str:

@@ -37,7 +37,7 @@ class Tie:
     """Which layers a chunk shares with which chunks."""
 
     names: tuple[str, ...]
-    """Its shared layers."""
+    """Its shared layers that train."""
     sharing: tuple[int, ...]
     """The chunks that it shares with, ascending and with itself."""
     own_position: int
@@ -70,7 +70,7 @@ class Tie:
 
 def tie_of(chunks: Sequence[Chunk], index: int, sharing: Sequence[int]) -> Tie:
     """What chunk ``index`` shares; ``sharing`` are the chunks that it shares with, ascending and with itself."""
-    names = tuple(sorted(chunks[index].shared))
+    names = tuple(sorted(chunks[index].tied))
     uncounted = frozenset(name for name in names if holders(chunks, name)[0] != index)
     return Tie(names, tuple(sharing), tuple(sharing).index(index), uncounted)
 

@@ -183,12 +183,24 @@ def _check_copies(
             f"{who} share {name!r}, but it is {describe(here)} in one and {describe(there)} in the other: "
             "initialise both to the same tree, shapes and dtypes"
         )
+    _check_frozen_alike(chunks, name, who, pair)
+    if name in chunks[owner].frozen:
+        return
     if owner not in graph.sharing(other):
         raise ValueError(f"{who} share {name!r}, but the graph does not know: build it with shared=({pair},)")
     if graph.has_backward(owner) != graph.has_backward(other):
         raise ValueError(
             f"{who} share {name!r}, but a gradient reaches only one of them, and the copies would drift apart: "
             "let gradients flow to both, or give the other a layer of its own"
+        )
+
+
+def _check_frozen_alike(chunks: Sequence[Chunk], name: str, who: str, pair: tuple[int, int]) -> None:
+    frozen = [index for index in pair if name in chunks[index].frozen]
+    if len(frozen) == 1:
+        raise ValueError(
+            f"{who} share {name!r}, but it is frozen in chunk {frozen[0]} only, and the copies would drift apart: "
+            "freeze it in both or in none"
         )
 
 

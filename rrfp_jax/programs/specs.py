@@ -1,6 +1,7 @@
 """Shapes and dtypes as data: small helpers over ``jax.ShapeDtypeStruct``."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +45,11 @@ def _shape_on_device(leaf: Any) -> tuple[int, ...]:
     sharding = getattr(leaf, "sharding", None)
     shape: tuple[int, ...] = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return shape
+
+
+def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Some layers of a chunk."""
+    return {name: layers[name] for name in names}
 
 
 def describe(tree: Any) -> str:

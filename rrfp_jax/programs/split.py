@@ -74,16 +74,22 @@ class Place(NamedTuple):
 
 
 def split_backward(
-    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, *, input_gradients: Any = True
+    fn: Callable[[Any, Any], Any],
+    params: Any,
+    inputs: Any,
+    *,
+    param_gradients: Any = True,
+    input_gradients: Any = True,
 ) -> SplitBackward:
     """Splits `fn(params, inputs) -> outputs` for arguments of these shapes.
 
     `params`, `inputs` and the outputs are any pytrees; arguments are arrays or `jax.ShapeDtypeStruct`s. Leaves that are
-    not inexact (integers, booleans, random keys) have no gradient, nor have inputs that `input_gradients` denies: a
-    boolean for all, or a tree of booleans that is a prefix of `inputs`. If no input has a gradient, all work is in the
-    weight gradient. Raises what tracing `fn` raises.
+    not inexact (integers, booleans, random keys) have no gradient, nor have those that `param_gradients` and
+    `input_gradients` deny: a boolean for all, or a tree of booleans that is a prefix of `params` or `inputs`. If no
+    input has a gradient, all work is in the weight gradient; if no parameter has one, none is. Raises what tracing `fn`
+    raises.
     """
-    traced = trace(fn, params, inputs, input_gradients)
+    traced = trace(fn, params, inputs, param_gradients, input_gradients)
     joined = join(traced)
     shared = hoisted(joined.all_nodes, joined.all_outputs, joined.params)
     return SplitBackward(_traced=traced, _joined=joined, _shared=tuple(shared))
@@ -200,7 +206,7 @@ class SplitBackward:
         return _gather(self.owed_places, sources)
 
     def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
-        """The gradient of the parameters, a tree like theirs with None for leaves that are not inexact."""
+        """The gradient of the parameters, a tree like theirs with None for leaves that have none."""
         environment = self._bind_params(params)
         environment.update(zip(self._halves.crossing, owed, strict=True))
         gradients = self._run(self._halves.second, environment, self._halves.outputs, derived)

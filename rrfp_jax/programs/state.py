@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.chunk import Chunk, Params, param_specs, trained_specs
 from rrfp_jax.programs.compiling import shared_program
 from rrfp_jax.programs.layers import OwnInit
 from rrfp_jax.programs.shapes import holders
@@ -31,7 +31,7 @@ from rrfp_jax.programs.shardings import (
     state_partition,
     unit_shardings,
 )
-from rrfp_jax.programs.specs import Specs, accumulator_spec, spec_of
+from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.store import ProgramStore
 
@@ -45,21 +45,17 @@ class ChunkState:
     """One entry per group of the chunk's layers (see :func:`layer_groups`); empty for a chunk that does not train, or
     whose replicas share the state."""
     accumulators: Any
-    """Gradients of the summed loss, float32; zeros between steps."""
+    """Gradients of the summed loss, float32, of the layers that train; zeros between steps."""
     derived: tuple[Any, ...] | None = None
     """What the compiled programs derive from ``params``; None until they have prepared it. It is not part of a
     checkpoint, and stale once ``params`` change."""
 
 
 def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """A chunk's layer names, grouped as the entries of its optimizer state are: its own, then each shared one."""
+    """Layer names of a chunk, grouped as the entries of its optimizer state are: its own, then each shared one."""
+    names = tuple(names)
     own = tuple(name for name in names if name not in chunk.shared)
-    return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared))) if group)
-
-
-def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Some layers of a chunk."""
-    return {name: layers[name] for name in names}
+    return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared) if name in names)) if group)
 
 
 def initial_state(
@@ -76,8 +72,8 @@ def initial_state(
     """The state of chunk ``index`` from a typed key, the same key for all chunks.
 
     ``sharding`` is the boundary of the chunk's unit, see :mod:`rrfp_jax.programs.shardings`. ``trains`` is False for a
-    chunk that no gradient reaches. With ``shard_optimizer`` the optimizer state is left out, because the replicas share
-    it: see :func:`initial_shared_state`. ``store`` has what is compiled already for other chunks.
+    chunk whose parameters do not change. With ``shard_optimizer`` the optimizer state is left out, because the replicas
+    share it: see :func:`initial_shared_state`. ``store`` has what is compiled already for other chunks.
     """
     # raw numbers, because a typed key cannot be put onto devices of other processes
     numbers = np.asarray(jax.random.key_data(key))
@@ -85,7 +81,7 @@ def initial_state(
     impl = str(jax.random.key_impl(key))
     params = _initial_params(chunks, index, sharding, key=numbers, impl=impl, store=store)
     state = state_specs(chunks, index, optimizer, sharding=sharding, trains=trains, shard_optimizer=shard_optimizer)
-    groups = layer_groups(chunks[index], state.params)
+    groups = layer_groups(chunks[index], trained_specs(chunks[index]))
     state.params, at_sums = params, shardings_of(state.accumulators)
     state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state, store)
     state.accumulators = zeros(state.accumulators, at_sums)
@@ -102,11 +98,11 @@ def state_specs(
     shard_optimizer: bool = False,
 ) -> ChunkState:
     """What ``initial_state`` returns, as specs with shardings; nothing is computed."""
-    at_params, params = unit_shardings(chunks, index, sharding).params, spec_of(param_specs(chunks[index]))
+    params = spread(spec_of(param_specs(chunks[index])), unit_shardings(chunks, index, sharding).params)
     return ChunkState(
-        params=spread(params, at_params),
+        params=params,
         optimizer_state=optimizer_specs(chunks, index, optimizer, sharding) if trains and not shard_optimizer else (),
-        accumulators=spread(accumulator_spec(params), at_params) if trains else {},
+        accumulators=accumulator_spec(pick(params, trained_specs(chunks[index]))) if trains else {},
     )
 
 
@@ -118,7 +114,7 @@ def optimizer_specs(
     ``devices`` is the boundary of a unit, or the stage over whose replicas the state is cut. Only for a chunk that
     trains; nothing is computed.
     """
-    params = spec_of(param_specs(chunks[index]))
+    params = spec_of(trained_specs(chunks[index]))
     replicas: int | None = None
     if isinstance(devices, StageDevices):
         partition, replicas = param_partition(chunks, index, devices.tensor), devices.data
@@ -147,7 +143,9 @@ def initial_shared_state(
 
     All processes of the stage call it, in the same order for the chunks of a stage.
     """
-    joined = devices.join(params, param_partition(chunks, index, devices.tensor))
+    trained = trained_specs(chunks[index])
+    changing = {replica: pick(layers, trained) for replica, layers in params.items()}
+    joined = devices.join(changing, pick(param_partition(chunks, index, devices.tensor), trained))
     specs = optimizer_specs(chunks, index, optimizer, devices)
     groups = layer_groups(chunks[index], joined)
     return _initial_optimizer_state(optimizer, joined, groups, specs, store or ProgramStore())

@@ -20,13 +20,13 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
 from rrfp_jax.programs.shardings import TENSOR, mesh_of, param_partition, place, shardings_of, shared_out
-from rrfp_jax.programs.specs import accumulator_spec, spec_of
+from rrfp_jax.programs.specs import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
-from rrfp_jax.programs.state import layer_groups, optimizer_specs, pick
+from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
 
@@ -52,17 +52,18 @@ class _Updates:
         self._scalar = devices.sharding() if isinstance(devices, StageDevices) else devices
         self._mesh = mesh_of(self._scalar)
         num_shards = 1 if self._mesh is None else self._mesh.shape[TENSOR]
-        self._params = spec_of(param_specs(chunks[index]))
-        self._partition = param_partition(chunks, index, num_shards)
+        self._params = spec_of(trained_specs(chunks[index]))
+        """Of the layers that train; R and U know no others."""
+        self._partition = pick(param_partition(chunks, index, num_shards), self._params)
         self._tie = tie_of(chunks, index, graph.sharing(index))
-        others = [(other, tuple(sorted(chunks[other].shared))) for other in self._tie.others]
+        others = [(other, tuple(sorted(chunks[other].tied))) for other in self._tie.others]
         self._specs_of_others = tuple(
-            accumulator_spec(pick(spec_of(param_specs(chunks[other])), names)) for other, names in others
+            accumulator_spec(pick(spec_of(trained_specs(chunks[other])), names)) for other, names in others
         )
         self._partitions_of_others = tuple(
             pick(param_partition(chunks, other, num_shards), names) for other, names in others
         )
-        self.trains = graph.has_backward(index) and bool(jax.tree.leaves(self._params))
+        self.trains = graph.trains(index) and bool(jax.tree.leaves(self._params))
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
         does_update = self.trains and updates_here
         self._groups = layer_groups(chunks[index], self._params) if does_update else ()
@@ -174,7 +175,8 @@ class UnitUpdates(_Updates):
     ) -> tuple[Params, tuple[Any, ...], Any]:
         """One optimizer step with the gradients ``accumulators * scale``, or none if ``apply`` is False.
 
-        Returns parameters, optimizer state and zeroed accumulators; consumes all three.
+        Returns parameters, optimizer state and zeroed accumulators; consumes all three, but for frozen layers, which
+        it hands back as they are.
         """
         if not self._updates:
             if self.trains:
@@ -183,7 +185,7 @@ class UnitUpdates(_Updates):
                 )
             return params, optimizer_state, accumulators
         factor, go = np.float32(scale), np.bool_(apply)
-        new_params: Params = {}
+        new_params: Params = dict(params)
         new_accumulators: Params = {}
         new_states = []
         for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
@@ -284,19 +286,20 @@ class StageUpdates(_Updates):
         """One optimizer step with the gradients ``gradients * scale``, or none if ``apply`` is False.
 
         ``params`` has those of every local replica, on its unit. Each replica updates its share and gets the others'.
-        Returns parameters and optimizer state; consumes parameters, gradients and optimizer state.
+        Returns parameters and optimizer state; consumes the parameters that train, gradients and optimizer state.
         """
         if not self.shards_optimizer:
             raise ValueError(f"the replicas of chunk {self.index} update each by itself: call UnitUpdates.update")
         factor, go = np.float32(scale), np.bool_(apply)
-        joined = self.devices.join(params, self._partition)
+        joined = self.devices.join({r: pick(own, self._params) for r, own in params.items()}, self._partition)
         changed: Params = {}
         new_states = []
         for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
             some, new_state = update(pick(joined, group), state, pick(gradients, group), factor, go)
             changed |= some
             new_states.append(new_state)
-        return self.devices.per_replica(changed), tuple(new_states)
+        changed_on = self.devices.per_replica(changed)
+        return {replica: {**own, **changed_on[replica]} for replica, own in params.items()}, tuple(new_states)
 
     def _join_others(self, shared: Mapping[int, tuple[Any, ...]]) -> tuple[Any, ...]:
         """The shared accumulators of the other chunks, joined over the local replicas."""

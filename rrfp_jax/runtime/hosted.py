@@ -18,14 +18,14 @@ from jax.sharding import Sharding
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
-from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
 from rrfp_jax.programs.shardings import unit_shardings
-from rrfp_jax.programs.specs import accumulator_spec, gradient_spec
+from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
@@ -33,7 +33,6 @@ from rrfp_jax.programs.state import (
     initial_state,
     layer_groups,
     optimizer_specs,
-    pick,
     state_specs,
 )
 from rrfp_jax.programs.store import ProgramStore
@@ -132,12 +131,12 @@ class HostedModel:
         state = HostedState({}, {})
         for base in self.base_chunks:
             devices, model = self._grid(base), (self.chunks, base, self._optimizer)
-            trains = graph.has_backward(base)
+            trains = graph.trains(base)
             is_shared = self.updates.shard_optimizer and trains
             for replica, number in self.numbers(base).items():
                 boundary = devices.unit_sharding(replica)
                 state.chunks[number] = of_unit(*model, sharding=boundary, trains=trains, shard_optimizer=is_shared)
-            if is_shared and jax.tree.leaves(param_specs(self.chunks[base])):
+            if is_shared and jax.tree.leaves(trained_specs(self.chunks[base])):
                 params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
                 state.shared[base] = of_stage(*model, devices, params)
         return state
@@ -221,10 +220,10 @@ class HostedModel:
         return programs
 
     def _num_programs(self, base: int, plan: ChunkPlan, graph: PipelineGraph) -> int:
-        params, num_units = param_specs(self.chunks[base]), len(self.numbers(base))
+        trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
         num_programs = num_units * plan.num_programs
-        if graph.has_backward(base) and jax.tree.leaves(params):
-            num_updates = len(layer_groups(self.chunks[base], params))
+        if graph.trains(base) and jax.tree.leaves(trained):
+            num_updates = len(layer_groups(self.chunks[base], trained))
             num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
         return num_programs
 
@@ -260,7 +259,7 @@ class HostedModel:
         if self.copies.replica(source) != self.copies.replica(target):
             return None
         base = self.copies.base(source)
-        names = tuple(sorted(self.chunks[base].shared))
+        names = tuple(sorted(self.chunks[base].tied))
 
         def lie(chunk: int) -> Mapping[str, Any]:
             # the sender's partition at both ends: its layers need not be all of the receiver's

@@ -268,7 +268,8 @@ class ProgramStage:
         output_grads = self._output_grads(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, owed = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
-        state.owed[chunk, microbatch] = owed
+        if state.graph.trains(chunk):
+            state.owed[chunk, microbatch] = owed
         return _Enqueued((input_grads, owed), self._input_grads(step, chunk, microbatch, input_grads))
 
     def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:

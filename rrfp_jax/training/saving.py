@@ -37,7 +37,7 @@ class RunSaver:
         self._pipeline, self._every, self._minutes = pipeline, every, minutes
         process, chunks = pipeline.process, pipeline.chunks
         self._layers = {
-            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.has_backward(index))
+            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index))
             for index, chunk in enumerate(chunks)
         }
         owners = layer_owners(

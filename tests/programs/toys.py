@@ -117,20 +117,21 @@ def head(table: str = "head", *, shared: bool = False, num_inputs: int = 1) -> C
 
 def plain_model(cut: Sequence[int], *, tied: bool = True) -> list[Chunk]:
     """Embedding, layers without attention, and a head, with so many layers in each chunk: quick to compile."""
-    layers = [_dense(layer) for layer in range(sum(cut))]
+    layers = [dense(layer) for layer in range(sum(cut))]
     ends = [sum(cut[:number]) for number in range(len(cut) + 1)]
     parts = [layers[start:end] for start, end in pairwise(ends)]
     parts[0].insert(0, embedding(shared=tied))
     parts[-1].append(head("embedding", shared=True) if tied else head())
-    return [_joined(part) for part in parts]
+    return [joined(part) for part in parts]
 
 
-def _dense(layer: int) -> Chunk:
+def dense(layer: int) -> Chunk:
+    """An MLP that may be cut over the devices of a stage."""
     cuts = {"up": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor"), "down": PartitionSpec("tensor")}
     return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
 
 
-def _joined(parts: list[Chunk]) -> Chunk:
+def joined(parts: list[Chunk]) -> Chunk:
     """One chunk of several that follow each other."""
     names = [tuple(param_specs(part)) for part in parts]
 

@@ -2,7 +2,7 @@
 
 `jax.vjp` returns the pullback as a pytree whose leaves are the residuals. So the forward is traced as
 (parameters, inputs) -> (outputs, residuals) and the backward as (residuals, cotangents) -> gradients. Only inexact
-leaves are differentiated, and of these inputs only those that are asked for: integers, booleans and random keys are
+leaves are differentiated, and of these only those that are asked for: integers, booleans and random keys are
 parameters or inputs without a gradient.
 """
 
@@ -98,8 +98,11 @@ class Traced:
     outputs: Structure
 
 
-def trace(fn: Callable[[Any, Any], Any], params: Any, inputs: Any, input_gradients: Any = True) -> Traced:
-    params_structure, inputs_structure = Structure.of("params", params), Structure.of("inputs", inputs, input_gradients)
+def trace(
+    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, param_gradients: Any = True, input_gradients: Any = True
+) -> Traced:
+    params_structure = Structure.of("params", params, param_gradients)
+    inputs_structure = Structure.of("inputs", inputs, input_gradients)
     masks = (params_structure.differentiable, inputs_structure.differentiable)
 
     def run(params_leaves: Sequence[Any], inputs_leaves: Sequence[Any]) -> tuple[Any, Any]:

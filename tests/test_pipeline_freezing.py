@@ -1,0 +1,212 @@
+"""With some layers frozen a pipeline trains what a plain loop trains that takes these layers for constants."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.tasks import TaskKind, linear, looped
+from tests.pipelines import make_pipeline
+from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import VOCAB, WIDTH, dense, embedding, head, joined, make_batch, plain_model, weights
+
+NUM_STEPS = 20
+NUM_MICROBATCHES = 6
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+CLIPPED = UpdateRules(clip_norm=1.0)
+OPTIONS = RuntimeOptions(progress_deadline_s=60)
+FREEZES = {
+    "none": [],
+    "encoder": ["vision"],
+    "all but the projector": ["vision", "decoder"],
+    "last layers": ["decoder.layers.1", "decoder.f*", "decoder.head"],
+    "in the middle": ["projector", "vision.layers.1", "decoder.layers.0"],
+    "first layers of chunks": ["vision.patches", "vision.layers.1", "decoder.embedding"],
+}
+
+
+def vision_language() -> list[Chunk]:
+    """Four chunks: an encoder, its rest with a projector, a decoder that adds tokens to the images, its rest."""
+    parts = [
+        [named(embedding("patches", "images"), "vision."), named(dense(0), "vision.")],
+        [named(dense(1), "vision."), named(dense(2), "", "projector")],
+        [merging(), named(dense(0), "decoder.")],
+        [named(dense(1), "decoder."), named(head(), "decoder.")],
+    ]
+    return [joined(part) for part in parts]
+
+
+def named(chunk: Chunk, prefix: str, name: str | None = None) -> Chunk:
+    """The chunk with other names of layers, which also decide the first values."""
+    names = {f"{prefix}{name or own}": own for own in param_specs(chunk)}
+
+    def init(key: jax.Array) -> Any:
+        layers = chunk.init(key)
+        shift = 0.01 * len(prefix)
+        return {new: jax.tree.map(lambda leaf: leaf + shift, layers[own]) for new, own in names.items()}
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return chunk.apply({own: params[new] for new, own in names.items()}, inputs, leaves, key=key)
+
+    def partition(params: Any, num_shards: int) -> Any:
+        assert chunk.partition is not None
+        specs = chunk.partition({own: params[new] for new, own in names.items()}, num_shards)
+        return {new: specs[own] for new, own in names.items()}
+
+    cut = None if chunk.partition is None else partition
+    return replace(chunk, name=f"{prefix}{name or chunk.name}", init=init, apply=apply, partition=cut)
+
+
+def merging() -> Chunk:
+    """Adds the embeddings of tokens to what comes from the images."""
+    return Chunk(
+        name="merge",
+        init=lambda key: {"decoder.embedding": {"table": weights(key, 7, VOCAB, WIDTH)}},
+        apply=lambda params, inputs, leaves, *, key: inputs + params["decoder.embedding"]["table"][leaves["tokens"]],
+        leaves=("tokens",),
+    )
+
+
+BATCHES = [make_batch(NUM_MICROBATCHES, seed) for seed in range(NUM_STEPS)]
+
+
+class Case:
+    """A choice of frozen layers, its pipeline and what the plain loop makes of it."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self.chunks = freeze(vision_language(), patterns)
+        self.frozen = frozenset().union(*(chunk.frozen for chunk in self.chunks))
+        self.base = Pipeline(self.chunks, placement=linear(4), optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS)
+        self.initial = jax.tree.map(np.array, self.base.params(self.base.init(jax.random.key(1))))
+        self.norms: list[float] = []
+        self.expected = train_plainly(
+            self.chunks, self.initial, OPTIMIZER, BATCHES, clip_norm=1.0, frozen=self.frozen, norms=self.norms
+        )
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Losses, norms and parameters are those of the plain loop, and frozen ones bit for bit those of the start."""
+        losses, norms, params = trained(pipeline)
+        assert_same_training(losses, params, *self.expected)
+        np.testing.assert_allclose(norms, self.norms, rtol=1e-5)
+        for name in self.frozen:
+            jax.tree.map(np.testing.assert_array_equal, params[name], self.initial[name])
+
+
+def trained(pipeline: Pipeline) -> tuple[list[float], list[float], Any]:
+    with pipeline:
+        state = pipeline.init(jax.random.key(1))
+        results = []
+        for batch in BATCHES:
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        params = jax.tree.map(np.array, pipeline.params(state))
+        return [each.result().loss for each in results], [each.result().grad_norm for each in results], params
+
+
+def table(name: str, num_stages: int = 4) -> ScheduleTable:
+    return build_schedule(name, ScheduleRequest(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES))
+
+
+@pytest.fixture(scope="module", params=FREEZES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(FREEZES[request.param])
+
+
+@pytest.mark.parametrize("hint", ["bf", "fb", "bfw"])
+def test_hints(case: Case, hint: str) -> None:
+    case.check(case.base.reordered(Ordering(hint=hint, window=3)))
+
+
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_tables(case: Case, name: str, consume: str) -> None:
+    case.check(case.base.reordered(Ordering(schedule=table(name), consume=consume)))
+
+
+def test_two_chunks_per_stage() -> None:
+    case = Case(FREEZES["in the middle"])
+    looped_case = Pipeline(case.chunks, placement=looped(2, 2), optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS)
+    case.check(looped_case)
+    order = Ordering(schedule=table("interleaved-1f1b-split", 2))
+    case.check(looped_case.reordered(order))
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True], ids=["each its own", "ZeRO-1"])
+@pytest.mark.parametrize("name", ["all but the projector", "first layers of chunks"])
+def test_replicas(name: str, shard_optimizer: bool) -> None:
+    options = {"data": 2, "clip_norm": 1.0, "shard_optimizer": shard_optimizer, "progress_deadline_s": 60}
+    case = Case(FREEZES[name])
+    case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, hint="bfw", **options))
+
+
+@pytest.mark.parametrize("name", ["encoder", "in the middle"])
+def test_tensor_parallel_stages(name: str) -> None:
+    case = Case(FREEZES[name])
+    options = {"tensor": 2, "clip_norm": 1.0, "progress_deadline_s": 60}
+    case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, backward="split", **options))
+
+
+FUSED = [{"hint": "bf", "window": 1}, {"hint": "fb"}, {"schedule": "1f1b", "consume": "strict"}]
+SPLIT = [{"hint": "bf", "window": 1, "backward": "split"}, {"hint": "bfw"}, {"schedule": "zb-h1", "consume": "strict"}]
+
+
+@pytest.mark.parametrize("orders", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("name", ["encoder", "all but the projector", "first layers of chunks"])
+def test_deterministic_runs_have_the_same_bits_in_any_order(name: str, orders: list[dict[str, Any]]) -> None:
+    updates = UpdateRules(clip_norm=1.0, deterministic=True)
+    chunks = freeze(vision_language(), FREEZES[name])
+    base = Pipeline(chunks, placement=linear(4), optimizer=OPTIMIZER, updates=updates, options=OPTIONS)
+    schedules = [
+        {**order, **({"schedule": table(order["schedule"])} if "schedule" in order else {})} for order in orders
+    ]
+    first, *others = (trained(base.reordered(Ordering(**order))) for order in schedules)
+    for other in others:
+        assert first[:2] == other[:2]
+        jax.tree.map(np.testing.assert_array_equal, first[2], other[2])
+
+
+@pytest.mark.parametrize("patterns", [["embedding"], ["embedding", "layers"], ["layers.0"]])
+def test_tied_embeddings(patterns: list[str]) -> None:
+    chunks = freeze(plain_model((1, 1, 0), tied=True), patterns)
+    with Pipeline(chunks, placement=linear(3), optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS) as pipeline:
+        initial = jax.tree.map(np.array, pipeline.params(pipeline.init(jax.random.key(1))))
+        losses, _, params = trained(pipeline)
+    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
+    expected = train_plainly(chunks, initial, OPTIMIZER, BATCHES, clip_norm=1.0, frozen=frozen)
+    assert_same_training(losses, params, *expected)
+
+
+def test_a_bidirectional_table_trains_what_is_not_frozen() -> None:
+    chunks = freeze(plain_model((1, 1), tied=True), ["embedding", "layers.0"])
+    ordering = Ordering(schedule=table("chimera", 2), consume="strict")
+    with Pipeline(mirrored(chunks), optimizer=OPTIMIZER, ordering=ordering, options=OPTIONS) as pipeline:
+        initial = jax.tree.map(np.array, pipeline.params(pipeline.init(jax.random.key(1))))
+        losses, _, params = trained(pipeline)
+    expected = train_plainly(chunks, initial, OPTIMIZER, BATCHES, clip_norm=1.0, frozen={"embedding", "layers.0"})
+    assert_same_training(losses, params, *expected)
+
+
+def test_what_ran(case: Case) -> None:
+    """Frozen chunks have no W, R and U; those before all that trains run F alone."""
+    with case.base.reordered(Ordering(hint="bfw")) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        ran = {span.task for span in pipeline.step(state, BATCHES[0])[1].result().timeline.spans}
+        states = dict(pipeline.chunk_states(type(state)(1)))
+    names = [set(param_specs(chunk)) for chunk in case.chunks]
+    trains = [bool(own - chunk.frozen) for own, chunk in zip(names, case.chunks, strict=True)]
+    for index, chunk in enumerate(case.chunks):
+        expected = "FIWRU" if trains[index] else "FI" if any(trains[:index]) else "F"
+        assert {task.kind for task in ran if task.chunk == index} == set(map(TaskKind, expected))
+        assert set(states[index].accumulators) == names[index] - chunk.frozen
+        moments = {str(path[0]) for path, _ in jax.tree.leaves_with_path(states[index].optimizer_state)}
+        assert bool(moments) == trains[index]
