@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.corpus import read_corpus
-from rrfp_jax.data.dataset import Batch
+from rrfp_jax.data.dataset import Batch, Reads
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
@@ -90,10 +90,13 @@ class TextBytes:
         """The text in a few words, the same wherever the text is: its size and a digest."""
         return f"{self.num_bytes} bytes, SHA-256 {hashlib.sha256(self._text.data).hexdigest()[:16]}"
 
-    def batch(self, step: int) -> Batch:
+    buckets = None
+    """All microbatches are of one shape."""
+
+    def batch(self, step: int, reads: Reads | None = None) -> Batch:  # noqa: ARG002 - all is in memory anyway
         """The batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32).
 
-        Each is ``[num_microbatches, microbatch_size, length]``. Safe to call from any thread.
+        Each is ``[num_microbatches, microbatch_size, length]``, whatever is read of it. Safe to call from any thread.
         """
         if step < 0:
             raise ValueError(f"step is {step}: give 0 or more")

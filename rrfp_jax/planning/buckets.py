@@ -84,17 +84,17 @@ def padding_fraction(lengths: ArrayLike, buckets: Collection[int]) -> float:
     return 1 - int(np.sum(np.asarray(lengths))) / total if total else 0.0
 
 
-def occurring_pairs(sizes: Iterable[Pair], texts: Collection[int], images: Collection[int]) -> tuple[Pair, ...]:
+def occurring_pairs(
+    sizes: Iterable[Pair], texts: Collection[int], images: Collection[int], *, always: Collection[Pair] = ()
+) -> tuple[Pair, ...]:
     """The buckets of two dimensions that a sample of the data falls into, ascending: texts x (images or none).
 
-    ``texts`` and ``images`` are the buckets of each. The largest pair is always among the result, with images and
-    without, so that whatever is within the largest buckets fits one of the pairs.
+    ``texts`` and ``images`` are the buckets of each; ``always`` are sizes whose pairs are among the result whether
+    they occur or not, such as the largest that may come.
     """
-    pairs = {(max(texts), 0)}
-    if images:
-        pairs.add((max(texts), max(images)))
-    for text, image in sizes:
-        pairs.add((int(padded(text, texts)), int(padded(image, images)) if image else 0))
+    pairs = {
+        (int(padded(text, texts)), int(padded(image, images)) if image else 0) for text, image in (*always, *sizes)
+    }
     return tuple(sorted(pairs))
 
 

@@ -15,9 +15,13 @@ class Counting:
     def __init__(self, fails_at=None):
         self.fails_at = fails_at
         self.steps = []
+        self.reads = []
 
-    def batch(self, step):
+    buckets = None
+
+    def batch(self, step, reads=None):
         self.steps.append(step)
+        self.reads.append(reads)
         if step == self.fails_at:
             raise ValueError(f"no batch {step}")
         return {"step": np.array(step)}
@@ -47,3 +51,26 @@ def test_an_error_comes_where_its_batch_would_have():
         with pytest.raises(ValueError, match="no batch 2"):
             next(batches)
     assert not data_threads()
+
+
+def test_it_passes_on_what_is_read():
+    data, reads = Counting(), {"step": range(2)}
+    with prefetched(data, reads=reads) as batches:
+        next(batches)
+    assert data.reads == [reads, reads]
+
+
+def test_several_threads_make_batches_at_the_same_time_and_keep_their_order():
+    both = threading.Barrier(2, timeout=60)
+
+    class Paired(Counting):
+        def batch(self, step, reads=None):
+            if step < 4:
+                both.wait()  # breaks where one thread is to make both
+            return super().batch(step, reads)
+
+    with prefetched(Paired(), num_threads=2) as batches:
+        assert [int(batch["step"]) for batch in islice(batches, 6)] == list(range(6))
+    assert not data_threads()
+    with pytest.raises(ValueError, match="num_threads is 0"), prefetched(Counting(), num_threads=0):
+        pass

@@ -79,22 +79,24 @@ def test_nothing_to_choose_from_is_refused(arguments, message):
         best_buckets([9], 1, largest=8)
 
 
-def test_pairs_that_occur_and_the_largest():
-    pairs = occurring_pairs([(3, 0), (9, 5), (4, 1)], texts=(4, 10), images=(2, 6))
+def test_pairs_that_occur_and_those_that_are_always_there():
+    sizes = [(3, 0), (9, 5), (4, 1)]
+    assert occurring_pairs(sizes, texts=(4, 10), images=(2, 6)) == ((4, 0), (4, 2), (10, 6))
+    pairs = occurring_pairs(sizes, texts=(4, 10), images=(2, 6), always=[(5, 0)])
     assert pairs == ((4, 0), (4, 2), (10, 0), (10, 6))
     assert smallest_fitting((3, 0), pairs) == (4, 0)
     assert smallest_fitting((3, 1), pairs) == (4, 2)
     assert smallest_fitting((2, 3), pairs) == (10, 6)
     assert smallest_fitting((10, 0), pairs) == (10, 0)
-    assert occurring_pairs([(3, 0)], texts=(4,), images=()) == ((4, 0),)
 
 
 @given(st.data())
-def test_whatever_the_largest_buckets_hold_fits_a_pair(data):
+def test_whatever_is_within_the_largest_pairs_fits_one(data):
     texts = sorted(data.draw(st.sets(st.integers(1, 20), min_size=1, max_size=4)))
     images = sorted(data.draw(st.sets(st.integers(1, 20), min_size=1, max_size=4)))
     size = st.tuples(st.integers(1, texts[-1]), st.integers(0, images[-1]))
-    pairs = occurring_pairs(data.draw(st.lists(size, max_size=5)), texts, images)
+    largest = [(texts[-1], images[-1]), (texts[-1], 0)]
+    pairs = occurring_pairs(data.draw(st.lists(size, max_size=5)), texts, images, always=largest)
     text, image = data.draw(size)
     fitting = smallest_fitting((text, image), pairs)
     assert fitting[0] >= text

@@ -1,0 +1,246 @@
+"""From the samples of a step to its microbatches, in shapes that are known before the first step.
+
+Which samples share a microbatch is decided first, by their costs alone; then each microbatch takes the smallest bucket
+that holds it. The buckets are chosen by a survey of the first steps, for the least padding, and the largest is one that
+holds every microbatch that can come: as many samples as are cut in order, each as large as the largest. Balancing
+keeps within it. So nothing is ever outside the buckets, and they follow from data and configuration alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.packing import (
+    PatchFormat,
+    Shape,
+    index_leaf,
+    leaf_specs,
+    packed_leaves,
+    patches_leaf,
+    text_leaves,
+)
+from rrfp_jax.data.samples import Sample
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
+from rrfp_jax.planning.balancing import balanced, in_order, spread
+from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
+from rrfp_jax.planning.packing import Packing, most_rows, pack
+
+Cost = Callable[[int, Sequence[int]], float]
+"""(tokens, patches of each image) -> what a sample costs, a positive number."""
+Patches = Callable[[int, int], NDArray[np.float32]]
+"""(number of the sample in its step, number of the image in it) -> its patches ``[patches, patch_dim]``."""
+_MULTIPLE = 8
+"""Lengths of rows are multiples of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingConfig:
+    """How samples of different sizes become microbatches.
+
+    Raises ValueError, with the remedy, for values that do not fit together.
+    """
+
+    batch_size: int
+    """Samples per step, over all microbatches."""
+    num_microbatches: int
+    """Parts into which a step's samples are divided; divides ``batch_size``."""
+    pack: bool = True
+    """Whether samples share rows, each attending to itself alone; if not, every sample has a row of its own."""
+    length: int | None = None
+    """Tokens per row, the most a sample may have; None: as many as the longest sample can have."""
+    image_length: int | None = None
+    """Patches per row, the most an image may have; None: as many as the largest image can have."""
+    text_buckets: int = 3
+    """At most so many sizes of text: numbers of rows with ``pack``, else lengths of rows."""
+    image_buckets: int = 3
+    """At most so many numbers of rows of patches, besides none."""
+    balance: bool = True
+    """Whether samples are divided so that microbatches, and the shares of replicas, cost about the same; if not, in
+    order. The samples of a step are the same."""
+    seed: int = 0
+    """Decides the order of the data, or what is drawn."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            AT_LEAST_1,
+            *("batch_size", "num_microbatches", "length", "image_length", "text_buckets", "image_buckets"),
+        )
+        check_fields(self, NOT_NEGATIVE, "seed")
+        if self.batch_size % self.num_microbatches:
+            larger = self.batch_size + -self.batch_size % self.num_microbatches
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into {self.num_microbatches} microbatches: "
+                f"give num_microbatches that divides it, or batch_size {larger}"
+            )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch, on average where they are balanced."""
+        return self.batch_size // self.num_microbatches
+
+
+class Limits(NamedTuple):
+    """The largest that data can be, over any ``microbatch_size`` samples."""
+
+    longest: int
+    """Tokens of the longest sample."""
+    tokens: int
+    """Tokens of all samples."""
+    largest_image: int
+    """Patches of the largest image; 0: there are no images."""
+    images: int
+    """Number of images."""
+    patches: int
+    """Patches of all images."""
+    has_text_only: bool
+    """Whether a microbatch may have no image."""
+
+
+class Microbatch(NamedTuple):
+    """Which of a step's samples, and where in the rows they lie."""
+
+    members: list[int]
+    places: Packing
+    image_places: Packing
+    size: Pair
+    """What it needs: rows with ``pack``, else the length of rows; and rows of patches."""
+
+
+class Batching:
+    """Divides steps into microbatches.
+
+    Args:
+        survey: the samples of the first steps.
+        cost: what a sample costs; None: a token and a patch cost the same.
+
+    Attributes: ``shapes``, all that a microbatch can have, ascending; ``length`` of the longest rows, in tokens, and
+    ``image_length``, in patches.
+    Raises ValueError, with the remedy, where samples or images do not fit into the rows.
+    """
+
+    def __init__(
+        self,
+        config: BatchingConfig,
+        patch_format: PatchFormat,
+        limits: Limits,
+        survey: Sequence[Sequence[Sample]],
+        cost: Cost | None = None,
+    ) -> None:
+        self._config, self._format = config, patch_format
+        self._cost: Cost = cost if cost is not None else lambda tokens, patches: tokens + sum(patches)
+        self.length = _row_length(config.length, limits.longest, "length", "tokens, the longest sample", _MULTIPLE)
+        block = patch_format.merge**2
+        if config.image_length is not None and config.image_length % block:
+            raise ValueError(
+                f"image_length is {config.image_length}: give a multiple of {block}, the patches of a feature"
+            )
+        self.image_length = _row_length(
+            config.image_length, limits.largest_image, "image_length", "patches, the largest image", block
+        )
+        self._largest = self._largest_size(limits)
+        microbatches = list(chain.from_iterable(map(self.divide, survey)))
+        self._pairs = self._choose([each.size for each in microbatches], has_text_only=limits.has_text_only)
+        self.shapes = [self._shape(pair) for pair in self._pairs]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """All shapes of a microbatch as leaves."""
+        return [leaf_specs(shape, self._format) for shape in self.shapes]
+
+    def _largest_size(self, limits: Limits) -> Pair:
+        """What holds any microbatch cut in order."""
+        num, text = self._config.microbatch_size, self.length
+        if self._config.pack:
+            text = most_rows(num, longest=limits.longest, total=limits.tokens, capacity=self.length)
+        return text, most_rows(
+            limits.images, longest=limits.largest_image, total=limits.patches, capacity=self.image_length
+        )
+
+    def _choose(self, sizes: Sequence[Pair], *, has_text_only: bool) -> tuple[Pair, ...]:
+        text, images = self._largest
+        multiple = 1 if self._config.pack else _MULTIPLE
+        texts = best_buckets([size[0] for size in sizes], self._config.text_buckets, multiple=multiple, largest=text)
+        rows = [size[1] for size in sizes if size[1]]
+        image_rows = best_buckets(rows, self._config.image_buckets, largest=images) if images else ()
+        always = [(text, images)] + ([(text, 0)] if has_text_only else [])
+        return occurring_pairs(sizes, texts, image_rows, always=always)
+
+    def _shape(self, pair: Pair) -> Shape:
+        rows, length = (pair[0], self.length) if self._config.pack else (self._config.microbatch_size, pair[0])
+        return Shape(rows, length, pair[1], self.image_length if pair[1] else 0)
+
+    def divide(self, samples: Sequence[Sample]) -> list[Microbatch]:
+        """The microbatches of a step, in the order in which replicas share them."""
+        num_groups = self._config.num_microbatches
+        if not self._config.balance:
+            return [self._microbatch(samples, members) for members in in_order(len(samples), num_groups)]
+        costs = [self._cost(sample.length, sample.patches) for sample in samples]
+        groups = balanced(costs, num_groups, fits=lambda members: self._fits(samples, members))
+        order = spread([sum(costs[member] for member in group) for group in groups])
+        return [self._microbatch(samples, groups[group]) for group in order]
+
+    def _fits(self, samples: Sequence[Sample], members: Sequence[int]) -> bool:
+        if not self._config.pack and len(members) > self._config.microbatch_size:
+            return False
+        text, images = self._microbatch(samples, members).size
+        return text <= self._largest[0] and images <= self._largest[1]
+
+    def _microbatch(self, samples: Sequence[Sample], members: Sequence[int]) -> Microbatch:
+        lengths = [samples[member].length for member in members]
+        patches = [size for member in members for size in samples[member].patches]
+        image_places = pack(patches, self.image_length)
+        if self._config.pack:
+            places = pack(lengths, self.length)
+            text = places.num_rows
+        else:
+            places = Packing(len(members), tuple(range(len(members))), (0,) * len(members))
+            text = max(lengths)
+        return Microbatch(list(members), places, image_places, (text, image_places.num_rows))
+
+    def leaves(self, samples: Sequence[Sample], patches: Patches, reads: Reads | None) -> Batch:
+        """The batch of these samples; ``patches`` makes those of (number of the sample, number of the image in it).
+
+        It is called for what is read only. All other leaves are whole, whatever is read: they are small, and tell what
+        the batch holds.
+        """
+        leaves = [
+            self._leaves(samples, microbatch, patches if reads is None or number in reads.get("patches", ()) else None)
+            for number, microbatch in enumerate(self.divide(samples))
+        ]
+        names = dict.fromkeys(chain(*self.buckets))
+        return {name: [of_one.get(name) for of_one in leaves] for name in names}
+
+    def _leaves(self, samples: Sequence[Sample], microbatch: Microbatch, patches: Patches | None) -> dict[str, Any]:
+        """All leaves of a microbatch; of ``patches`` the shape only, where they are not made."""
+        bucket = self._pairs.index(smallest_fitting(microbatch.size, self._pairs))
+        shape, members, merge = self.shapes[bucket], microbatch.members, self._format.merge
+        own = [samples[member] for member in members]
+        leaves: dict[str, Any] = text_leaves(own, microbatch.places, shape)
+        if not shape.image_rows:
+            return leaves
+        leaves["image_index"] = index_leaf(own, microbatch.places, microbatch.image_places, shape, merge)
+        leaves["patches"] = self.buckets[bucket]["patches"]
+        if self._format.is_packed:
+            leaves |= packed_leaves(own, microbatch.image_places, shape, merge)
+        if patches is not None:
+            numbers = [(member, image) for member in members for image in range(len(samples[member].images))]
+            made = (patches(*number) for number in numbers)
+            leaves["patches"] = patches_leaf(made, microbatch.image_places, shape, self._format.patch_dim)
+        return leaves
+
+
+def _row_length(given: int | None, needed: int, name: str, what: str, multiple: int) -> int:
+    if given is None:
+        return max(multiple, -(-needed // multiple) * multiple)
+    if given < needed:
+        raise ValueError(
+            f"{name} is {given}, but rows must hold {needed} {what}: give at least that, or smaller samples"
+        )
+    return given
