@@ -12,7 +12,7 @@ import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin
@@ -129,7 +129,7 @@ def _place(kind: Any) -> str:
 
 
 def _help(field: Field, text: str, choices: Sequence[str]) -> str:
-    words = [_WORDS.get(kind, "a list") for kind in _kinds(field.type)]
+    words = ["a mapping" if is_dataclass(kind) else _WORDS.get(kind, "a list") for kind in _kinds(field.type)]
     value = f"one of {', '.join(choices)}" if choices else " or ".join(words)
     if field.default is MISSING and field.default_factory is MISSING:
         return f"{text} ({value}; required in the file)"

@@ -11,12 +11,51 @@ from rrfp_jax.field_rules import Rule, check_fields
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
 
-_ABOVE_0 = Rule("a number above 0", lambda value: value > 0)
+ABOVE_0 = Rule("a number above 0", lambda value: value > 0)
+
+
+def check_dtypes(config: object) -> None:
+    """Raise ValueError where ``param_dtype`` or ``compute_dtype`` of a model's record is not known."""
+    for name in ("param_dtype", "compute_dtype"):
+        if getattr(config, name) not in DTYPES:
+            raise ValueError(f"{name} is {getattr(config, name)!r}: give one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 stretches rotary embeddings to longer texts than the weights were first trained on.
+
+    Waves of which at least ``high_freq_factor`` fit into ``original_max_positions`` stay as they are; those of which at
+    most ``low_freq_factor`` fit become ``factor`` times as long; between the two the change is linear in how many fit.
+    Field for field what Hugging Face calls ``rope_type: llama3``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    factor: float
+    """How many times longer the longest waves become."""
+    low_freq_factor: float = 1.0
+    """A wave that fits at most so often is stretched in full."""
+    high_freq_factor: float = 4.0
+    """A wave that fits at least so often is not stretched."""
+    original_max_positions: int = 8192
+    """Length of the texts of the first training, in tokens."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ABOVE_0, "factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling stretches between {self.low_freq_factor} and {self.high_freq_factor} waves: give a "
+                "high_freq_factor above low_freq_factor"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+
+    The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
+    and Mistral.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -37,6 +76,14 @@ class LanguageModelConfig:
     """Inner width of the gated MLP."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary wavelengths are stretched, as Llama 3.1 does; None: not at all."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as in Qwen 2.5."""
+    qk_norm: bool = False
+    """Whether queries and keys pass an RMSNorm over each head before they are turned, as in Qwen 3."""
+    sliding_window: int | None = None
+    """Number of tokens that a token looks at, itself and those before it; None: all before it."""
     norm_eps: float = 1e-5
     """What RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
@@ -52,11 +99,9 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-        check_fields(self, _ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std")
+        check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
         self._check_heads()
-        for name in ("param_dtype", "compute_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(DTYPES)}")
+        check_dtypes(self)
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.hidden % self.num_heads:
@@ -91,6 +136,7 @@ class LanguageModelConfig:
         queries = self.num_heads * self.size_per_head
         keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
         attention = self.hidden * (2 * queries + keys_and_values)
+        attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
         return attention + 3 * self.hidden * self.mlp_dim + 2 * self.hidden
 
     def num_params(self) -> int:

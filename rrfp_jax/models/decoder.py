@@ -1,4 +1,4 @@
-"""The parts of a decoder: norm, projection, attention, gated MLP; of these the layers that have a name; and the loss.
+"""The parts of a decoder: attention and gated MLP; of these the layers that have a name; and the loss.
 
 Each is a Flax NNX class with the dtypes of the configuration filled in: parameters are stored in ``param_dtype`` and
 cast to ``compute_dtype`` where they are used.
@@ -12,53 +12,36 @@ import optax
 from flax import nnx
 
 from rrfp_jax.models.attention import causal_attention
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
+from rrfp_jax.models.parts import learned, projection, rms_norm
 
 
-def rms_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """RMSNorm over the residual stream (Zhang and Sennrich 2019); its statistics are float32."""
-    return nnx.RMSNorm(
-        config.hidden,
-        epsilon=config.norm_eps,
-        dtype=jnp.dtype(config.compute_dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
-
-
-def projection(
-    config: LanguageModelConfig, in_dim: int, out_dim: int, rngs: nnx.Rngs, *, to_residual: bool = False
-) -> nnx.Linear:
-    """A matrix product without bias, ``[..., in_dim] -> [..., out_dim]``.
-
-    ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
-    """
-    std = config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
-    return nnx.Linear(
-        in_dim,
-        out_dim,
-        use_bias=False,
-        dtype=jnp.dtype(config.compute_dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        kernel_init=nnx.initializers.normal(std),
-        rngs=rngs,
-    )
-
-
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``, at positions 0, 1, ...
+def rotate(
+    x: jax.Array, theta: float, positions: jax.Array | None = None, scaling: RopeScaling | None = None
+) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``.
 
     Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, as Llama's published
-    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. Angles and products are float32; the
-    result has the dtype of ``x``.
+    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. ``positions`` are int ``[batch, length]``;
+    None: 0, 1, ... in each row. Angles and products are float32; the result has the dtype of ``x``.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     wave_numbers = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * wave_numbers
+    if scaling is not None:
+        wave_numbers = stretched(wave_numbers, scaling)
+    at = jnp.arange(length, dtype=jnp.float32) if positions is None else positions.astype(jnp.float32)
+    angles = at[..., None, None] * wave_numbers
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def stretched(wave_numbers: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Wave numbers in radians per token, after :class:`rrfp_jax.models.config.RopeScaling`."""
+    waves = scaling.original_max_positions * wave_numbers / (2 * math.pi)
+    kept = jnp.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return wave_numbers * (kept + (1 - kept) / scaling.factor)
 
 
 class Attention(nnx.Module):
@@ -71,18 +54,26 @@ class Attention(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.head_dim = config.size_per_head
         self.rope_theta = config.rope_theta
+        self.rope_scaling = config.rope_scaling
+        self.window = config.sliding_window
         query_dim = config.num_heads * self.head_dim
         key_dim = config.num_key_value_heads * self.head_dim
-        self.query = projection(config, config.hidden, query_dim, rngs)
-        self.key = projection(config, config.hidden, key_dim, rngs)
-        self.value = projection(config, config.hidden, key_dim, rngs)
+        self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
+        self.key = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
+        self.value = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
         self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True)
+        self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
+        self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[batch, length, hidden]`` to the same shape and dtype."""
-        query = rotate(self._heads(self.query(x)), self.rope_theta)
-        key = rotate(self._heads(self.key(x)), self.rope_theta)
-        mixed = causal_attention(query, key, self._heads(self.value(x)))
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """``[batch, length, hidden]`` to the same shape and dtype; ``positions`` and ``segments`` of packed rows."""
+        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (rotate(heads, self.rope_theta, positions, self.rope_scaling) for heads in (query, key))
+        mixed = causal_attention(query, key, value, window=self.window, segments=segments)
         return self.output(mixed.reshape(*x.shape[:-1], -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
@@ -106,9 +97,7 @@ class Embedding(nnx.Module):
     """The table ``[vocab_size, hidden]`` of token vectors; a tied head reads the same table."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(config.init_std)
-        shape = (config.vocab_size, config.hidden)
-        self.table = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -120,18 +109,25 @@ class Embedding(nnx.Module):
         return _float32_product("blh,vh->blv", x, self.table[...].astype(self.compute_dtype))
 
 
+def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """RMSNorm over the residual stream."""
+    return rms_norm(config, config.hidden, rngs)
+
+
 class DecoderLayer(nnx.Module):
     """Attention, then the gated MLP, each on a normalised input and added to the residual stream."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
-        self.attention_norm = rms_norm(config, rngs)
+        self.attention_norm = residual_norm(config, rngs)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = rms_norm(config, rngs)
+        self.mlp_norm = residual_norm(config, rngs)
         self.mlp = GatedMLP(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[batch, length, hidden]`` to the same shape and dtype."""
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """``[batch, length, hidden]`` to the same shape and dtype; ``positions`` and ``segments`` of packed rows."""
+        x = x + self.attention(self.attention_norm(x), positions, segments)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -139,9 +135,7 @@ class Head(nnx.Module):
     """The output matrix ``[hidden, vocab_size]`` of a model whose embeddings are not tied."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(config.init_std)
-        shape = (config.hidden, config.vocab_size)
-        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        self.kernel = learned(config, (config.hidden, config.vocab_size), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:

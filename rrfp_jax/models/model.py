@@ -1,27 +1,24 @@
 """A language model as a list of chunks.
 
-The model is a chain of named layers: ``embedding``, ``layers.0`` ..., ``final_norm``, ``head``. Each is a Flax NNX
-module of its own, split once into a static graph definition and a plain nested dictionary of arrays; a chunk is some
-consecutive names. A name is global: it says nothing of the chunk or stage that holds the layer. Parameters, checkpoints
-and initial values go by it, so neither initial values nor the result depend on the cut.
+The model is a chain of named layers (:mod:`rrfp_jax.models.named_layers`): ``embedding``, ``layers.0`` ...,
+``final_norm``, ``head``. As the decoder of a larger model it has a prefix before each of these, and features of
+encoders may take the place of some tokens' vectors.
 """
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from flax import nnx
+import jax.numpy as jnp
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, rms_norm, token_loss
+from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, residual_norm, token_loss
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
+from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.tensor_cut import partition
-from rrfp_jax.programs.chunk import Chunk, Params
-from rrfp_jax.programs.layers import ApplyLayers, InitLayers
+from rrfp_jax.programs.chunk import Chunk, Partition
 
 EMBEDDING = "embedding"
 """The token embedding; with tied embeddings also the copy in the head's chunk."""
@@ -30,9 +27,14 @@ FINAL_NORM = "final_norm"
 HEAD = "head"
 """The output matrix; absent with tied embeddings."""
 
-Build = Callable[[LanguageModelConfig, nnx.Rngs], nnx.Module]
-Builders = tuple[tuple[str, Build], ...]
-"""How to make every layer of a chunk, by its name there."""
+
+class Merge(NamedTuple):
+    """Features that take the place of some tokens' vectors, in the chunk with the embedding."""
+
+    index_leaf: str
+    """The leaf that says which feature stands where, int32 ``[batch, length]``, -1 for the token's own vector."""
+    projector: NamedLayer | None = None
+    """A layer of this chunk that the features pass first."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class LanguageModel:
         layers_per_chunk: Sequence[int] | None = None,
         embedding_in: int = 0,
         head_in: int = -1,
+        packed: bool = False,
     ) -> list[Chunk]:
         """Cut the model into chunks, in order; every cut computes the same function of the same parameters.
 
@@ -60,6 +63,10 @@ class LanguageModel:
         chunks travels the residual stream, ``[batch, length, hidden]`` in the compute dtype. With tied embeddings in
         two chunks both hold ``embedding`` and list it in ``shared``.
 
+        ``packed`` is for rows that hold several samples: every chunk with decoder layers also reads ``positions`` and
+        ``segments``, int32 ``[batch, length]``. A token looks only at tokens with its own segment id, and positions
+        begin anew in each segment; padding is segment 0.
+
         Raises ValueError, with the remedy, for a cut that does not add up.
         """
         plans = plan_cut(
@@ -69,24 +76,46 @@ class LanguageModel:
             embedding_in=embedding_in,
             head_in=head_in,
         )
-        return [self._chunk(plan) for plan in plans]
+        return [decoder_chunk(self.config, plan, packed=packed) for plan in plans]
 
-    def _chunk(self, plan: ChunkPlan) -> Chunk:
-        layers = _layers(self.config, plan)
-        builders = tuple((own, build) for own, _, build in layers)
-        names = {own: name for own, name, _ in layers}
-        shared = self.config.tie_embeddings and plan.embedding != plan.head and EMBEDDING in names
-        numbers = {own: np.uint32(layer_number(name)) for own, name in names.items()}
-        return Chunk(
-            name=plan.title,
-            init=InitLayers(partial(_init, self.config, builders), names, numbers),
-            apply=ApplyLayers(
-                partial(_apply, config=self.config, builders=builders, embeds=plan.embedding, is_last=plan.head), names
-            ),
-            leaves=("tokens",) * plan.embedding + ("targets", "weights") * plan.head,
-            shared=frozenset({EMBEDDING} if shared else ()),
-            partition=partial(partition, self.config),
-        )
+
+def decoder_chunk(
+    config: LanguageModelConfig,
+    plan: ChunkPlan,
+    *,
+    packed: bool = False,
+    prefix: str = "",
+    merges: tuple[Merge, ...] = (),
+    cut_over_devices: Partition | None = None,
+) -> Chunk:
+    """One chunk of a decoder whose layers have names that begin with ``prefix``.
+
+    With ``merges`` its inputs are their features in order, each ``[rows, features per row, dim]`` or None where the
+    microbatch has none; one alone comes as it is.
+    """
+    layers = _layers(config, plan, prefix)
+    layers += [merge.projector for merge in merges if merge.projector is not None]
+    shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
+    run = partial(
+        _run,
+        embeds=plan.embedding,
+        is_last=plan.head,
+        packed=packed and len(plan.layers) > 0,
+        merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
+    )
+    indices = tuple(merge.index_leaf for merge in merges)
+    return chunk_of(
+        layers,
+        run,
+        plan.title,
+        leaves=("tokens",) * plan.embedding
+        + indices
+        + ("positions", "segments") * (packed and len(plan.layers) > 0)
+        + ("targets", "weights") * plan.head,
+        optional_leaves=frozenset(indices),
+        shared=frozenset(shared & {layer.name for layer in layers}),
+        partition=partial(partition, config) if cut_over_devices is None else cut_over_devices,
+    )
 
 
 def language_model(config: LanguageModelConfig) -> LanguageModel:
@@ -99,64 +128,57 @@ def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def layer_number(name: str) -> int:
-    """From which the random key of the layer called ``name`` derives.
-
-    CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
-    """
-    return zlib.crc32(name.encode())
-
-
-def _layers(config: LanguageModelConfig, plan: ChunkPlan) -> list[tuple[str, str, Build]]:
-    """Of every layer of a chunk, in the order of the model: its name in the chunk, in the model, and how it is made.
+def _layers(config: LanguageModelConfig, plan: ChunkPlan, prefix: str) -> list[NamedLayer]:
+    """The layers of a chunk in the order of the model.
 
     In the chunk decoder layers are counted from 0, so that chunks with as many of them are of one kind.
     """
-    layers: list[tuple[str, str, Build]] = []
+    layers: list[NamedLayer] = []
     if plan.embedding or (plan.head and config.tie_embeddings):
-        layers.append((EMBEDDING, EMBEDDING, Embedding))
-    layers += [(layer_name(own), layer_name(layer), DecoderLayer) for own, layer in enumerate(plan.layers)]
+        layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
+    layers += [
+        NamedLayer(layer_name(own), prefix + layer_name(layer), DecoderLayer, config)
+        for own, layer in enumerate(plan.layers)
+    ]
     if plan.head:
-        layers.append((FINAL_NORM, FINAL_NORM, rms_norm))
+        layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
         if not config.tie_embeddings:
-            layers.append((HEAD, HEAD, Head))
+            layers.append(NamedLayer(HEAD, prefix + HEAD, Head, config))
     return layers
 
 
-def _build(config: LanguageModelConfig, build: Build, key: jax.Array) -> nnx.Module:
-    return build(config, nnx.Rngs(params=key))
-
-
-def _init(config: LanguageModelConfig, builders: Builders, key: jax.Array, *, numbers: dict[str, Any]) -> Params:
-    modules = {name: _build(config, build, jax.random.fold_in(key, numbers[name])) for name, build in builders}
-    return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
-
-
-@cache
-def _definition(config: LanguageModelConfig, build: Build) -> nnx.GraphDef[Any]:
-    """The static part of a layer, found without arrays: a model may be cut before JAX knows its devices."""
-    key = jax.eval_shape(jax.random.key, 0)
-    return nnx.graphdef(nnx.eval_shape(partial(_build, config, build), key))
-
-
-def _apply(
-    params: Params,
+def _run(
+    modules: dict[str, Any],
     inputs: Any,
     leaves: dict[str, jax.Array],
     *,
-    config: LanguageModelConfig,
-    builders: Builders,
     embeds: bool,
     is_last: bool,
-    key: jax.Array | None = None,
-    numbers: Any = (),
+    packed: bool,
+    merges: tuple[tuple[str, str | None], ...],
 ) -> Any:
-    del key, numbers  # no layer is random
-    modules: dict[str, Any] = {name: nnx.merge(_definition(config, build), params[name]) for name, build in builders}
-    hidden = modules[EMBEDDING](leaves["tokens"]) if embeds else inputs
-    for name, build in builders:
-        hidden = modules[name](hidden) if build is DecoderLayer else hidden
+    hidden = inputs
+    if embeds:
+        hidden = modules[EMBEDDING](leaves["tokens"])
+        for (index, projector), features in zip(merges, inputs if len(merges) > 1 else [inputs], strict=False):
+            if features is not None:
+                hidden = merged(hidden, features if projector is None else modules[projector](features), leaves, index)
+    at = (leaves["positions"], leaves["segments"]) if packed else ()
+    for module in modules.values():
+        hidden = module(hidden, *at) if isinstance(module, DecoderLayer) else hidden
     if not is_last:
         return hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     return token_loss(head.logits(modules[FINAL_NORM](hidden)), leaves["targets"], leaves["weights"])
+
+
+def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:
+    """``hidden`` ``[batch, length, dim]`` with feature ``leaves[name]`` in place of each vector where that is not -1.
+
+    ``features`` ``[rows, features per row, dim]`` are counted through all rows. A number that is too high gives NaN.
+    """
+    if name not in leaves:
+        raise ValueError(f"features came for a microbatch without {name}: give that leaf wherever there are features")
+    flat, index = features.reshape(-1, features.shape[-1]), leaves[name]
+    taken = jnp.take(flat, jnp.maximum(index, 0), axis=0, mode="fill", fill_value=jnp.nan)
+    return jnp.where(index[..., None] >= 0, taken.astype(hidden.dtype), hidden)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.models import LanguageModelConfig, RopeScaling, language_model
 from rrfp_jax.programs.chunk import Chunk, Params
 
 
@@ -51,42 +51,82 @@ def run_chunks(chunks: list[Chunk], params: list[Params], leaves: dict[str, Any]
 
 def reference_loss(config: LanguageModelConfig, params: Params, leaves: dict[str, Any]) -> tuple[float, float]:
     """Loss sum and weight in NumPy float64, written from the papers, token by token where that is clearest."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    x = params["embedding"]["table"][leaves["tokens"]]
-    for layer in range(config.num_layers):
-        weights = params[f"layers.{layer}"]
-        x = x + reference_attention(config, weights["attention"], _norm(config, x, weights["attention_norm"]["scale"]))
-        x = x + _mlp(weights["mlp"], _norm(config, x, weights["mlp_norm"]["scale"]))
-    head = params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"]
-    logits = _norm(config, x, params["final_norm"]["scale"]) @ head
+    params = to_float64(params)
+    logits = reference_logits(config, params, params["embedding"]["table"][leaves["tokens"]], leaves)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     picked = np.take_along_axis(log_probs, leaves["targets"][..., None], axis=-1)[..., 0]
     return float(-(picked * leaves["weights"]).sum()), float(leaves["weights"].sum())
 
 
-def reference_attention(config: LanguageModelConfig, weights: dict[str, Any], x: np.ndarray) -> np.ndarray:
+def reference_logits(config: LanguageModelConfig, params: Params, x: np.ndarray, leaves: dict[str, Any]) -> np.ndarray:
+    """Logits of the vectors ``x`` ``[batch, length, hidden]``; rows are packed if ``leaves`` have ``segments``."""
+    at = {name: leaves[name] for name in ("positions", "segments") if name in leaves}
+    for layer in range(config.num_layers):
+        weights = params[f"layers.{layer}"]
+        normed = _norm(config, x, weights["attention_norm"]["scale"])
+        x = x + reference_attention(config, weights["attention"], normed, **at)
+        x = x + _mlp(weights["mlp"], _norm(config, x, weights["mlp_norm"]["scale"]))
+    head = params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"]
+    return _norm(config, x, params["final_norm"]["scale"]) @ head
+
+
+def to_float64(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
+def reference_attention(
+    config: LanguageModelConfig,
+    weights: dict[str, Any],
+    x: np.ndarray,
+    positions: np.ndarray | None = None,
+    segments: np.ndarray | None = None,
+) -> np.ndarray:
     """Causal grouped-query attention of ``x`` ``[batch, length, hidden]``, head by head and token by token."""
     batch, length, _ = x.shape
-    dim = config.size_per_head
-    kernel = {name: np.asarray(weights[name]["kernel"], np.float64) for name in weights}
-    query = (x @ kernel["query"]).reshape(batch, length, config.num_heads, dim)
-    key = (x @ kernel["key"]).reshape(batch, length, config.num_key_value_heads, dim)
-    value = (x @ kernel["value"]).reshape(batch, length, config.num_key_value_heads, dim)
-    mixed = np.zeros_like(query)
+    dim, weights = config.size_per_head, to_float64(weights)
+    positions = np.broadcast_to(np.arange(length), (batch, length)) if positions is None else positions
+    segments = np.zeros((batch, length)) if segments is None else segments
+    heads = {}
+    for name in ("query", "key", "value"):
+        heads[name] = (x @ weights[name]["kernel"] + weights[name].get("bias", 0)).reshape(batch, length, -1, dim)
+        if config.qk_norm and name != "value":
+            heads[name] = _norm(config, heads[name], weights[f"{name}_norm"]["scale"])
+        for b, t, head in np.ndindex(heads[name].shape[:3] if name != "value" else (0, 0, 0)):
+            turned = reference_rotate(heads[name][b, t, head], positions[b, t], config.rope_theta, config.rope_scaling)
+            heads[name][b, t, head] = turned
+    mixed = np.zeros_like(heads["query"])
     for b, head, t in np.ndindex(batch, config.num_heads, length):
         group = head // (config.num_heads // config.num_key_value_heads)
-        turned = reference_rotate(query[b, t, head], t, config.rope_theta)
-        scores = [turned @ reference_rotate(key[b, s, group], s, config.rope_theta) for s in range(t + 1)]
-        probs = np.exp(np.array(scores) / np.sqrt(dim))
-        mixed[b, t, head] = (probs / probs.sum()) @ value[b, : t + 1, group]
-    return mixed.reshape(batch, length, -1) @ kernel["output"]
+        seen = [
+            s for s in range(t + 1) if segments[b, s] == segments[b, t] and t - s < (config.sliding_window or length)
+        ]
+        scores = heads["key"][b, seen, group] @ heads["query"][b, t, head]
+        probs = np.exp(scores / np.sqrt(dim))
+        mixed[b, t, head] = (probs / probs.sum()) @ heads["value"][b, seen, group]
+    return mixed.reshape(batch, length, -1) @ weights["output"]["kernel"]
 
 
-def reference_rotate(vector: np.ndarray, position: int, theta: float) -> np.ndarray:
+def reference_rotate(vector: np.ndarray, position: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """The rotary embedding as a product of complex numbers."""
     half = len(vector) // 2
-    turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    turns = [_stretched(theta ** (-i / half), scaling) for i in range(half)]
+    turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * np.array(turns))
     return np.concatenate([turned.real, turned.imag])
+
+
+def _stretched(turn: float, scaling: RopeScaling | None) -> float:
+    """Radians per token of one wave, in the three cases of the published definition."""
+    if scaling is None:
+        return turn
+    wavelength = 2 * np.pi / turn
+    if wavelength < scaling.original_max_positions / scaling.high_freq_factor:
+        return turn
+    if wavelength > scaling.original_max_positions / scaling.low_freq_factor:
+        return turn / scaling.factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1 - smooth) * turn / scaling.factor + smooth * turn
 
 
 def _norm(config: LanguageModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:

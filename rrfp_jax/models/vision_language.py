@@ -1,0 +1,222 @@
+"""A model that reads text and pictures, and sounds, as a graph of chunks.
+
+Each encoder is a chain of named layers (``vision.patches``, ``vision.pre_norm``, ``vision.layers.0`` ...,
+``vision.norm``; ``audio.frames`` ...), with ``projector`` or ``audio_projector`` behind it. All lead into the first
+chunk of the decoder (``decoder.embedding``, ``decoder.layers.0`` ..., ``decoder.final_norm``, ``decoder.head``), where
+features take the place of some tokens' vectors. That edge is optional: a microbatch without pictures skips the
+encoder's chunks, and the decoder does not wait for anything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from rrfp_jax.models.audio import Frames
+from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
+from rrfp_jax.models.encoder_config import AudioConfig, VisionConfig
+from rrfp_jax.models.layer_cut import ChunkPlan, CutWords, plan_cut
+from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
+from rrfp_jax.models.named_layers import NamedLayer, chunk_of
+from rrfp_jax.models.projector import Projector, ProjectorShape
+from rrfp_jax.models.tensor_cut import partition_vision_language
+from rrfp_jax.models.vision import Patches
+from rrfp_jax.models.vision_language_config import Modality, VisionLanguageConfig
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.tasks import Edge
+
+ENCODER, OWN_CHUNK, DECODER = "encoder", "own", "decoder"
+PROJECTOR_PLACES = (ENCODER, OWN_CHUNK, DECODER)
+"""What ``projector_in`` accepts: the last chunk of the encoder, a chunk of its own, or the decoder's first."""
+
+
+@dataclass(frozen=True)
+class ChunkGraph:
+    """A model cut into chunks that are no chain."""
+
+    chunks: list[Chunk]
+    """In an order in which every edge leads to a larger number: encoders first, then the decoder."""
+    edges: tuple[Edge, ...]
+    """Which chunk feeds which."""
+    parts: dict[str, range]
+    """The numbers of the chunks of ``vision``, ``audio`` (each with its projector, where that is no layer of the
+    decoder's first chunk) and ``decoder``."""
+
+
+@dataclass(frozen=True)
+class VisionLanguageModel:
+    """A decoder with encoders, to be cut into chunks; made by :func:`vision_language_model`."""
+
+    config: VisionLanguageConfig
+    """Its shape and dtypes."""
+
+    def split(
+        self,
+        *,
+        encoder_layers_per_chunk: Sequence[int] | None = None,
+        decoder_layers_per_chunk: Sequence[int] | None = None,
+        audio_layers_per_chunk: Sequence[int] | None = None,
+        projector_in: str = ENCODER,
+        head_in: int = -1,
+        packed: bool = False,
+    ) -> ChunkGraph:
+        """Cut the model into chunks; every cut computes the same function of the same parameters.
+
+        The three lists give the number of layers of every chunk; None: all in one. 0 is for a chunk that holds only
+        what stands before the first layer or behind the last. ``projector_in`` says where projectors are: ``encoder``
+        (the last chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk).
+        ``head_in`` and ``packed`` are those of :meth:`rrfp_jax.models.LanguageModel.split`.
+
+        Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, and where the
+        encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images, patches]``; all its chunks with layers
+        then also read ``patch_segments``. Likewise ``frames``, float ``[clips, frames, bins]``, and ``frame_segments``.
+        The decoder's first chunk reads ``tokens`` and, where the microbatch has features, ``image_index`` and
+        ``audio_index``, int32 ``[batch, length]``: the number of the feature that takes the place of the token's own
+        vector, counted over the microbatch's features ``[images * features per image]``; -1 for none. The rest is as in
+        a language model.
+
+        Raises ValueError, with the remedy, for a cut that does not add up.
+        """
+        if projector_in not in PROJECTOR_PLACES:
+            raise ValueError(f"projector_in is {projector_in!r}: give one of {', '.join(PROJECTOR_PLACES)}")
+        counts = {"vision": encoder_layers_per_chunk, "audio": audio_layers_per_chunk}
+        if audio_layers_per_chunk is not None and self.config.audio is None:
+            raise ValueError("audio_layers_per_chunk is given but the model has no audio encoder: leave it out")
+        chains = {
+            modality.name: self._encoder_chunks(modality, counts[modality.name], projector_in)
+            for modality in self.config.modalities
+        }
+        chains["decoder"] = self._decoder_chunks(decoder_layers_per_chunk, projector_in, head_in, packed)
+        return _graph(chains)
+
+    def _encoder_chunks(self, modality: Modality, counts: Sequence[int] | None, projector_in: str) -> list[Chunk]:
+        num_layers = modality.encoder.num_layers_run
+        words = CutWords(
+            counts=f"{'encoder' if modality.name == 'vision' else modality.name}_layers_per_chunk",
+            first=modality.data_leaf,
+            last="projector" if projector_in == ENCODER else "norm" if modality.encoder.final_norm else "",
+        )
+        plans = plan_cut(num_layers, layers_per_chunk=[num_layers] if counts is None else counts, words=words)
+        chunks = [self._encoder_chunk(modality, plan, projector_in) for plan in plans]
+        if projector_in == OWN_CHUNK:
+            layer = _projector(self.config, modality)
+            chunks.append(self._chunk([layer], partial(_run_encoder, stem=None), layer.name, ()))
+        return chunks
+
+    def _encoder_chunk(self, modality: Modality, plan: ChunkPlan, projector_in: str) -> Chunk:
+        layers = _encoder_layers(modality, plan)
+        if plan.head and projector_in == ENCODER:
+            layers.append(_projector(self.config, modality))
+        encoder, leaves = modality.encoder, _stem_leaves(modality) if plan.embedding else ()
+        reads_segments = encoder.is_packed and len(plan.layers) > 0
+        run = partial(
+            _run_encoder,
+            stem=modality.data_leaf if plan.embedding else None,
+            segments=modality.segments_leaf if reads_segments else None,
+            stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
+            drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
+        )
+        leaves = (*leaves, *(() if modality.segments_leaf in leaves else (modality.segments_leaf,) * reads_segments))
+        return self._chunk(layers, run, f"{modality.name}: {plan.title}", leaves)
+
+    def _decoder_chunks(
+        self, counts: Sequence[int] | None, projector_in: str, head_in: int, packed: bool
+    ) -> list[Chunk]:
+        config = self.config.decoder
+        plans = plan_cut(
+            config.num_layers,
+            layers_per_chunk=[config.num_layers] if counts is None else counts,
+            head_in=head_in,
+            words=CutWords(counts="decoder_layers_per_chunk"),
+        )
+        merges = tuple(
+            Merge(each.index_leaf, _projector(self.config, each) if projector_in == DECODER else None)
+            for each in self.config.modalities
+        )
+        return [
+            decoder_chunk(
+                config,
+                plan,
+                packed=packed,
+                prefix="decoder.",
+                merges=merges if plan.embedding else (),
+                cut_over_devices=partial(partition_vision_language, self.config),
+            )
+            for plan in plans
+        ]
+
+    def _chunk(self, layers: list[NamedLayer], run: Any, title: str, leaves: tuple[str, ...]) -> Chunk:
+        return chunk_of(layers, run, title, leaves=leaves, partition=partial(partition_vision_language, self.config))
+
+
+def vision_language_model(config: VisionLanguageConfig) -> VisionLanguageModel:
+    """The model that ``config`` describes; nothing is allocated before a chunk's ``init``."""
+    return VisionLanguageModel(config)
+
+
+def _graph(chains: dict[str, list[Chunk]]) -> ChunkGraph:
+    chunks: list[Chunk] = []
+    parts = {}
+    for name, chain in chains.items():
+        parts[name] = range(len(chunks), len(chunks) + len(chain))
+        chunks += chain
+    merging = parts["decoder"][0]
+    edges = [Edge(*pair) for numbers in parts.values() for pair in pairwise(numbers)]
+    edges += [Edge(numbers[-1], merging, is_optional=True) for name, numbers in parts.items() if name != "decoder"]
+    return ChunkGraph(chunks, tuple(sorted(edges)), parts)
+
+
+def _stem_leaves(modality: Modality) -> tuple[str, ...]:
+    if not modality.encoder.is_packed:
+        return (modality.data_leaf,)
+    if isinstance(modality.encoder, AudioConfig):
+        return (modality.data_leaf, modality.segments_leaf)
+    return (modality.data_leaf, "patch_rows", "patch_columns")
+
+
+def _projector(config: VisionLanguageConfig, modality: Modality) -> NamedLayer:
+    shape = ProjectorShape(projector=modality.projector, in_dim=modality.encoder.hidden, decoder=config.decoder)
+    return NamedLayer(modality.projector_name, modality.projector_name, Projector, shape)
+
+
+def _encoder_layers(modality: Modality, plan: ChunkPlan) -> list[NamedLayer]:
+    """The encoder's layers of a chunk in order; in the chunk layers are counted from 0."""
+    config, layers = modality.encoder, []
+    if plan.embedding:
+        stem = Frames if isinstance(config, AudioConfig) else Patches
+        layers.append(NamedLayer(modality.data_leaf, f"{modality.name}.{modality.data_leaf}", stem, config))
+        if isinstance(config, VisionConfig) and config.pre_norm:
+            layers.append(NamedLayer("pre_norm", f"{modality.name}.pre_norm", encoder_norm, config))
+    layers += [
+        NamedLayer(layer_name(own), f"{modality.name}.{layer_name(layer)}", EncoderLayer, config)
+        for own, layer in enumerate(plan.layers)
+    ]
+    if plan.head and config.final_norm:
+        layers.append(NamedLayer("norm", f"{modality.name}.norm", encoder_norm, config))
+    return layers
+
+
+def _run_encoder(
+    modules: dict[str, Any],
+    inputs: Any,
+    leaves: dict[str, jax.Array],
+    *,
+    stem: str | None,
+    segments: str | None = None,
+    stride: int = 1,
+    drops_first: bool = False,
+) -> jax.Array:
+    """The layers in order; ``drops_first`` leaves the class token out of the features."""
+    ids = None if segments is None else leaves[segments][:, ::stride]
+    x = inputs
+    for name, module in modules.items():
+        if isinstance(module, Projector):
+            x, drops_first = module(x[:, 1:] if drops_first else x), False
+        elif isinstance(module, EncoderLayer):
+            x = module(x, ids)
+        else:
+            x = module(leaves if name == stem else x)
+    return x[:, 1:] if drops_first else x

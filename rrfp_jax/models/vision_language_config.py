@@ -1,0 +1,140 @@
+"""The shape of a model that reads text and pictures, and sounds: a record of records, pure data."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import AudioConfig, ProjectorConfig, VisionConfig
+
+
+@dataclass(frozen=True)
+class Modality:
+    """One encoder with its projector, and the leaves of the batch that belong to it."""
+
+    name: str
+    """Of its layers: ``vision`` of ``vision.layers.0``."""
+    projector_name: str
+    """The layer name of the projector."""
+    encoder: VisionConfig | AudioConfig
+    """Shape of the encoder."""
+    projector: ProjectorConfig
+    """Shape of the projector."""
+    data_leaf: str
+    """The leaf with the pictures or sounds, ``[rows, patches or frames, numbers]``."""
+    segments_leaf: str
+    """The leaf that tells apart what is packed into one row; read where the encoder is packed."""
+    index_leaf: str
+    """The leaf that says which feature takes the place of which token."""
+
+    @property
+    def inputs_per_feature(self) -> int:
+        """Patches or frames of one feature."""
+        frames = self.encoder.frames_per_position if isinstance(self.encoder, AudioConfig) else 1
+        return frames * self.projector.patches_per_feature
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig:
+    """A decoder in whose text features of pictures, and of sounds, take the place of some tokens.
+
+    Raises ValueError, with the remedy, for parts that do not fit each other.
+    """
+
+    vision: VisionConfig
+    """The encoder of pictures."""
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    """From its features to the decoder's vectors."""
+    decoder: LanguageModelConfig
+    """The language model."""
+    audio: AudioConfig | None = None
+    """The encoder of sounds; None: the model does not listen."""
+    audio_projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    """From its features to the decoder's vectors."""
+
+    def __post_init__(self) -> None:
+        if self.audio_projector.row_order:
+            raise ValueError("frames have no rows of patches: give audio_projector.row_order false")
+        if self.projector.row_order and self.vision.is_packed:
+            raise ValueError(
+                "packed images have their patches block by block: give projector.row_order false, or equal images"
+            )
+        if self.vision.num_patches is not None:
+            self._check_blocks(self.vision.num_patches)
+
+    def _check_blocks(self, num_patches: int) -> None:
+        block = self.projector.patches_per_feature
+        if num_patches % block:
+            raise ValueError(
+                f"{num_patches} patches do not divide into features of {block}: "
+                f"give num_patches {num_patches + -num_patches % block}"
+            )
+        rows = math.isqrt(num_patches)
+        if self.projector.row_order and (rows**2 != num_patches or rows % self.projector.side):
+            raise ValueError(
+                f"{num_patches} patches are no square image that divides into squares of {block}: "
+                f"give num_patches {(-(-rows // self.projector.side) * self.projector.side) ** 2}"
+            )
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """The encoders in the order of their chunks."""
+        vision = Modality(
+            "vision", "projector", self.vision, self.projector, "patches", "patch_segments", "image_index"
+        )
+        if self.audio is None:
+            return (vision,)
+        audio = Modality(
+            "audio", "audio_projector", self.audio, self.audio_projector, "frames", "frame_segments", "audio_index"
+        )
+        return vision, audio
+
+    def num_params(self) -> int:
+        """Number of parameters of the whole model, tied embeddings counted once."""
+        return self.decoder.num_params() + sum(
+            each.encoder.num_params() + each.projector.num_params(each.encoder.hidden, self.decoder.hidden)
+            for each in self.modalities
+        )
+
+
+def check_image_index(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str = "the microbatch") -> None:
+    """Raise ValueError where an index leaf does not fit the pictures or sounds of a microbatch.
+
+    ``leaves`` are NumPy arrays by name, those that the microbatch has; ``name`` says which it is, for the sentence. A
+    compiled program cannot refuse a wrong index: it gives a loss of NaN.
+    """
+    for modality in config.modalities:
+        for problem in _problems(modality, leaves):
+            raise ValueError(f"{modality.index_leaf} of {name} {problem}")
+
+
+def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
+    name, data, index = modality.data_leaf, leaves.get(modality.data_leaf), leaves.get(modality.index_leaf)
+    if index is None:
+        if data is not None:
+            yield f"is missing although there are {name}: say which feature stands where, -1 for none"
+        return
+    if index.shape != leaves["tokens"].shape:
+        yield f"has shape {index.shape}, the tokens {leaves['tokens'].shape}: give one number for each token"
+    highest = int(index.max(initial=-1))
+    if data is None:
+        if highest >= 0:
+            yield f"names feature {highest} but there are no {name}: give -1 everywhere, or {name}"
+        return
+    rows, length = data.shape[:2]
+    if length % modality.inputs_per_feature:
+        yield f"counts features of {modality.inputs_per_feature} {name}, which do not divide {length}: pad the rows"
+    num_features = rows * (length // modality.inputs_per_feature)
+    if highest >= num_features:
+        yield (
+            f"names feature {highest} but the {name} give {num_features} ({rows} x {num_features // rows}): "
+            f"give numbers from 0 to {num_features - 1}, and -1 for none"
+        )
+    if modality.encoder.is_packed and modality.segments_leaf in leaves:
+        is_padding = leaves[modality.segments_leaf][:, :: modality.inputs_per_feature].reshape(-1) == 0
+        named = np.unique(index[index >= 0])
+        if (padded := named[is_padding[named]]).size:
+            yield f"names feature {padded[0]}, which is padding: name features whose {modality.segments_leaf} is not 0"

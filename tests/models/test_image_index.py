@@ -1,0 +1,44 @@
+"""What an index leaf that does not fit its pictures is told, before a step."""
+
+import numpy as np
+import pytest
+
+from rrfp_jax.models import check_image_index
+from tests.models.encoder_reference import AUDIO, INTERN, PACKED, make_leaves, small_model
+
+OF_PACKED = small_model(PACKED, AUDIO)
+
+
+def changed(name, value, at=(0, 0)):
+    leaves = make_leaves(OF_PACKED)
+    leaves[name][at] = value
+    return leaves
+
+
+@pytest.mark.parametrize("config", [OF_PACKED, small_model(INTERN)])
+def test_what_fits_passes(config):
+    leaves = make_leaves(config)
+    check_image_index(config, leaves)
+    of_text = {name: leaves[name] for name in ("tokens", "targets", "weights")}
+    check_image_index(config, of_text)
+    check_image_index(config, of_text | {"image_index": np.full((2, 10), -1, np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        (changed("image_index", 6), r"^image_index of sample 3 names feature 6 but the patches give 6 \(2 x 3\): give "
+                                    r"numbers from 0 to 5, and -1 for none$"),
+        (changed("image_index", 5), r"feature 5, which is padding: name features whose patch_segments"),
+        (changed("audio_index", 3), r"audio_index .* names feature 3 but the frames give 3 \(1 x 3\)"),
+        (make_leaves(OF_PACKED) | {"image_index": np.zeros((2, 9), np.int32)}, r"shape \(2, 9\), the tokens \(2, 10\)"),
+        ({name: leaf for name, leaf in make_leaves(OF_PACKED).items() if name != "patches"},
+         r"image_index .* names feature 4 but there are no patches: give -1 everywhere, or patches"),
+        ({name: leaf for name, leaf in make_leaves(OF_PACKED).items() if name != "audio_index"},
+         r"audio_index of sample 3 is missing although there are frames"),
+        (make_leaves(OF_PACKED) | {"patches": np.zeros((1, 10, 12))}, r"features of 4 patches, which do not divide 10"),
+    ],
+)  # fmt: skip
+def test_what_does_not_is_refused_in_one_sentence(leaves, message):
+    with pytest.raises(ValueError, match=message):
+        check_image_index(OF_PACKED, leaves, "sample 3")
