@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from rrfp_jax.testing import emulate
 
     for turn in _turns(process, arguments.turns):
-        durations_ms = load_durations(turn["durations"])
+        durations_ms = load_durations(turn["durations"]).durations_ms
         arbiters = orders[turn["order"]].arbiters(EMULATED_STEP, members=process.members())
         emulation = emulate(arbiters, durations_ms, len(durations_ms), process=process)
         if process.rank == 0:

@@ -1,4 +1,7 @@
-"""Where task durations come from: constants, a file, or the trace of a recorded run; shared by emulate and simulate."""
+"""Where task durations come from: constants, a file, or the trace of a recorded run; shared by emulate and simulate.
+
+A file also tells which pairs of chunk and microbatch do not exist in a step, for example without images.
+"""
 
 import json
 from collections import defaultdict
@@ -10,8 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
 from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, absences, bits
 from rrfp_jax.timeline import Span, Timeline
 
 Durations = NDArray[np.float64]
@@ -22,6 +26,8 @@ class DurationSource(Protocol):
     """Gives every task its duration in milliseconds, as [steps, chunks, microbatches, 3]."""
 
     num_steps: int
+    absent: Sequence[Absences]
+    """The pairs that each step lacks, one entry per step; empty: none."""
 
     def for_graph(self, graph: PipelineGraph) -> Durations:
         """The durations of this pipeline; raises ValueError where they do not fit it."""
@@ -34,6 +40,7 @@ class ConstantDurations:
     """The same three numbers for every chunk and microbatch."""
 
     num_steps = 1
+    absent: Sequence[Absences] = ()
 
     def __init__(self, durations_ms: Profile) -> None:
         self.durations_ms = durations_ms
@@ -46,14 +53,25 @@ class ConstantDurations:
 
 
 class GivenDurations:
-    """An array [steps, chunks, microbatches, 3] of milliseconds."""
+    """An array [steps, chunks, microbatches, 3] of milliseconds, in which pairs that do not exist take none."""
 
-    def __init__(self, durations_ms: Durations) -> None:
-        self.durations_ms = durations_ms
+    def __init__(self, durations_ms: Durations, absent: Sequence[Absences] = ()) -> None:
+        self.durations_ms, self.absent = durations_ms, absent
         self.num_steps: int = durations_ms.shape[0]
 
     def for_graph(self, graph: PipelineGraph) -> Durations:
         return for_graph(self.durations_ms, graph)
+
+    def on_replicas(self, num_replicas: int) -> "GivenDurations":
+        """The same for so many replicas of the pipeline, each of which runs its share of the microbatches."""
+        _, num_chunks, num_microbatches, _ = self.durations_ms.shape
+        copies = Replication(
+            num_chunks=num_chunks,
+            num_microbatches=microbatches_per_replica(num_microbatches, num_replicas),
+            num_replicas=num_replicas,
+        )
+        absent = [copies.pairs((chunk, m) for chunk, mask in pairs for m in bits(mask)) for pairs in self.absent]
+        return GivenDurations(np.tile(self.durations_ms, (1, num_replicas, 1, 1)), absent)
 
     def profile_ms(self) -> Profile:
         forward, input_gradient, weight_gradient = self.durations_ms.mean(axis=(0, 1, 2)).tolist()
@@ -62,6 +80,8 @@ class GivenDurations:
 
 class RecordedDurations:
     """The tasks of a recorded run: means per chunk and kind, or every task by itself."""
+
+    absent: Sequence[Absences] = ()
 
     def __init__(self, timeline: Timeline, *, per_task: bool) -> None:
         self.timeline, self.per_task = timeline, per_task
@@ -102,10 +122,11 @@ def parse_numbers(text: str, flag: str, *, example: str) -> Sequence[float]:
     return numbers
 
 
-def load_durations(path: str) -> Durations:
+def load_durations(path: str) -> GivenDurations:
     """An ``.npy`` file of milliseconds, float64 [steps, chunks, microbatches, 3].
 
-    Raises ValueError where the file is missing, is not one array of real numbers, or holds no such durations.
+    A pair of chunk and microbatch that does not exist in a step is NaN there. Raises ValueError where the file is
+    missing, is not one array of real numbers, or holds no such durations.
     """
     try:
         array = np.load(path, allow_pickle=False)
@@ -115,12 +136,27 @@ def load_durations(path: str) -> Durations:
         raise ValueError(f"durations {path} are not a whole .npy file of numbers: write it with numpy.save") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         raise ValueError(f"durations {path} do not hold one array of real numbers: write it with numpy.save")
-    durations_ms = array.astype(np.float64)
     try:
-        check_durations(durations_ms)
+        return from_array(array.astype(np.float64))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return durations_ms
+
+
+def from_array(durations_ms: Durations) -> GivenDurations:
+    """Durations in which pairs that do not exist are NaN; raises ValueError for others that no task can have."""
+    missing = np.isnan(durations_ms)
+    if durations_ms.ndim == 4 and (missing.any(axis=-1) != missing.all(axis=-1)).any():
+        raise ValueError("durations are NaN for some tasks of a pair only: a pair that does not exist has no task")
+    for step in range(len(durations_ms)):
+        if missing[step].all():
+            raise ValueError(f"durations of step {step} are non-finite everywhere: give milliseconds for what exists")
+    present_ms = np.where(missing, 0.0, durations_ms)
+    check_durations(present_ms)
+    pairs = [
+        absences((chunk, m) for chunk, m in np.argwhere(missing[step].all(axis=-1)).tolist())
+        for step in range(len(missing))
+    ]
+    return GivenDurations(present_ms, pairs if any(pairs) else ())
 
 
 def load_trace(path: str) -> Timeline:

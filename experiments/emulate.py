@@ -14,17 +14,20 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.console import make_console, make_table
-from experiments.durations import Durations, load_durations, parse_durations_ms
+from experiments.durations import GivenDurations, load_durations, parse_durations_ms
 from experiments.errors import checking_input, run_command
+from experiments.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from experiments.machine import parse_link_delays_ms
 from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
 from experiments.outputs import check_outputs, draw
 from experiments.process import enter
+from experiments.workload_options import Planned, add_workload_arguments, plan_workload
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
@@ -54,9 +57,10 @@ def main(argv: list[str] | None = None) -> int:
                 f"progress-deadline-s is {arguments.progress_deadline_s}: give a positive number of seconds"
             )
         dispatch = _dispatch(arguments)
-        resolved = _resolve(arguments)
-        durations_ms = _durations(arguments, resolved)
-        num_steps = _num_steps(arguments, durations_ms)
+        workload = plan_workload(arguments, parse_graph(arguments), num_steps=arguments.steps)
+        resolved = _resolve(arguments, workload)
+        durations = _durations(arguments, resolved, workload)
+        durations_ms, num_steps = durations.durations_ms, _num_steps(arguments, durations)
         delays_ms = parse_link_delays_ms(arguments.link_delay_ms)
         links = Links(extra_ms=both_directions(delays_ms, arguments.num_stages * arguments.data))
 
@@ -95,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         log_steps=_LOG_STEPS,
         events=arguments.events and Path(arguments.events),
         link_delays_ms=links.extra_ms,
+        absent=durations.absent,
     )
     agreement_us = agreement_us_per_task(process, arbiters, emulation)
     process.finish()
@@ -112,10 +117,12 @@ def main(argv: list[str] | None = None) -> int:
         figures["device_idle"] = idle_shares(emulation.on_device)
     if agreement_us is not None:
         figures["agreement_us_per_task"] = agreement_us
+    if workload is not None:
+        figures["workload"] = workload.figures
     if arguments.json:
         print(json.dumps(figures), flush=True)
     else:
-        _show(resolved, metrics, figures)
+        _show(resolved, metrics, figures, workload)
     _write_pictures(arguments, resolved, emulation.timeline)
     return 0
 
@@ -141,6 +148,7 @@ def make_parser() -> CommandParser:
         metavar="N",
         help="chunks of the model on every stage (default: as the schedule has it, else 1)",
     )
+    add_graph_arguments(parser)
     add_ordering_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
@@ -150,11 +158,13 @@ def make_parser() -> CommandParser:
         help="F, input gradient and weight gradient, the same for every chunk and microbatch (default 10,10,10)",
     )
     work.add_argument(
-        "--durations", metavar="D.npy", help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W"
+        "--durations",
+        metavar="D.npy",
+        help="milliseconds, float64 [steps, chunks, microbatches, 3]: F, I, W; NaN where a pair of chunk and "
+        "microbatch does not exist",
     )
-    work.add_argument(
-        "--steps", type=int, metavar="N", help="how many (default: the steps of the durations file, else 10)"
-    )
+    add_workload_arguments(work)
+    work.add_argument("--steps", type=int, metavar="N", help="how many (default: those of the durations file, else 10)")
     work.add_argument(
         "--dispatch-ahead",
         default=AUTO,
@@ -225,30 +235,43 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
     return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=not arguments.accelerator)
 
 
-def _resolve(arguments: argparse.Namespace) -> Order:
+def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
     ordering = parse_ordering(**given_order(arguments))
     refuse_adaptive(ordering, "emulate")
+    check_fits_graph([ordering], parse_graph(arguments), arguments.chunks_per_stage)
+    num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
+    model = requested_graph(arguments, num_microbatches=num_microbatches)
+    if workload is not None:
+        graph = replace(workload.model.graph, num_microbatches=num_microbatches)
+        model = workload.model._replace(graph=graph)
     return ordering.resolve(
         num_stages=arguments.num_stages,
-        num_microbatches=microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1)),
+        num_microbatches=num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
+        placement=model and model.placement,
+        graph=model and model.graph,
         num_replicas=arguments.data,
     )
 
 
-def _durations(arguments: argparse.Namespace, resolved: Order) -> Durations:
+def _durations(arguments: argparse.Namespace, resolved: Order, workload: Planned | None) -> GivenDurations:
+    if workload is not None:
+        return workload.drawn.durations.on_replicas(arguments.data)
     if arguments.durations is None:
-        return for_graph(
-            constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph), resolved.graph
-        )
+        same_ms = constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph)
+        return GivenDurations(for_graph(same_ms, resolved.graph))
     if arguments.durations_ms is not None:
         raise ValueError("--durations and --durations-ms both say how long tasks take: give one of them")
-    return for_graph(load_durations(arguments.durations), resolved.graph)
+    durations = load_durations(arguments.durations)
+    durations.for_graph(resolved.graph)
+    for pairs in durations.absent:
+        resolved.graph.skipping(pairs)
+    return durations
 
 
-def _num_steps(arguments: argparse.Namespace, durations_ms: Durations) -> int:
+def _num_steps(arguments: argparse.Namespace, durations: GivenDurations) -> int:
     if arguments.steps is None:
-        return 10 if arguments.durations is None else len(durations_ms)
+        return 10 if arguments.durations is None else durations.num_steps
     if arguments.steps < 1:
         raise ValueError(f"steps is {arguments.steps}: give at least 1")
     return arguments.steps
@@ -263,7 +286,7 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
         write_trace(timeline, arguments.trace)
 
 
-def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> None:
+def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any], workload: Planned | None) -> None:
     idle = figures.get("device_idle")
     headings = ["stage", "bubble", "peak in flight", "may hold"] + ["device idle"] * (idle is not None)
     table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, numeric=True)
@@ -274,6 +297,8 @@ def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any]) -> N
     console.print(table)
     for line in figures_in_words(metrics, figures):
         console.print(line, soft_wrap=True)
+    if workload is not None:
+        console.print(workload.text, soft_wrap=True)
 
 
 def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ import numpy as np
 from experiments.console import make_console
 from experiments.durations import Durations, Profile, parse_durations_ms
 from experiments.errors import BadInput, checking_input, run_command
+from experiments.graphs import add_graph_arguments, requested_graph
 from experiments.levels_report import Execution, Row, as_json, formulas_of, show_levels
 from experiments.machine import add_machine_arguments, dispatch, make_machine
 from experiments.noise import add_noise_arguments, check_noise, make_costs
@@ -32,6 +33,7 @@ from experiments.simulate import RULES
 from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.comparison import Levels, compare
+from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
 from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
 from rrfp_jax.tasks import Task, TaskKind
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         setting = make_setting(arguments)
-        names = _names(arguments.schedules)
+        names = _names(arguments.schedules, is_graph=setting.request.graph is not None)
     rows, refused = compare_levels(setting, names)
     if not rows:
         raise BadInput(f"no schedule fits; for example {next(iter(refused.values()))}")
@@ -78,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 def _given(setting: Setting) -> dict[str, Any]:
     """What the numbers hold for."""
     said = vars(setting.arguments)
-    names = ("num_stages", "num_microbatches", "steps", "window", "comm", "comm_ms", "jitter", "seed")
+    sizes = ("num_stages", "num_microbatches", "encoders", "frozen_encoder", "frozen_chunks", "stage_of_chunk")
+    names = (*sizes, "steps", "window", "comm", "comm_ms", "jitter", "seed")
     lengths = {"slot_lengths": [*setting.request.durations_ms], "durations_ms": [*setting.durations_ms]}
     return {name: said[name] for name in names} | lengths
 
@@ -92,7 +95,8 @@ def make_parser() -> CommandParser:
     add = parser.add_argument
     add("--num-stages", type=int, metavar="P", required=True, help="stages of the pipeline")
     add("--num-microbatches", type=int, metavar="M", required=True, help="microbatches of a step")
-    add("--schedules", metavar="A,B,...", help="these alone (default: all)")
+    add_graph_arguments(parser)
+    add("--schedules", metavar="A,B,...", help="these alone (default: all that fit the graph)")
     add("--durations-ms", metavar="F,I,W", default="10,10,10", help="of a whole stage in execution (default 10,10,10)")
     add(
         "--slot-lengths", metavar="F,I,W", help="of a whole stage in formulas and ideal tables (default: the durations)"
@@ -114,9 +118,12 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
     slots = _lengths(arguments.slot_lengths or arguments.durations_ms, "slot-lengths")
     machine = make_machine(arguments)
     window = None if arguments.window in (None, OWN_PEAK) else parse_window(arguments.window)
+    model = requested_graph(arguments, num_microbatches=arguments.num_microbatches)
     request = ScheduleRequest(
         num_stages=arguments.num_stages,
         num_microbatches=arguments.num_microbatches,
+        graph=model and model.graph,
+        placement=model and model.placement,
         durations_ms=slots,
         # schedules made from profiled times get all of them in the unit of the slots
         comm_ms=machine.links.latency_ms * sum(slots) / sum(durations_ms),
@@ -190,8 +197,9 @@ def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[i
     return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    names = schedule_names() if text is None else tuple(dict.fromkeys(text.split(",")))
+def _names(text: str | None, *, is_graph: bool) -> tuple[str, ...]:
+    every = schedules_of_any_graph() if is_graph else schedule_names()
+    names = every if text is None else tuple(dict.fromkeys(text.split(",")))
     return tuple(schedule_entry(name).name for name in names)
 
 

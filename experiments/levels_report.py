@@ -81,7 +81,10 @@ class Row:
 
 
 def formulas_of(name: str, request: ScheduleRequest, lengths: SlotLengths) -> list[tuple[Formula, bool]]:
-    """The closed formulas of a schedule, each with whether it holds for these sizes and lengths of a whole stage."""
+    """The closed formulas of a schedule, each with whether it holds for these sizes and lengths of a whole stage; none
+    for a graph that is given."""
+    if request.graph is not None:
+        return []
     sizes, peak = Sizes.of(name, request, lengths), peak_formula(name)
     formulas: list[Formula] = [*bubble_formulas(name), *([peak] if peak else [])]
     return [(formula, formula.where.holds(sizes)) for formula in formulas]

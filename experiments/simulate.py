@@ -6,6 +6,8 @@
         --durations-ms 18.522,18.086,9.337 --comm-ms 0.601 --json
     python -m experiments.simulate --num-stages 8 --num-microbatches 32 --compare 1f1b:strict,bf,bfw \\
         --jitter lognormal:0.5 --steps 10 --window 8 --timeline out.png
+    python -m experiments.simulate --num-stages 8 --num-microbatches 16 --workload interleaved \\
+        --compare 1f1b:strict,zb-h1:strict,zb-h1,bfw --window 8
 
 With ``--json`` the last line on stdout is one JSON object; with ``--compare`` its key ``compare`` holds one per entry.
 """
@@ -24,19 +26,20 @@ from experiments.console import make_console
 from experiments.durations import (
     ConstantDurations,
     DurationSource,
-    GivenDurations,
     RecordedDurations,
     load_durations,
     load_trace,
     parse_durations_ms,
 )
 from experiments.errors import BadInput, checking_input, run_command
+from experiments.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
 from experiments.machine import dispatch, make_machine
 from experiments.noise import check_noise, make_costs
 from experiments.ordering import Ordering, given_order, parse_ordering
 from experiments.outputs import check_outputs, draw
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
+from experiments.workload_options import Planned, plan_workload
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import (
@@ -52,7 +55,7 @@ from rrfp_jax.simulation import (
     run_metrics,
 )
 from rrfp_jax.simulation import simulate as run_simulation
-from rrfp_jax.tasks import chain, linear
+from rrfp_jax.tasks import PipelineGraph, chain, linear
 from rrfp_jax.timeline import Timeline
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
@@ -66,11 +69,19 @@ class Setting:
     arguments: argparse.Namespace
     durations: DurationSource
     machine: Machine
+    model: ModelGraph | None = None
+    """The graph that was asked for; None: the schedule's own."""
+    workload: Planned | None = None
 
     @property
     def num_steps(self) -> int:
         asked: int | None = self.arguments.steps
         return self.durations.num_steps if asked is None else asked
+
+    def graphs(self, graph: PipelineGraph) -> list[PipelineGraph]:
+        """That of every step, without the pairs that it lacks."""
+        absent = self.durations.absent or [()]
+        return [graph.skipping(absent[step % len(absent)]) for step in range(self.num_steps)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +115,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
     with checking_input():
         setting = make_setting(arguments)
-        prepared = [(label, prepare(setting, ordering)) for label, ordering in _orderings(arguments)]
+        orderings = _orderings(arguments)
+        check_fits_graph([one for _, one in orderings], parse_graph(arguments), arguments.chunks_per_stage)
+        prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
     outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
-    show(console, arguments, outcomes)
+    show(console, setting, outcomes)
     write_files(arguments, outcomes)
     return 0
 
@@ -120,7 +133,14 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
     if arguments.trace and arguments.compare:
         raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
     parse_memory_weights(arguments.memory_weights)
-    setting = Setting(arguments=arguments, durations=_durations(arguments), machine=make_machine(arguments))
+    workload = plan_workload(arguments, parse_graph(arguments), num_steps=arguments.steps)
+    setting = Setting(
+        arguments=arguments,
+        durations=workload.drawn.durations if workload else _durations(arguments),
+        machine=make_machine(arguments),
+        model=workload.model if workload else requested_graph(arguments, num_microbatches=arguments.num_microbatches),
+        workload=workload,
+    )
     if arguments.timeline_steps < 1:
         raise ValueError(f"timeline-steps is {arguments.timeline_steps}: draw at least 1")
     if setting.num_steps < 1:
@@ -139,7 +159,7 @@ def _durations(arguments: argparse.Namespace) -> DurationSource:
         return ConstantDurations(parse_durations_ms(arguments.durations_ms or "10,10,10"))
     if is_trace:
         return RecordedDurations(load_trace(path), per_task=arguments.recorded == "tasks")
-    return GivenDurations(load_durations(path))
+    return load_durations(path)
 
 
 def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Ordering]]:
@@ -164,7 +184,13 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
         chunks_per_stage=arguments.chunks_per_stage,
         durations_ms=setting.durations.profile_ms(),
         comm_ms=setting.machine.links.latency_ms,
+        placement=setting.model and setting.model.placement,
+        graph=setting.model and setting.model.graph,
     )
+    if resolved.adaptive and setting.durations.absent:
+        raise ValueError("adaptive plans from steps in which every task exists, and here some lack pairs: leave it out")
+    for pairs in setting.durations.absent:
+        resolved.graph.skipping(pairs)
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     return Prepared(
         ordering=resolved,
@@ -186,7 +212,13 @@ def run(setting: Setting, one: Prepared) -> Outcome:
             dispatch_ahead=ahead,
         )
     else:
-        simulation = run_simulation(one.arbiters, one.costs, machine=setting.machine, num_steps=setting.num_steps)
+        simulation = run_simulation(
+            one.arbiters,
+            one.costs,
+            machine=setting.machine,
+            num_steps=setting.num_steps,
+            absent=setting.durations.absent,
+        )
     return Outcome(
         ordering=one.ordering,
         timeline=simulation.timeline,
@@ -201,9 +233,10 @@ def result_of(setting: Setting, ordering: Order, costs: Costs, simulation: Simul
     shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
     # Dispatching before a task has ended hides the host; a bound must not count on it.
     host_ms = 0.0 if dispatch(setting.arguments).is_early else setting.machine.host_ms
+    graphs = setting.graphs(graph)
     bounds = [
-        lower_bound(graph, placement, step_ms, links=setting.machine.links, host_ms=host_ms).total_ms
-        for step_ms in shortest_ms
+        lower_bound(of_step, placement, step_ms, links=setting.machine.links, host_ms=host_ms).total_ms
+        for of_step, step_ms in zip(graphs, shortest_ms, strict=True)
     ]
     result = run_metrics(timeline, simulation.step_ms).as_dict()
     result["peak_memory"] = peak_memory(timeline, graph, placement, weights)
@@ -239,13 +272,13 @@ def _optimum(setting: Setting, ordering: Order, shortest_ms: np.ndarray) -> dict
     try:
         found = [
             find_optimum(
-                ordering.graph,
+                of_step,
                 ordering.placement,
                 step_ms,
                 links=setting.machine.links,
                 time_limit_s=setting.arguments.optimum,
             )
-            for step_ms in shortest_ms
+            for of_step, step_ms in zip(setting.graphs(ordering.graph), shortest_ms, strict=True)
         ]
     except (ImportError, ValueError) as error:  # no solver, or no order found in the time that the user gave
         raise BadInput(str(error)) from error
@@ -266,16 +299,21 @@ def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> 
         write_trace(timelines[0][1], arguments.trace)
 
 
-def show(console: Console, arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
+def show(console: Console, setting: Setting, outcomes: dict[str, Outcome]) -> None:
+    arguments, workload = setting.arguments, setting.workload
     if arguments.json:
         results = {label: outcome.result for label, outcome in outcomes.items()}
         printed = {"compare": results} if arguments.compare else next(iter(results.values()))
+        if workload is not None:
+            printed = printed | {"workload": workload.figures}
         print(json.dumps(printed, allow_nan=False), flush=True)
     elif arguments.compare:
         show_comparison(console, {label: outcome.result for label, outcome in outcomes.items()})
     else:
         outcome = next(iter(outcomes.values()))
         show_run(console, outcome.ordering.label, outcome.result, outcome.ordering.bounds)
+    if workload is not None and not arguments.json:
+        console.print(workload.text, soft_wrap=True)
 
 
 if __name__ == "__main__":

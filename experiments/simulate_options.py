@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.durations import parse_numbers
+from experiments.graphs import add_graph_arguments
 from experiments.machine import add_machine_arguments
 from experiments.noise import add_noise_arguments
 from experiments.options import CommandParser
 from experiments.ordering import Ordering, add_ordering_arguments
+from experiments.workload_options import add_workload_arguments
 from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.simulation import MemoryWeights
@@ -33,6 +35,7 @@ def make_parser() -> CommandParser:
         metavar="V",
         help="chunks on every stage (default: the schedule's own number, else 1)",
     )
+    add_graph_arguments(parser)
     add_ordering_arguments(parser)
     add(
         "--compare",
@@ -42,6 +45,7 @@ def make_parser() -> CommandParser:
     )
     add("--steps", type=int, metavar="N", help="how many, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
+    add_workload_arguments(parser.add_argument_group("workload"))
     add_machine_arguments(parser.add_argument_group("machine"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -53,7 +57,8 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     add(
         "--durations",
         metavar="FILE",
-        help="an .npy file of milliseconds [steps, chunks, microbatches, 3], or a run's trace .json",
+        help="an .npy file of milliseconds [steps, chunks, microbatches, 3], NaN where a pair of chunk and microbatch "
+        "does not exist, or a run's trace .json",
     )
     add(
         "--recorded",

@@ -32,6 +32,7 @@ class Levels:
 def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels:
     """Both levels of a schedule; ``lengths`` are those of a whole stage, so that schedules do the same work.
 
+    Formulas are for chains; where the request brings a graph there are none.
     They are also the profile of the automatic schedule. Raises ValueError where these sizes do not fit the schedule.
     """
     profile = (lengths.forward, lengths.input_gradient, lengths.weight_gradient)
@@ -40,11 +41,12 @@ def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels
     table = build_schedule(name, request)
     cut = schedule_entry(name).chunk_parts
     parts = cut(request.num_stages) if cut else ()
-    peak = peak_formula(name)
+    is_chain = request.graph is None
+    peak = peak_formula(name) if is_chain else None
     return Levels(
         schedule=name,
-        published_rate=_rate(name, sizes, published=True),
-        fitted_rate=_rate(name, sizes, published=False),
+        published_rate=_rate(name, sizes, published=True) if is_chain else None,
+        fitted_rate=_rate(name, sizes, published=False) if is_chain else None,
         table_rate=execute(table, per_stage(table, lengths, parts)).bubble_rate,
         formula_peak=None if peak is None else max(peak.peak(sizes, stage) for stage in range(sizes.p)),
         table_peak=max(table.peak_activations(parts)),

@@ -11,7 +11,7 @@ from tests.simulation.helpers import by_hint, run
 
 def test_a_file_is_read_as_float64(tmp_path):
     np.save(tmp_path / "d.npy", np.ones((2, 4, 8, 3), np.float32))
-    durations_ms = load_durations(str(tmp_path / "d.npy"))
+    durations_ms = load_durations(str(tmp_path / "d.npy")).durations_ms
     assert (durations_ms.shape, durations_ms.dtype) == ((2, 4, 8, 3), np.float64)
 
 
