@@ -174,7 +174,7 @@ class Pipeline:
     def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
-        Takes the states over.
+        Takes the states over. What is still a spec in an optimizer state starts anew.
         """
         self._check_new("restore a state")
         self._state, self._step = self._model.from_chunks(states, self._graph), step

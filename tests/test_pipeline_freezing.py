@@ -1,9 +1,12 @@
 """With some layers frozen a pipeline trains what a plain loop trains that takes these layers for constants."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,6 +19,7 @@ from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import TaskKind, linear, looped
+from rrfp_jax.training.saving import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, WIDTH, dense, embedding, head, joined, make_batch, plain_model, weights
@@ -210,3 +214,63 @@ def test_what_ran(case: Case) -> None:
         assert set(states[index].accumulators) == names[index] - chunk.frozen
         moments = {str(path[0]) for path, _ in jax.tree.leaves_with_path(states[index].optimizer_state)}
         assert bool(moments) == trains[index]
+
+
+def held_until(num_updates: int, frozen: Collection[str], inner: optax.GradientTransformation) -> Any:
+    """An optimizer for whose first updates some layers are frozen: they count, and moments of nothing are zero."""
+
+    def cleared(tree: Any, count: Any) -> Any:
+        going = {name: jnp.where(count < num_updates, 0.0, 1.0) if name in frozen else 1.0 for name in tree}
+        return {name: jax.tree.map(lambda leaf, go=going[name]: leaf * go, layer) for name, layer in tree.items()}
+
+    def init(params: Any) -> Any:
+        return jnp.int32(0), inner.init(params)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        count, own = state
+        updates, own = inner.update(cleared(grads, count), own, params)
+        return cleared(updates, count), (count + 1, own)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        {"placement": linear(4)},
+        {"placement": looped(2, 2), "hint": "bfw"},
+        {"placement": linear(4), "data": 2, "shard_optimizer": True},
+        {"placement": looped(2, 2), "tensor": 2},
+    ],
+    ids=["as before", "looped", "ZeRO-1", "tensor"],
+)
+def test_training_goes_on_with_other_layers_frozen(tmp_path: Path, resumed: dict[str, Any]) -> None:
+    """First the projector alone trains, then all but the encoder's first layer; on the way the layout changes."""
+    first, second = FREEZES["all but the projector"], ["vision.layers.0"]
+    half, losses = NUM_STEPS // 2, []
+    chunks = freeze(vision_language(), first)
+    options = {"optimizer": OPTIMIZER, "clip_norm": None, "progress_deadline_s": 60}
+    with make_pipeline(chunks, placement=linear(4), **options) as pipeline:
+        saver = RunSaver(tmp_path, pipeline, every=None, minutes=None, keep=1)
+        state = pipeline.init(jax.random.key(1))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        for batch in BATCHES[:half]:
+            state, metrics = pipeline.step(state, batch)
+            losses.append(metrics)
+        saver.save(state, {})
+        saver.checkpoints.close()
+    with make_pipeline(freeze(vision_language(), second), **options, **resumed) as pipeline:
+        saver = RunSaver(tmp_path, pipeline, every=None, minutes=None, keep=1)
+        found = saver.checkpoints.newest()
+        assert found is not None
+        state = saver.restore(found)
+        for batch in BATCHES[half:]:
+            state, metrics = pipeline.step(state, batch)
+            losses.append(metrics)
+        params = jax.tree.map(np.array, pipeline.params(state))
+        saver.checkpoints.close()
+    later = {name for chunk in chunks for name in chunk.frozen} - set(second)
+    expected = train_plainly(
+        vision_language(), initial, held_until(half, later, OPTIMIZER), BATCHES, frozen=frozenset(second)
+    )
+    assert_same_training([metrics.result().loss for metrics in losses], params, *expected)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Name = tuple[str, ...]
+PARAMS, OPTIMIZER = "params", "optimizer"
+"""What a layer's arrays are part of; the second text of their names."""
 _T = TypeVar("_T")
 
 

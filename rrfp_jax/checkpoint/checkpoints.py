@@ -13,15 +13,16 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.checkpoint.arrays import HostArray, Name, copy_to_host
-from rrfp_jax.checkpoint.chunk_layers import OPTIMIZER, ChunkLayers
+from rrfp_jax.checkpoint.arrays import OPTIMIZER, HostArray, Name, copy_to_host
+from rrfp_jax.checkpoint.chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint.coordinator import Alone, Calls, Coordinator, NotDone, Together, sentence
 from rrfp_jax.checkpoint.durable_files import canonical_json, remove_tree
 from rrfp_jax.checkpoint.ownership import Owner, parts_of_step
 from rrfp_jax.checkpoint.part_writer import PartWriter
-from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
+from rrfp_jax.checkpoint.reader import Found, check_files, lacking_state, open_step, read_layers
 from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, step_directory, steps_in
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
+from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.waiting import result_of
 
@@ -217,8 +218,10 @@ class Checkpoints:
         """The states of chunks, as ``targets`` say: arrays or specs (``jax.ShapeDtypeStruct``) with shardings.
 
         Every process reads its own share only; an optimizer state that is one and the same object in several targets is
-        read once. Cuts, shardings and degrees may differ from those at saving. Raises ValueError, on all ranks, where
-        model or optimizer do.
+        read once. Cuts, shardings and degrees may differ from those at saving, and so may frozen layers: the optimizer
+        state of one that was, and is not any more, comes as specs for the caller to fill in, but for what other layers
+        have in common with it, such as the number of updates. Raises ValueError, on all ranks, where model or
+        optimizer differ.
         """
         states: list[ChunkState] = []
         shared: dict[int, dict[Name, jax.Array]] = {}
@@ -226,7 +229,7 @@ class Checkpoints:
         def read() -> None:
             for layers, target in targets:
                 specs, known = layers.split(target), shared.get(id(target.optimizer_state), {})
-                leaves = known | read_layers(found, {name: spec for name, spec in specs.items() if name not in known})
+                leaves = known | _read(found, {name: spec for name, spec in specs.items() if name not in known})
                 shared[id(target.optimizer_state)] = {n: leaf for n, leaf in leaves.items() if n[1] == OPTIMIZER}
                 states.append(layers.join(leaves, target))
 
@@ -242,6 +245,21 @@ class Checkpoints:
     def _warn(self, what: str) -> None:
         """Once, not on every rank."""
         _LOG.log(logging.DEBUG if self._rank else logging.WARNING, "%s", what)
+
+
+def _read(found: Found, specs: Mapping[Name, Any]) -> dict[Name, Any]:
+    """The arrays of a step, and specs in place of those that it lacks because their layers were frozen."""
+    lacking = lacking_state(found, specs)
+    instead = {other: specs[name] for name, other in lacking.items() if other is not None}
+    arrays = read_layers(found, {name: spec for name, spec in specs.items() if name not in lacking} | instead)
+    if lacking:
+        layers = ", ".join(dict.fromkeys(name[0] for name in lacking))
+        _LOG.info("%s were frozen when step %d was saved: their optimizer state starts anew", layers, found.step)
+    fresh = {
+        name: spread(specs[name], specs[name].sharding) if other is None else arrays[other]
+        for name, other in lacking.items()
+    }
+    return {name: arrays[name] for name in specs if name not in lacking} | fresh
 
 
 def _start(directory: Path, problem: str | None) -> str:

@@ -16,13 +16,11 @@ import jax
 import numpy as np
 import optax
 
-from rrfp_jax.checkpoint.arrays import Name, describe, is_key, name_of, named_leaves, zeros
+from rrfp_jax.checkpoint.arrays import OPTIMIZER, PARAMS, Name, describe, is_key, name_of, named_leaves, zeros
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
 from rrfp_jax.programs.specs import Specs, pick
 from rrfp_jax.programs.specs import describe as describe_spec
 from rrfp_jax.programs.state import ChunkState, layer_groups
-
-PARAMS, OPTIMIZER = "params", "optimizer"
 
 
 class ChunkLayers:
@@ -31,7 +29,7 @@ class ChunkLayers:
     Args:
         chunk: the chunk.
         optimizer: as the chunk's update runs it.
-        trains: False for a chunk that no gradient reaches; it has no optimizer state.
+        trains: False for a chunk none of whose layers train; it has no optimizer state.
 
     Raises ValueError for an optimizer whose state for several layers is not made of its states for each of them.
     """
@@ -39,7 +37,7 @@ class ChunkLayers:
     def __init__(self, chunk: Chunk, optimizer: optax.GradientTransformation, *, trains: bool = True) -> None:
         specs = param_specs(chunk)
         self.names = tuple(specs)
-        """The chunk's layers."""
+        """The chunk's layers, frozen ones included."""
         parts = layer_groups(chunk, trained_specs(chunk)) if trains else ()
         self._parts = tuple(_part_plan(optimizer, pick(specs, part)) for part in parts)
 
@@ -58,8 +56,8 @@ class ChunkLayers:
     def join(self, leaves: Mapping[Name, Any], target: ChunkState) -> ChunkState:
         """The state with the structure of ``target`` that :meth:`split` takes apart into ``leaves``.
 
-        ``target`` has arrays or specs with shardings; accumulators become zeros. Raises ValueError where layers
-        disagree on what they have in common, such as the number of updates.
+        ``target`` has arrays or specs with shardings; accumulators become zeros. A spec in ``leaves`` stays one. Raises
+        ValueError where layers disagree on what they have in common, such as the number of updates.
         """
         params = {}
         for layer in self.names:
@@ -116,13 +114,13 @@ def _names(path: tuple[Any, ...], leaf: Any, layers: Mapping[str, _State]) -> tu
 
 
 def _common(names: tuple[Name, ...], leaves: Mapping[Name, Any]) -> Any:
-    first, *others = (leaves[name] for name in names)
-    for name, other in zip(names[1:], others, strict=True):
-        if not _equal(first, other):
+    known = [name for name in names if not isinstance(leaves[name], jax.ShapeDtypeStruct)] or names
+    for name in known[1:]:
+        if not _equal(leaves[known[0]], leaves[name]):
             raise ValueError(
-                f"the layers of the checkpoint do not belong together: {describe(names[0])} and {describe(name)} differ"
+                f"the layers of the checkpoint do not belong together: {describe(known[0])} and {describe(name)} differ"
             )
-    return first
+    return leaves[known[0]]
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import type_handlers
 
-from rrfp_jax.checkpoint.arrays import Name, batches, describe, is_key, nested, zeros
+from rrfp_jax.checkpoint.arrays import OPTIMIZER, Name, batches, describe, is_key, nested, zeros
 from rrfp_jax.checkpoint.record import Commit, PartRecord, Unusable, check_file, step_directory
 
 
@@ -82,6 +82,22 @@ def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array
         for names in batches(((name, _own_bytes(spec)) for name, spec in wanted.items()), _BATCH_BYTES):
             arrays |= _read_arrays(part, {name: wanted[name] for name in names})
     return {name: _typed(arrays[name], spec) for name, spec in specs.items()}
+
+
+def lacking_state(found: Found, names: Iterable[Name]) -> dict[Name, Name | None]:
+    """Those of these arrays that are optimizer state of layers which had none, being frozen, when the step was saved.
+
+    With each comes the same array of another layer, where all that train have it in common, such as the number of
+    updates; None for what is a layer's own. Of a step without any optimizer state nothing is known.
+    """
+    saved = sorted(name for part in found.parts.values() for name, _, _ in part.arrays if name[1] == OPTIMIZER)
+    trained, common = {name[0] for name in saved}, {name[1:]: name for name in reversed(saved)}
+    known = {layer for part in found.parts.values() for layer in part.layers} if trained else set()
+    return {
+        name: common.get(name[1:])
+        for name in names
+        if name[1] == OPTIMIZER and name[0] in known and name[0] not in trained
+    }
 
 
 def _own_bytes(spec: Any) -> int:

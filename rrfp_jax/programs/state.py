@@ -130,6 +130,21 @@ def optimizer_specs(
     return tuple(states)
 
 
+def initial_optimizer_state(
+    chunks: Sequence[Chunk],
+    index: int,
+    optimizer: optax.GradientTransformation,
+    sharding: Sharding,
+    params: Params,
+    *,
+    store: ProgramStore | None = None,
+) -> tuple[Any, ...]:
+    """The optimizer state of chunk ``index`` for these parameters, on its unit, whose boundary is ``sharding``."""
+    groups = layer_groups(chunks[index], trained_specs(chunks[index]))
+    specs = optimizer_specs(chunks, index, optimizer, sharding)
+    return _initial_optimizer_state(optimizer, params, groups, specs, store or ProgramStore())
+
+
 def initial_shared_state(
     chunks: Sequence[Chunk],
     index: int,

@@ -29,6 +29,7 @@ from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
+    initial_optimizer_state,
     initial_shared_state,
     initial_state,
     layer_groups,
@@ -150,7 +151,10 @@ class HostedModel:
         ]
 
     def from_chunks(self, states: Sequence[ChunkState], graph: PipelineGraph) -> HostedState:
-        """The way back, from the states alone, in the same order."""
+        """The way back, from the states alone, in the same order.
+
+        Optimizer state that is a spec starts anew, from the parameters. All processes call it alike.
+        """
         specs, state = self.state_specs(graph), HostedState({}, {})
         for number, held in zip(specs.chunks, states, strict=True):
             base = self.copies.base(number)
@@ -158,7 +162,22 @@ class HostedModel:
             if is_shared:
                 state.shared.setdefault(base, held.optimizer_state)
             state.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
+        for base in self.base_chunks:
+            self._fill_in(base, state)
         return state
+
+    def _fill_in(self, base: int, state: HostedState) -> None:
+        """Give what is still a spec in the optimizer state of a chunk the value that it starts from."""
+        devices, model = self._grid(base), (self.chunks, base, self._optimizer)
+        units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
+        if _has_specs(state.shared.get(base)):
+            fresh = initial_shared_state(*model, devices, {r: u.params for r, u in units.items()}, store=self._store)
+            state.shared[base] = _filled_in(state.shared[base], fresh)
+        for replica, unit in units.items():
+            if _has_specs(unit.optimizer_state):
+                boundary = devices.unit_sharding(replica)
+                fresh = initial_optimizer_state(*model, boundary, unit.params, store=self._store)
+                unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -266,3 +285,11 @@ class HostedModel:
             return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
 
         return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))
+
+
+def _has_specs(state: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+
+
+def _filled_in(state: Any, fresh: Any) -> Any:
+    return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh)
