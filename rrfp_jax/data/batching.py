@@ -21,8 +21,8 @@ from rrfp_jax.data.packing import (
     Shape,
     index_leaf,
     leaf_specs,
-    packed_leaves,
     patches_leaf,
+    place_leaves,
     text_leaves,
 )
 from rrfp_jax.data.samples import Sample
@@ -227,8 +227,7 @@ class Batching:
             return leaves
         leaves["image_index"] = index_leaf(own, microbatch.places, microbatch.image_places, shape, merge)
         leaves["patches"] = self.buckets[bucket]["patches"]
-        if self._format.is_packed:
-            leaves |= packed_leaves(own, microbatch.image_places, shape, merge)
+        leaves |= place_leaves(own, microbatch.image_places, shape, self._format)
         if patches is not None:
             numbers = [(member, image) for member in members for image in range(len(samples[member].images))]
             made = (patches(*number) for number in numbers)

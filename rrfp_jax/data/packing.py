@@ -17,7 +17,7 @@ from rrfp_jax.data.samples import Sample
 from rrfp_jax.planning.packing import Packing
 
 TEXT_LEAVES = ("tokens", "positions", "segments", "targets", "weights")
-_PACKED_LEAVES = ("patch_segments", "patch_rows", "patch_columns")
+_PLACES = ("patch_rows", "patch_columns")
 """Only where images of different sizes share rows."""
 
 
@@ -50,8 +50,8 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
     if shape.image_rows:
         specs["image_index"] = jax.ShapeDtypeStruct(text, np.int32)
         specs["patches"] = jax.ShapeDtypeStruct((*images, patch_format.patch_dim), np.float32)
-        if patch_format.is_packed:
-            specs |= {name: jax.ShapeDtypeStruct(images, np.int32) for name in _PACKED_LEAVES}
+        names = ("patch_segments", *_PLACES) if patch_format.is_packed else ("patch_segments",)
+        specs |= {name: jax.ShapeDtypeStruct(images, np.int32) for name in names}
     return specs
 
 
@@ -91,18 +91,20 @@ def index_leaf(
     return index
 
 
-def packed_leaves(
-    samples: Sequence[Sample], image_places: Packing, shape: Shape, merge: int
+def place_leaves(
+    samples: Sequence[Sample], image_places: Packing, shape: Shape, patch_format: PatchFormat
 ) -> dict[str, NDArray[np.int32]]:
-    """``patch_segments``, ``patch_rows`` and ``patch_columns``, int32 ``[image_rows, image_length]``; padding is 0."""
-    leaves = {name: np.zeros((shape.image_rows, shape.image_length), np.int32) for name in _PACKED_LEAVES}
+    """``patch_segments``, and of packed images ``patch_rows`` and ``patch_columns``, int32 ``[image_rows,
+    image_length]``; padding is 0."""
+    names = ("patch_segments", *_PLACES)
+    leaves = {name: np.zeros((shape.image_rows, shape.image_length), np.int32) for name in names}
     grids = [grid for sample in samples for grid in sample.images]
     for segment, image in _segments(image_places):
         row, start = image_places.rows[image], image_places.offsets[image]
         at = slice(start, start + grids[image].num_patches)
         leaves["patch_segments"][row, at] = segment
-        leaves["patch_rows"][row, at], leaves["patch_columns"][row, at] = places_of(grids[image], merge)
-    return leaves
+        leaves["patch_rows"][row, at], leaves["patch_columns"][row, at] = places_of(grids[image], patch_format.merge)
+    return leaves if patch_format.is_packed else {"patch_segments": leaves["patch_segments"]}
 
 
 def patches_leaf(

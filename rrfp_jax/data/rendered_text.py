@@ -20,7 +20,7 @@ from rrfp_jax.data.batching import Batching, BatchingConfig, Cost, Limits
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
 from rrfp_jax.data.drawing import MARGIN, ink, rows_of_ink, widths
-from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, packed_leaves, patches_leaf, text_leaves
+from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves, text_leaves
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 from rrfp_jax.data.words import divided, words_of
@@ -272,7 +272,7 @@ class RenderedText:
         leaves["targets"][:] = 0
         leaves["image_index"] = index_leaf(prompts, places, image_places, shape, self.config.merge)
         leaves["patches"] = patches_leaf(patches, image_places, shape, self._format.patch_dim)
-        leaves |= packed_leaves(prompts, image_places, shape, self.config.merge)
+        leaves |= place_leaves(prompts, image_places, shape, self._format)
         return HeldOut(
             leaves=leaves,
             starts=np.array([prompt.length for prompt in prompts], np.int32),

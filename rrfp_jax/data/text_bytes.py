@@ -11,13 +11,14 @@ batch of windows takes NumPy well below a millisecond and needs no state at all.
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Reads
+from rrfp_jax.data.epochs import items_of
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
@@ -98,29 +99,9 @@ class TextBytes:
 
         Each is ``[num_microbatches, microbatch_size, length]``, whatever is read of it. Safe to call from any thread.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}: give 0 or more")
-        length = self.config.length
-        starts = self._windows(step) * length
+        length, seed = self.config.length, self.config.seed
+        starts = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed) * length
         return token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
-
-    def _windows(self, step: int) -> NDArray[np.int64]:
-        first = step * self.config.batch_size
-        epoch, offset = divmod(first, self.num_windows)
-        order = _epoch_order(self.config.seed, epoch, self.num_windows)[offset : offset + self.config.batch_size]
-        rest = self.config.batch_size - len(order)
-        if not rest:
-            return order
-        # A batch holds at most num_windows sequences, so it reaches at most into the next epoch.
-        return np.concatenate([order, _epoch_order(self.config.seed, epoch + 1, self.num_windows)[:rest]])
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, num_windows: int) -> NDArray[np.int64]:
-    # NumPy guarantees the stream of raw bits over its versions, but not that of Generator.permutation: a run that
-    # resumes with another NumPy must see the same order.
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_windows)
-    return np.argsort(bits, kind="stable")
 
 
 def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:

@@ -1,0 +1,87 @@
+"""Image files: their size without decoding them, and their pixels as patches.
+
+Only plain raster formats are opened, and nothing is decoded that is larger than a limit.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from rrfp_jax.data.samples import Grid
+
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_ORIENTATION = 0x0112
+_ON_ITS_SIDE = (5, 6, 7, 8)
+"""Values of a photograph's orientation that swap width and height."""
+
+
+def size_of_image(path: Path, max_pixels: int) -> tuple[int, int]:
+    """(width, height) as the image is to be seen, from the head of the file.
+
+    Raises ValueError, in words that follow the name of the file, where it cannot be opened or is too large.
+    """
+    with _opened(path, max_pixels, "cannot be opened as an image") as image:
+        width, height = image.size
+        if _is_photograph(image) and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+            width, height = height, width
+    return width, height
+
+
+def _is_photograph(image: Image.Image) -> bool:
+    """Whether a camera may have noted which side is up; of other formats that would mean to decode them."""
+    return image.format in {"JPEG", "MPO"}
+
+
+@contextmanager
+def _opened(path: Path, max_pixels: int, failure: str) -> Iterator[Image.Image]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is our own
+            image = Image.open(path, formats=_FORMATS)
+        with image:
+            if image.width * image.height > max_pixels:
+                raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+            yield image
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"is larger than max_pixels, {max_pixels} ({error}): make it smaller, or raise the limit"
+        ) from error
+    except Exception as error:  # decoders raise whatever comes up in a broken file
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).split("\n")[0]
+        raise ValueError(f"{failure} ({reason}): mend or remove it") from error
+
+
+def fitting_grid(width: int, height: int, *, block: int, merge: int, max_patches: int) -> Grid:
+    """The patches of an image whose sides are changed to multiples of ``block`` pixels, ``merge`` patches.
+
+    At most ``max_patches``, the shape of the image being kept as far as that allows.
+    """
+    most = max_patches // merge**2
+    down, across = max(1.0, height / block), max(1.0, width / block)
+    rows, columns = round(down), round(across)
+    if rows * columns > most:
+        scale = math.sqrt(most / (down * across))
+        rows = min(most, max(1, math.floor(down * scale)))
+        columns = min(most // rows, max(1, math.floor(across * scale)))
+        rows = min(most // columns, rows)
+    return Grid(rows * merge, columns * merge)
+
+
+def read_pixels(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.float32]:
+    """The image in the size of ``grid``, float32 ``[height, width, channels]`` from 0 to 1, grey or RGB.
+
+    Raises ValueError, in words that follow the name of the file, where it cannot be decoded or is too large.
+    """
+    size = (grid.columns * patch_size, grid.rows * patch_size)
+    with _opened(path, max_pixels, "cannot be decoded") as image:
+        image.draft(None, size)  # a large JPEG is decoded at a fraction of its size
+        upright = ImageOps.exif_transpose(image) if _is_photograph(image) else image
+        colours = upright.convert("L" if channels == 1 else "RGB")
+        resized = colours.resize(size, Image.Resampling.BICUBIC)
+    return (np.asarray(resized, np.float32) / np.float32(255)).reshape(size[1], size[0], channels)

@@ -1,0 +1,265 @@
+"""Text with images, from a JSONL file: one sample per line.
+
+A line is an object with these fields:
+
+* ``text``, all of which is to be predicted; or ``prompt``, which is only read, and ``target`` after it;
+* ``images``, paths of image files, relative to the file or to ``image_folder``; may be missing.
+
+``<image>`` in the text or prompt says where an image stands, once for each; without any, all stand before the text.
+A token is a byte of UTF-8; after each sample comes a zero byte. Text alone is a data set too, with samples of any
+length in few shapes.
+
+The heads of all image files are read at the start, so what is missing, is no image or is too large is refused before
+anything runs. Pixels are decoded where they are read, when a batch is made. An epoch visits every sample once, in an
+order that follows from (seed, epoch) alone.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.batching import Batching, BatchingConfig, Cost, Limits
+from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
+from rrfp_jax.data.packing import PatchFormat
+from rrfp_jax.data.patches import patches_of
+from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+
+MARKER = "<image>"
+_END = b"\0"
+_SURVEYED_SAMPLES = 2048
+_FIELDS = ({"text"}, {"prompt", "target"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextConfig(BatchingConfig):
+    """A data set of text with images; ``batch_size`` and so on as for other samples of different sizes.
+
+    Raises ValueError, with the remedy, for values that do not describe one.
+    """
+
+    path: str
+    """The JSONL file."""
+    image_folder: str | None = None
+    """What the paths of images are relative to; None: the folder of the JSONL file."""
+    channels: int = 3
+    """3: images are RGB; 1: grey."""
+    patch_size: int = 14
+    """Pixels of a patch along each side."""
+    merge: int = 2
+    """So many patches along each side make one image feature, which takes one position of the text."""
+    image_size: int | None = None
+    """Pixels of each side to which all images are resized; None: each keeps its own size, rounded to whole features."""
+    max_patches: int = 1024
+    """An image of its own size that has more patches is made smaller."""
+    max_pixels: int = 64 * 2**20
+    """An image file with more is refused."""
+    mean: tuple[float, ...] = (0.5,)
+    """Subtracted from pixels, which are 0 to 1: one number for all channels, or one for each."""
+    std: tuple[float, ...] = (0.5,)
+    """What pixels are divided by then: one number for all channels, or one for each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
+        if self.channels not in {1, 3}:
+            raise ValueError(f"channels is {self.channels}: give 3 for colours or 1 for grey")
+        if self.max_patches < self.merge**2:
+            raise ValueError(f"max_patches is {self.max_patches}: give at least {self.merge**2}, one feature")
+        block = self.patch_size * self.merge
+        if self.image_size is not None and self.image_size % block:
+            raise ValueError(
+                f"image_size is {self.image_size}: give a multiple of {block}, patch_size x merge, for example "
+                f"{self.image_size + -self.image_size % block}"
+            )
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in {1, self.channels}:
+                raise ValueError(f"{name} has {len(getattr(self, name))} numbers: give 1, or {self.channels}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {min(self.std)}: give positive numbers")
+
+
+class _Line(NamedTuple):
+    """A line of the file, ready to become a sample."""
+
+    number: int
+    parts: list[Text | Grid]
+    files: list[Path]
+
+
+class ImageText:
+    """A deterministic data set of text with images; see the module's text.
+
+    Args:
+        cost: what a sample costs, for balancing; None: a token and a patch cost the same.
+
+    Attributes: ``config``; ``num_samples``; ``num_images``; ``shapes``, all that a microbatch can have.
+    Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
+    """
+
+    def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None) -> None:
+        self.config = config
+        path = Path(config.path).expanduser()
+        content = _read(path)
+        self._folder = path.parent if config.image_folder is None else Path(config.image_folder).expanduser()
+        self._lines = [
+            self._line(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()
+        ]
+        self.num_samples, self.num_images = len(self._lines), sum(len(line.files) for line in self._lines)
+        if self.num_samples < config.batch_size:
+            raise ValueError(
+                f"{path} holds {self.num_samples} samples, fewer than batch_size {config.batch_size}: give more lines, "
+                "or a smaller batch_size"
+            )
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
+        self._samples = [make_sample(line.parts, config.merge) for line in self._lines]
+        self._check_lengths()
+        self._format = PatchFormat(
+            config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None
+        )
+        num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
+        survey = [self.samples(step) for step in range(num_steps)]
+        self._batching = Batching(config, self._format, self._limits(), survey, cost)
+        self.shapes = self._batching.shapes
+
+    def _line(self, number: int, line: bytes) -> _Line:
+        fields = self._fields(number, line)
+        files = [self._folder / name for name in fields.get("images", ())]
+        grids = [self._grid(number, file) for file in files]
+        pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
+        if len(pieces) == 1:
+            pieces = [""] * len(files) + pieces
+        if len(pieces) != len(files) + 1:
+            raise self._refusal(
+                number, f"has {len(files)} images and {len(pieces) - 1} times {MARKER}: make them equal"
+            )
+        weight = float("text" in fields)
+        parts: list[Text | Grid] = []
+        for piece, grid in zip(pieces, [*grids, None], strict=True):
+            parts += [Text(piece.encode(errors="replace"), weight)] if piece else []
+            parts += [grid] if grid is not None else []
+        if "target" in fields:
+            parts.append(Text(fields["target"].encode(errors="replace"), 1))
+        if not any(isinstance(part, Text) and part.weight and part.content for part in parts):
+            raise self._refusal(number, "has no text to predict: give it some, or remove the line")
+        return _Line(number, [*parts, Text(_END, 1)], files)
+
+    def _fields(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise self._refusal(number, f"is not JSON ({error}): mend or remove it") from error
+        if not isinstance(fields, dict) or fields.keys() - {"images"} not in _FIELDS:
+            raise self._refusal(number, "must be an object with text, or with prompt and target, and perhaps images")
+        texts = [value for name, value in fields.items() if name != "images"]
+        names = fields.get("images", [])
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in [*texts, *names]):
+            raise self._refusal(number, "must hold text in its fields, and a list of paths in images")
+        return fields
+
+    def _refusal(self, number: int, what: str) -> ValueError:
+        return ValueError(f"line {number} of {self.config.path} {what}")
+
+    def _of_file(self, number: int, file: Path, error: ValueError) -> ValueError:
+        return ValueError(f"image {file}, of line {number} of {self.config.path}, {error}")
+
+    def _grid(self, number: int, file: Path) -> Grid:
+        config = self.config
+        try:
+            width, height = size_of_image(file, config.max_pixels)
+        except ValueError as error:
+            raise self._of_file(number, file, error) from error
+        if config.image_size is not None:
+            return Grid(config.image_size // config.patch_size, config.image_size // config.patch_size)
+        block = config.patch_size * config.merge
+        return fitting_grid(width, height, block=block, merge=config.merge, max_patches=config.max_patches)
+
+    def _check_lengths(self) -> None:
+        for name, most, sizes in (
+            ("length", self.config.length, [sample.length for sample in self._samples]),
+            ("image_length", self.config.image_length, [max(sample.patches, default=0) for sample in self._samples]),
+        ):
+            if most is not None and max(sizes) > most:
+                longest = int(np.argmax(sizes))
+                what = "tokens long" if name == "length" else "patches large in one of its images"
+                raise self._refusal(
+                    self._lines[longest].number,
+                    f"is {sizes[longest]} {what}, more than {name} {most}: give at least that, or shorten the line",
+                )
+
+    def _limits(self) -> Limits:
+        """By the largest samples, as many as a microbatch has when cut in order.
+
+        Where a step spans two epochs, one sample may come twice.
+        """
+        num = self.config.microbatch_size
+        twice = [*self._samples, *self._samples]
+        lengths = sorted((sample.length for sample in twice), reverse=True)
+        images = sorted((len(sample.images) for sample in twice), reverse=True)
+        patches = sorted((sum(sample.patches) for sample in twice), reverse=True)
+        return Limits(
+            longest=lengths[0],
+            tokens=sum(lengths[:num]),
+            largest_image=max(max(sample.patches, default=0) for sample in self._samples),
+            images=sum(images[:num]),
+            patches=sum(patches[:num]),
+            has_text_only=not images[-1],
+        )
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All shapes that a microbatch can have."""
+        return self._batching.buckets
+
+    def _numbers(self, step: int) -> list[int]:
+        config = self.config
+        return items_of(step, batch_size=config.batch_size, num=self.num_samples, seed=config.seed).tolist()
+
+    def samples(self, step: int) -> list[Sample]:
+        """The samples of ``step``, whatever microbatches they come into."""
+        return [self._samples[number] for number in self._numbers(step)]
+
+    def batch(self, step: int, reads: Reads | None = None) -> Batch:
+        """The batch of ``step`` (0, 1, ...), a list of microbatches for each leaf; what is not read is not decoded.
+
+        Leaves as those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
+        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Raises ValueError, naming file
+        and line, for an image that cannot be decoded.
+        """
+        numbers = self._numbers(step)
+
+        def patches(sample: int, image: int) -> NDArray[np.float32]:
+            return self._patches(self._lines[numbers[sample]], image)
+
+        return self._batching.leaves([self._samples[number] for number in numbers], patches, reads)
+
+    def _patches(self, line: _Line, image: int) -> NDArray[np.float32]:
+        config = self.config
+        grid = [part for part in line.parts if isinstance(part, Grid)][image]
+        try:
+            pixels = read_pixels(
+                line.files[image],
+                grid,
+                patch_size=config.patch_size,
+                channels=config.channels,
+                max_pixels=config.max_pixels,
+            )
+        except ValueError as error:
+            raise self._of_file(line.number, line.files[image], error) from error
+        normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
+        return patches_of(normal, config.patch_size, config.merge)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): give the path of a JSONL file") from error

@@ -1,0 +1,274 @@
+"""Text with images from files: what becomes of a line, what is refused, and that only what is read is decoded."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rrfp_jax.data import ImageText, ImageTextConfig, contents_of, image_text
+from rrfp_jax.data.image_files import fitting_grid
+
+
+def gradient(width, height):
+    """An image in which every place is told by its colour."""
+    rows, columns = np.meshgrid(np.linspace(0, 255, height), np.linspace(0, 255, width), indexing="ij")
+    return Image.fromarray(np.stack([rows, columns, 255 - rows], axis=-1).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, size in {"wide.png": (96, 16), "small.png": (16, 16), "tall.png": (32, 64)}.items():
+        gradient(*size).save(tmp_path / name)
+    lines = [
+        {"prompt": "What? <image>\n", "target": "wide", "images": ["wide.png"]},
+        {"prompt": "", "target": "two", "images": ["small.png", "tall.png"]},
+        {"text": "no image at all, but a rather long text"},
+        {"text": "a", "images": []},
+        {"text": "<image> and <image> and <image>!", "images": ["small.png", "small.png", "wide.png"]},
+        {"prompt": "Why?", "target": "So."},
+    ]
+    write(tmp_path, lines)
+    return tmp_path
+
+
+def write(folder, lines):
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def dataset(folder, **changes):
+    values = {"batch_size": 6, "num_microbatches": 3, "patch_size": 8, "merge": 2, "max_patches": 16}
+    return ImageText(ImageTextConfig(path=str(folder / "data.jsonl"), **(values | changes)))
+
+
+def read(batch):
+    """Of every sample: its text with # for features, what counts, and the (rows, columns) of its images in order."""
+    found = []
+    for number, tokens in enumerate(batch["tokens"]):
+        leaf = {name: entries[number] for name, entries in batch.items()}
+        for row in range(len(tokens)):
+            for segment in range(1, leaf["segments"][row].max() + 1):
+                at = leaf["segments"][row] == segment
+                text = bytes(tokens[row][at].tolist()).replace(b"\xff", b"#").decode()
+                targets = leaf["targets"][row][at][leaf["weights"][row][at] > 0]
+                found.append((text, bytes(targets.tolist()).decode(), sizes_at(leaf, row, at)))
+    return sorted(found)
+
+
+def sizes_at(leaf, row, at):
+    if leaf["patches"] is None:
+        return []
+    index = leaf["image_index"][row][at]
+    if index.max() < 0:
+        return []
+    places = (index[index >= 0][:, None] * 4 + np.arange(4)).reshape(-1)
+    segments, rows, columns = (
+        leaf[name].reshape(-1)[places] for name in ("patch_segments", "patch_rows", "patch_columns")
+    )
+    starts = [n for n in range(len(places)) if rows[n] == columns[n] == 0]
+    sizes = []
+    for start, stop in zip(starts, [*starts[1:], len(places)], strict=True):
+        assert len(set(segments[start:stop].tolist())) == 1
+        sizes.append((int(rows[start:stop].max()) + 1, int(columns[start:stop].max()) + 1))
+    return sizes
+
+
+EXPECTED = sorted(
+    [
+        ("What? ####\nwide", "wide\0", [(2, 8)]),
+        ("#####two", "two\0", [(2, 2), (4, 4)]),
+        ("no image at all, but a rather long text", "o image at all, but a rather long text\0", []),
+        ("a", "\0", []),
+        ("# and # and ####!", " and  and !\0", [(2, 2), (2, 2), (2, 8)]),
+        ("Why?So.", "So.\0", []),
+    ]
+)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("balance", [True, False])
+def test_every_line_becomes_its_sample(folder, pack, balance):
+    """tall.png has 4 x 8 patches, 96 x 16 pixels have 2 x 12: both are made to fit 16."""
+    data = dataset(folder, pack=pack, balance=balance)
+    assert (data.num_samples, data.num_images) == (6, 6)
+    expected = [
+        (text, targets, [(4, 2) if size == (4, 4) else size for size in sizes]) for text, targets, sizes in EXPECTED
+    ]
+    for step in range(5):
+        assert read(data.batch(step)) == sorted(
+            (text.replace("#####two", "###two"), targets, sizes) for text, targets, sizes in expected
+        )
+
+
+def test_pixels_are_those_of_the_file(folder):
+    data = dataset(folder, max_patches=64, num_microbatches=1, batch_size=1, mean=(0.0,), std=(1.0,))
+    for step in range(6):
+        batch = data.batch(step)
+        if batch["patches"][0] is None:
+            continue
+        [_, _, sizes] = read(batch)[0]
+        leaf = {name: entries[0] for name, entries in batch.items()}
+        row, segment = np.argwhere(leaf["patch_segments"] == 1)[0][0], 1
+        at = leaf["patch_segments"][row] == segment
+        height, width = leaf["patch_rows"][row][at].max() + 1, leaf["patch_columns"][row][at].max() + 1
+        picture = np.zeros((height * 8, width * 8, 3), np.float32)
+        places = zip(leaf["patches"][row][at], leaf["patch_rows"][row][at], leaf["patch_columns"][row][at], strict=True)
+        for patch, down, across in places:
+            picture[8 * down : 8 * down + 8, 8 * across : 8 * across + 8] = patch.reshape(3, 8, 8).transpose(1, 2, 0)
+        assert (height, width) in sizes
+        assert np.allclose(picture, np.asarray(gradient(width * 8, height * 8), np.float32) / 255, atol=1e-6)
+
+
+def test_images_of_one_size_have_a_row_each(folder):
+    data = dataset(folder, image_size=32, mean=(0.48, 0.46, 0.41), std=(0.27, 0.26, 0.28))
+    batch = data.batch(0)
+    assert {"patch_rows", "patch_columns"} & batch.keys() == set()
+    images = [leaf for leaf in batch["patches"] if leaf is not None]
+    assert all(leaf.shape[1:] == (16, 192) for leaf in images)
+    contents = contents_of(batch)
+    assert (contents.images, contents.patches) == (6, 96)
+    of_text = [text for text, _, _ in (sample for sample in read_texts(batch))]
+    assert sorted(text.count("#") for text in of_text) == [0, 0, 0, 4, 8, 12]
+
+
+def read_texts(batch):
+    return [
+        (bytes(tokens[row][segments[row] == segment].tolist()).replace(b"\xff", b"#").decode(), row, segment)
+        for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
+        for row in range(len(tokens))
+        for segment in range(1, segments[row].max() + 1)
+    ]
+
+
+def test_only_what_is_read_is_decoded(folder, monkeypatch):
+    data, decoded = dataset(folder), []
+    decode = image_text.read_pixels
+    monkeypatch.setattr(
+        image_text,
+        "read_pixels",
+        lambda path, *args, **named: decoded.append(path.name) or decode(path, *args, **named),
+    )
+    for step in range(3):
+        whole = data.batch(step)
+        decoded.clear()
+        data.batch(step, {"tokens": range(3)})
+        assert not decoded
+        for number in range(3):
+            decoded.clear()
+            data.batch(step, {"patches": [number]})
+            leaf = whole["patch_segments"][number]
+            assert len(decoded) == (0 if leaf is None else leaf.max(axis=1).sum())
+
+
+def test_text_alone_comes_in_few_lengths(tmp_path):
+    generator = np.random.default_rng(0)
+    write(tmp_path, [{"text": "x" * int(length)} for length in generator.lognormal(4, 0.6, 200)])
+    data = dataset(tmp_path, batch_size=16, num_microbatches=16, pack=False, text_buckets=4)
+    assert 1 < len(data.buckets) <= 4
+    assert all(bucket.keys() == {"tokens", "positions", "segments", "targets", "weights"} for bucket in data.buckets)
+    one = dataset(tmp_path, batch_size=16, num_microbatches=16, pack=False, text_buckets=1)
+    batches = [[each.batch(step) for step in range(12)] for each in (data, one)]
+    padding = [np.mean([contents_of(batch).token_padding for batch in of_one]) for of_one in batches]
+    assert padding[0] < 0.25
+    assert padding[1] > 0.6
+    texts = [sorted(text for batch in of_one for text, _, _ in read_texts(batch)) for of_one in batches]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("balance", [True, False])
+def test_every_microbatch_of_every_epoch_is_in_a_bucket(tmp_path, pack, balance):
+    """Also where a step spans two epochs and has the longest sample twice."""
+    write(tmp_path, [{"text": "x" * length} for length in (400, 3, 5, 4, 90, 6, 7)])
+    data = dataset(tmp_path, batch_size=4, num_microbatches=2, pack=pack, balance=balance)
+    shapes = [bucket["tokens"].shape for bucket in data.buckets]
+    for step in range(300):
+        assert all(leaf.shape in shapes for leaf in data.batch(step)["tokens"])
+
+
+def test_a_broken_file_is_named_before_anything_runs(folder):
+    (folder / "small.png").write_bytes(b"this is no image")
+    with pytest.raises(
+        ValueError, match=r"^image .*small\.png, of line 2 of .*data\.jsonl, cannot be opened as an image"
+    ):
+        dataset(folder)
+    (folder / "small.png").unlink()
+    with pytest.raises(ValueError, match=r"small\.png, of line 2 .* \(No such file or directory\): mend or remove it"):
+        dataset(folder)
+
+
+def test_a_file_that_breaks_off_is_named_when_it_is_read(folder):
+    generator = np.random.default_rng(0)
+    Image.fromarray(generator.integers(256, size=(64, 64, 3), dtype=np.uint8)).save(folder / "small.png")
+    content = (folder / "small.png").read_bytes()
+    (folder / "small.png").write_bytes(content[: len(content) // 2])
+    data = dataset(folder)
+    with pytest.raises(ValueError, match=r"^image .*small\.png, of line \d of .*data\.jsonl, cannot be decoded \(.+\)"):
+        data.batch(0)
+    data.batch(0, reads={})
+
+
+def test_an_image_that_is_too_large_is_named(folder):
+    with pytest.raises(ValueError, match=r"tall\.png, of line 2 .* is larger than max_pixels, 2000 \(32 x 64 pixels\)"):
+        dataset(folder, max_pixels=2000)
+
+
+def test_a_photograph_is_turned_as_it_is_to_be_seen(folder):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    gradient(64, 16).save(folder / "photo.jpg", exif=exif)
+    write(folder, [{"text": "a", "images": ["photo.jpg"]}])
+    [sample] = dataset(folder, batch_size=1, num_microbatches=1).samples(0)
+    assert sample.images == ((8, 2),)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2 of .*data\.jsonl is not JSON \(.*\): mend or remove it"),
+        ("[]", r"line 2 .* must be an object with text, or with prompt and target, and perhaps images"),
+        ('{"prompt": "a"}', r"line 2 .* must be an object with text, or with prompt and target"),
+        ('{"text": 3}', r"line 2 .* must hold text in its fields"),
+        ('{"text": "a", "images": "a.png"}', r"line 2 .* and a list of paths in images"),
+        ('{"text": "<image> <image>", "images": []}', r"line 2 .* has 0 images and 2 times <image>: make them equal"),
+        ('{"prompt": "a", "target": ""}', r"line 2 .* has no text to predict"),
+        ('{"text": "' + "y" * 70 + '"}', r"line 2 .* is 70 tokens long, more than length 64: give at least that"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        dataset(tmp_path, batch_size=1, num_microbatches=1, length=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 9}, r"holds 6 samples, fewer than batch_size 9"),
+        ({"image_length": 12}, r"line 1 .* is 16 patches large in one of its images, more than image_length 12"),
+        ({"image_size": 20}, r"image_size is 20: give a multiple of 16, patch_size x merge, for example 32"),
+        ({"max_patches": 3}, r"max_patches is 3: give at least 4, one feature"),
+        ({"channels": 4}, r"channels is 4: give 3 for colours or 1 for grey"),
+        ({"mean": (0.1, 0.2)}, r"mean has 2 numbers: give 1, or 3"),
+        ({"std": (0.0,)}, r"std is 0\.0: give positive numbers"),
+    ],
+)
+def test_bad_values_are_refused_with_a_remedy(folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataset(folder, **changes)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*data\.jsonl \(No such file or directory\)"):
+        dataset(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (16, 16), (500, 20), (20, 5000), (3000, 2000), (17, 9), (40, 40)])
+@pytest.mark.parametrize("max_patches", [4, 16, 100, 1024])
+def test_images_keep_their_shape_within_the_most_patches(size, max_patches):
+    grid = fitting_grid(*size, block=16, merge=2, max_patches=max_patches)
+    assert grid.num_patches <= max_patches
+    assert grid.rows % 2 == grid.columns % 2 == 0
+    assert min(grid) >= 2
+    if max_patches == 1024 and max(size) <= 3000 and min(size) > 16:
+        assert grid.columns / grid.rows == pytest.approx(size[0] / size[1], rel=0.4)
