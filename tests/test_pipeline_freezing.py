@@ -203,9 +203,11 @@ def test_a_bidirectional_table_trains_what_is_not_frozen() -> None:
 def test_what_ran(case: Case) -> None:
     """Frozen chunks have no W, R and U; those before all that trains run F alone."""
     with case.base.reordered(Ordering(hint="bfw")) as pipeline:
-        state = pipeline.init(jax.random.key(1))
-        ran = {span.task for span in pipeline.step(state, BATCHES[0])[1].result().timeline.spans}
-        states = dict(pipeline.chunk_states(type(state)(1)))
+        state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), BATCHES[0])
+        ran = {span.task for span in metrics.result().timeline.spans}
+        states = dict(pipeline.chunk_states(state))
+        for measured, forecast in zip(metrics.result().peak_memory_bytes, pipeline.forecast, strict=True):
+            assert forecast.fixed <= measured <= forecast.peak
     names = [set(param_specs(chunk)) for chunk in case.chunks]
     trains = [bool(own - chunk.frozen) for own, chunk in zip(names, case.chunks, strict=True)]
     for index, chunk in enumerate(case.chunks):

@@ -27,6 +27,8 @@ class Case:
     num_stages: int
     cut: tuple[int, ...]
     """Layers of each chunk."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of layers that never change."""
     data: int = 1
     tensor: int = 1
     num_ranks: int
@@ -56,7 +58,8 @@ class Case:
 
 def read_cases(folder: Path) -> list[Case]:
     """The cases of a folder."""
-    return [Case(**{**case, "cut": tuple(case["cut"])}) for case in json.loads((folder / _FILE).read_text())]
+    cases = json.loads((folder / _FILE).read_text())
+    return [Case(**{**case, "cut": tuple(case["cut"]), "frozen": tuple(case["frozen"])}) for case in cases]
 
 
 def result_file(folder: Path, case: Case, rank: int) -> Path:

@@ -11,6 +11,7 @@ import optax
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.freezing import freeze
 from tests import long_sums
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
@@ -25,7 +26,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     if case.model == LONG_SUMS:
         return long_sums.make_chunks()
     if case.model == PLAIN:
-        return [_with_constant_init(chunk) for chunk in plain_model(case.cut)]
+        return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import language_model  # takes long to load
 
     config = LanguageModelConfig(
@@ -83,4 +84,5 @@ def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
     params: dict[str, Any] = {}
     for chunk in chunks:
         params |= chunk.init(jax.random.key(0))
-    return train_plainly(chunks, params, make_optimizer(case), make_batches(case), clip_norm=1.0)
+    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
+    return train_plainly(chunks, params, make_optimizer(case), make_batches(case), clip_norm=1.0, frozen=frozen)

@@ -41,6 +41,18 @@ LONG = Case(
     num_ranks=3,
     options={"deterministic": True, "hint": "f-priority"},
 )
+FROZEN = [
+    Case(name="passes on", cut=(0, 1, 1, 0), frozen=("layers.0",), num_stages=4, num_ranks=4, options=SPLIT),
+    Case(
+        name="forwards only",
+        cut=(1, 1),
+        frozen=("embedding", "layers.0"),
+        num_stages=2,
+        data=2,
+        num_ranks=4,
+        options=SHARDED,
+    ),
+]
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
@@ -53,10 +65,12 @@ def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
 
 
 def test_one_layout_of_each_kind(tmp_path: Path) -> None:
-    results = train_together([*ONE_OF_EACH, LONG], tmp_path)
+    results = train_together([*ONE_OF_EACH, *FROZEN, LONG], tmp_path)
     reference = train_reference(ONE_OF_EACH[0])
     for case in ONE_OF_EACH:
         assert_same_training(*results[case.name], *reference)
+    for case in FROZEN:
+        assert_same_training(*results[case.name], *train_reference(case))
     same_as_one_process(LONG, results[LONG.name])
 
 
