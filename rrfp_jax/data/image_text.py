@@ -57,6 +57,9 @@ class ImageTextConfig(BatchingConfig):
     """So many patches along each side make one image feature, which takes one position of the text."""
     image_size: int | None = None
     """Pixels of each side to which all images are resized; None: each keeps its own size, rounded to whole features."""
+    row_order: bool = False
+    """Whether the patches of images of one ``image_size`` come row by row, for a model that merges them itself. If not,
+    the patches of a feature are consecutive."""
     max_patches: int = 1024
     """An image of its own size that has more patches is made smaller."""
     max_pixels: int = 64 * 2**20
@@ -71,6 +74,8 @@ class ImageTextConfig(BatchingConfig):
         check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
         if self.channels not in {1, 3}:
             raise ValueError(f"channels is {self.channels}: give 3 for colours or 1 for grey")
+        if self.row_order and self.image_size is None:
+            raise ValueError("row_order is for images of one size: give image_size, or leave row_order out")
         if self.max_patches < self.merge**2:
             raise ValueError(f"max_patches is {self.max_patches}: give at least {self.merge**2}, one feature")
         block = self.patch_size * self.merge
@@ -100,7 +105,8 @@ class ImageText:
     Args:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
 
-    Attributes: ``config``; ``num_samples``; ``num_images``; ``shapes``, all that a microbatch can have.
+    Attributes: ``config``; ``num_samples``; ``num_images``; ``shapes``, all that a microbatch can have;
+    ``largest_grid``, the most rows and the most columns of patches that an image has.
     Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
     """
 
@@ -121,6 +127,8 @@ class ImageText:
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self._samples = [make_sample(line.parts, config.merge) for line in self._lines]
+        grids = [grid for sample in self._samples for grid in sample.images] or [Grid(0, 0)]
+        self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
         self._check_lengths()
         self._format = PatchFormat(
             config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None
@@ -255,7 +263,7 @@ class ImageText:
         except ValueError as error:
             raise self._of_file(line.number, line.files[image], error) from error
         normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
-        return patches_of(normal, config.patch_size, config.merge)
+        return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
 
 
 def _read(path: Path) -> bytes:

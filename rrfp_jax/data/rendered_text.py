@@ -134,7 +134,7 @@ class RenderedText:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
 
     Attributes: ``config``; ``training_words`` and ``held_out_words``; ``num_bytes`` of text; ``shapes``, all that a
-    microbatch can have.
+    microbatch can have; ``largest_grid``, the rows and the most columns of patches that a picture has.
     Raises ValueError, with the remedy, where there are no words, a face is unknown, or rows are too short.
     """
 
@@ -150,6 +150,8 @@ class RenderedText:
             for face in config.faces
             for size in config.font_sizes
         }
+        widest = max(self._rounded(max(each.values())) for each in self._widths.values())
+        self.largest_grid = Grid(HEIGHT // config.patch_size, widest // config.patch_size)
         self._format = PatchFormat(config.patch_size**2, config.merge, is_packed=True)
         num_steps = -(-_SURVEYED_SAMPLES // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
@@ -185,9 +187,7 @@ class RenderedText:
 
     def _limits(self, words: Sequence[str]) -> Limits:
         config = self.config
-        image = (
-            HEIGHT * max(self._rounded(max(each.values())) for each in self._widths.values()) // config.patch_size**2
-        )
+        image = self.largest_grid.num_patches
         letters = max(map(len, words))
         longest = max(config.text_length, config.max_images * (image // config.merge**2 + 1 + letters + 1))
         num = config.microbatch_size

@@ -131,6 +131,16 @@ def test_images_of_one_size_have_a_row_each(folder):
     assert sorted(text.count("#") for text in of_text) == [0, 0, 0, 4, 8, 12]
 
 
+def test_patches_may_come_row_by_row(folder):
+    blocks, rows = (dataset(folder, image_size=32, row_order=row_order) for row_order in (False, True))
+    assert blocks.largest_grid == (4, 4)
+    for one, other in zip(blocks.batch(0)["patches"], rows.batch(0)["patches"], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            squares = other.reshape(-1, 2, 2, 2, 2, 192).transpose(0, 1, 3, 2, 4, 5)
+            assert np.array_equal(squares.reshape(one.shape), one)
+
+
 def read_texts(batch):
     return [
         (bytes(tokens[row][segments[row] == segment].tolist()).replace(b"\xff", b"#").decode(), row, segment)
@@ -248,6 +258,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         ({"image_length": 12}, r"line 1 .* is 16 patches large in one of its images, more than image_length 12"),
         ({"image_size": 20}, r"image_size is 20: give a multiple of 16, patch_size x merge, for example 32"),
         ({"max_patches": 3}, r"max_patches is 3: give at least 4, one feature"),
+        ({"row_order": True}, r"row_order is for images of one size: give image_size"),
         ({"channels": 4}, r"channels is 4: give 3 for colours or 1 for grey"),
         ({"mean": (0.1, 0.2)}, r"mean has 2 numbers: give 1, or 3"),
         ({"std": (0.0,)}, r"std is 0\.0: give positive numbers"),

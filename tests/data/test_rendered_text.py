@@ -79,6 +79,8 @@ def test_leaves_have_the_shapes_of_one_of_the_buckets(text):
                 if shapes == {name: (spec.shape, spec.dtype) for name, spec in bucket.items()}
             ]
             seen.add(bucket)
+        for name, most in zip(("patch_rows", "patch_columns"), data.largest_grid, strict=True):
+            assert max(leaf.max() for leaf in batch[name] if leaf is not None) < most
     assert len(seen) > 3
     assert any("patches" not in bucket for bucket in data.buckets)
     assert len(data.buckets) <= 3 * (3 + 1)
