@@ -26,8 +26,10 @@ import jax
 import optax
 
 from rrfp_jax.arbitration import Order, Ordering
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.planning.forecast import StageForecast
-from rrfp_jax.programs.batches import check_same_shapes, leaves_read, spec_of_batch
+from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
+from rrfp_jax.programs.buckets import Buckets, leaves_to_lack
 from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
@@ -97,6 +99,8 @@ class Pipeline:
         self.ordering, self.updates, self.options = ordering, updates, options
         self._graph = ordering.fitted(self.placement, model_graph(self.chunks, self._edges, ordering.schedule))
         """Of one replica; without a schedule for one microbatch."""
+        self._may_lack = leaves_to_lack(self.chunks, self._graph)
+        """Leaves that a microbatch may lack."""
         check_seed(seed)
         self._remat, self._seed = remat_of_chunks(remat, len(self.chunks)), seed
         self.process = _fitted_process(process, self.placement, updates)
@@ -218,24 +222,49 @@ class Pipeline:
 
         Args:
             state: what ``init`` or the last ``step`` returned; it is consumed.
-            batch: arrays [num_microbatches, ...], at least the leaves that the chunks read; they are copied.
-            absent: (chunk, microbatch) pairs that this batch does not have, for example images that are missing.
+            batch: at least the leaves that the chunks read, each an array [num_microbatches, ...] or a list with an
+                array, or None, for each microbatch (:mod:`rrfp_jax.programs.batches`); they are copied. Chunks are
+                skipped for microbatches that lack what they read.
+            absent: further (chunk, microbatch) pairs that this batch does not have; such a chunk's output is zeros
+                for those that read it.
 
         Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
         """
         self._checked(state)
         running = self._adapted(self._prepared(batch))
-        leaves = leaves_read(self.chunks, batch, copied_for=self._model.base_chunks)
-        check_same_shapes(leaves, running.batch)
+        leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
+        if (number := num_microbatches(leaves)) != running.num_microbatches:
+            raise ValueError(
+                f"the batch has {number} microbatches, and the pipeline was prepared for {running.num_microbatches}: "
+                "make all batches alike"
+            )
+        buckets = running.buckets.numbers(leaves)
+        pairs = running.copies.pairs(self._absent(running, buckets, absent))
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
-        future = running.runtime.submit(self._step, leaves, running.copies.pairs(absent))
+        future = running.runtime.submit(self._step, StepBatch(leaves, buckets), pairs)
         tables_planned = 0 if self._adapting is None else self._adapting.num_planned
         metrics = StepMetrics(future, has_norm=self.updates.needs_norm, tables_planned=tables_planned)
         self._enqueued.append(metrics)
         self._step += 1
         return PipelineState(self._step), metrics
+
+    def _absent(
+        self, running: Prepared, buckets: Sequence[int], absent: Iterable[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The pairs that the microbatches skip by what they lack, and those given beside them."""
+        skipped = running.skipped
+        pairs = [(chunk, microbatch) for microbatch, bucket in enumerate(buckets) for chunk in skipped[bucket]]
+        for chunk, microbatch in absent:
+            for successor in self._graph.successors(chunk):
+                if chunk in self._graph.optional_predecessors(successor) and microbatch < len(buckets):
+                    raise ValueError(
+                        f"chunk {chunk} is an optional input of chunk {successor}, which runs without it where the "
+                        f"microbatch lacks its leaves: leave these out of microbatch {microbatch}, not the pair"
+                    )
+            pairs.append((chunk, microbatch))
+        return pairs
 
     def _adapted(self, running: Prepared) -> Prepared:
         """With a table planned anew, where it is time for that and a better one was found."""
@@ -260,25 +289,52 @@ class Pipeline:
         if self._adapting is not None:
             self._adapting.record(result.timeline)
 
-    def prepare(self, batch: Mapping[str, Any], *, progress: CompileProgress = lambda done, total: None) -> None:
-        """Compile every program for batches of these shapes (arrays or specs) and start the stages, if not done yet.
+    def prepare(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        buckets: Iterable[Mapping[str, Any]] | None = None,
+        progress: CompileProgress = lambda done, total: None,
+    ) -> None:
+        """Compile every program for microbatches of these shapes and start the stages, if not done yet.
 
+        ``batch`` is like those of ``step``, of arrays or specs. ``buckets`` are the shapes that microbatches may have,
+        each with a spec or array for every leaf that such a microbatch has; None: those of ``batch``.
         ``progress`` is called with the number of programs that this process has compiled and of all that it compiles,
         from 0 on, one call at a time, from any thread; not at all where nothing is left to compile.
 
-        ``step`` does so by itself with its first batch. Raises ValueError where chunks, graph and batch do not fit.
+        ``step`` does so by itself with its first batch. Raises ValueError where chunks, graph and shapes do not fit.
         """
-        self._prepared(batch, progress)
+        self._prepared(batch, buckets, progress)
 
-    def _prepared(self, batch: Mapping[str, Any], progress: CompileProgress = lambda done, total: None) -> Prepared:
+    def reads(self, num_microbatches: int) -> dict[str, range]:
+        """For every leaf the microbatches of which this process reads it: what a data set must make here."""
+        share = microbatches_per_replica(num_microbatches, self.layout.data)
+        reads: dict[str, range] = {}
+        for base in self._model.base_chunks:
+            replicas = sorted(self._model.numbers(base))
+            own = range(replicas[0] * share, (replicas[-1] + 1) * share)
+            for name in self.chunks[base].leaves:
+                known = reads.get(name, own)
+                reads[name] = range(min(known.start, own.start), max(known.stop, own.stop))
+        return reads
+
+    def _prepared(
+        self,
+        batch: Mapping[str, Any],
+        buckets: Iterable[Mapping[str, Any]] | None = None,
+        progress: CompileProgress = lambda done, total: None,
+    ) -> Prepared:
         if self._preparation is None:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
+            leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
             self._preparation = prepare(
                 self._model,
                 self._graph,
                 self._state,
-                spec_of_batch(leaves_read(self.chunks, batch, copied_for=())),
+                Buckets(self.chunks, buckets_of(leaves) if buckets is None else buckets),
+                num_microbatches(leaves),
                 ordering=self.ordering,
                 options=self.options,
                 progress=progress,

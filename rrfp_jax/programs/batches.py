@@ -1,69 +1,119 @@
-"""The batch of a step: the leaves that chunks read, and the one shape that programs are compiled for."""
+"""The batch of a step: the leaves that chunks read, microbatch by microbatch.
+
+A leaf is an array ``[num_microbatches, ...]`` or, where microbatches differ, a list with an entry for each of them: an
+array, or None where the microbatch lacks the leaf. A ``jax.ShapeDtypeStruct`` may stand for any array that this process
+does not read.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rrfp_jax.programs.chunk import Chunk
 
-BatchSpec = dict[str, jax.ShapeDtypeStruct]
-"""Leaves [num_microbatches, ...] by name."""
+Bucket = dict[str, jax.ShapeDtypeStruct]
+"""The shapes of one microbatch's leaves by name; what it lacks is missing."""
+Leaf = Any
+"""A leaf of a step: by microbatch number an array, a spec or None."""
+
+
+class StepBatch(NamedTuple):
+    """What the stages get of a step."""
+
+    leaves: Mapping[str, Leaf] = {}
+    """By name, an array of each microbatch."""
+    buckets: Sequence[int] = ()
+    """By microbatch, the number of its bucket."""
 
 
 def leaves_read(
-    chunks: Sequence[Chunk], batch: Mapping[str, Any], *, copied_for: Collection[int] | None = None
-) -> dict[str, Any]:
+    chunks: Sequence[Chunk],
+    batch: Mapping[str, Any],
+    *,
+    may_lack: Collection[str] = (),
+    copied_for: Collection[int] | None = None,
+) -> dict[str, Leaf]:
     """The leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
 
     A step reads its batch while the caller may already refill the buffers for the next. Of leaves that none of the
-    chunks ``copied_for`` (None: all) reads only the shape is kept.
+    chunks ``copied_for`` (None: all) reads only the shape is kept. ``may_lack`` names the leaves that microbatches may
+    lack (:func:`rrfp_jax.programs.buckets.leaves_to_lack`).
 
     Raises ValueError for a missing leaf, one without a microbatch axis, or different numbers of microbatches.
     """
     wanted = sorted({name for chunk in chunks for name in chunk.leaves})
     if not wanted:
         raise ValueError("no chunk reads a batch leaf, so no batch says how many microbatches there are: let one read")
-    missing = [name for name in wanted if name not in batch]
+    missing = [name for name in wanted if name not in batch and name not in may_lack]
     if missing:
         raise ValueError(f"the batch lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}")
-    for name in wanted:
-        if not getattr(batch[name], "shape", ()):
-            raise ValueError(f"batch leaf {name!r} has no microbatch axis: give an array [num_microbatches, ...]")
-    sizes = {name: batch[name].shape[0] for name in wanted}
+    present = [name for name in wanted if name in batch]
+    sizes = {name: _num_entries(name, batch[name]) for name in present}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"batch leaves have different numbers of microbatches: {sizes}; make all of them equal")
+    _check_complete({name: batch[name] for name in present if name not in may_lack})
     if 0 in sizes.values():
-        raise ValueError(f"the batch has 0 microbatches: {', '.join(wanted)} must hold at least 1")
+        raise ValueError(f"the batch has 0 microbatches: {', '.join(present)} must hold at least 1")
     own = {
         name for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for for name in chunk.leaves
     }
-    specs = spec_of_batch({name: batch[name] for name in wanted})
-    return {
-        name: np.array(batch[name]) if name in own and not isinstance(batch[name], jax.ShapeDtypeStruct) else spec
-        for name, spec in specs.items()
-    }
+    return {name: _kept(batch[name], is_copied=name in own) for name in present}
 
 
-def spec_of_batch(leaves: Mapping[str, Any]) -> BatchSpec:
-    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
+    """The bucket of every microbatch, in order."""
+    return [
+        {name: _spec(entries[m]) for name, entries in leaves.items() if entries[m] is not None}
+        for m in range(num_microbatches(leaves))
+    ]
 
 
-def num_microbatches(spec: BatchSpec) -> int:
-    return next(iter(spec.values())).shape[0]
+def num_microbatches(leaves: Mapping[str, Leaf]) -> int:
+    """How many microbatches these leaves have."""
+    return len(next(iter(leaves.values())))
 
 
-def spec_of_microbatch(spec: BatchSpec) -> BatchSpec:
-    """The leaves of one microbatch."""
-    return {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in spec.items()}
+class _Alike(Sequence[jax.ShapeDtypeStruct]):
+    """So many microbatches of one shape, of a leaf that is not here."""
+
+    def __init__(self, spec: jax.ShapeDtypeStruct, number: int) -> None:
+        self._spec, self._number = spec, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._spec
 
 
-def check_same_shapes(leaves: Mapping[str, Any], spec: BatchSpec) -> None:
-    """Raise ValueError where a batch differs from the one that programs were compiled for."""
+def _check_complete(leaves: Mapping[str, Any]) -> None:
     for name, leaf in leaves.items():
-        if leaf.shape != spec[name].shape or leaf.dtype != spec[name].dtype:
-            raise ValueError(
-                f"batch leaf {name!r} is {leaf.dtype}{list(leaf.shape)}, but the programs were compiled for "
-                f"{spec[name].dtype}{list(spec[name].shape)}: pad every batch to one shape"
-            )
+        lacking = [m for m, entry in enumerate(leaf) if entry is None] if isinstance(leaf, list | tuple) else []
+        if lacking:
+            raise ValueError(f"microbatch {lacking[0]} lacks {name!r}, which every microbatch needs: add it")
+
+
+def _num_entries(name: str, leaf: Any) -> int:
+    if isinstance(leaf, list | tuple):
+        return len(leaf)
+    if not getattr(leaf, "shape", ()):
+        raise ValueError(f"batch leaf {name!r} has no microbatch axis: give an array [num_microbatches, ...]")
+    return int(leaf.shape[0])
+
+
+def _kept(leaf: Any, *, is_copied: bool) -> Leaf:
+    if isinstance(leaf, list | tuple):
+        return [None if entry is None else _copied(entry) if is_copied else _spec(entry) for entry in leaf]
+    if is_copied and not isinstance(leaf, jax.ShapeDtypeStruct):
+        return np.array(leaf)
+    return _Alike(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), leaf.shape[0])
+
+
+def _copied(entry: Any) -> Any:
+    return entry if isinstance(entry, jax.ShapeDtypeStruct) else np.array(entry)
+
+
+def _spec(entry: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(entry.shape, entry.dtype)

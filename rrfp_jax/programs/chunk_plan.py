@@ -99,11 +99,20 @@ class ChunkPlan:
     @property
     def num_programs(self) -> int:
         """How many programs :class:`rrfp_jax.programs.gradients.GradientPrograms` makes of it."""
-        forwards = 1 + bool(jax.eval_shape(self.prepare, self.params))
         if self.split is None or not self.is_split:
-            return forwards + (self.split is not None)
+            return 1 + (self.split is not None)
         has_weights = bool(jax.tree.leaves(pick(self.params, self.trained)))
-        return forwards + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
+        return 1 + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
+
+    @property
+    def num_derived(self) -> int:
+        """How many values are derived from parameters alone and cost work."""
+        return 0 if self.split is None else self.split.num_derived
+
+    @property
+    def derivations(self) -> tuple[Hashable, ...]:
+        """For each of them how it is derived; equal for values that are the same."""
+        return () if self.split is None else self.split.derivations
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work."""

@@ -1,45 +1,47 @@
-"""All that is compiled for one chunk on its unit, behind the calls that a stage makes.
+"""All that is compiled for one chunk on its unit: the programs of each bucket, and what all buckets share.
 
-Which buffers a call takes over
--------------------------------
-``backward`` consumes its stash and its accumulators, ``input_gradient`` its stash and ``weight_gradient`` its
-accumulators: the caller forgets what it passed and keeps what it got. ``forward`` and ``prepare`` consume nothing. What
-is owed to a weight gradient holds some arrays of the stash, and the gradients that came and went, by reference: the
-rest is freed when the caller drops the stash. For R and U see :mod:`rrfp_jax.programs.updates`.
-
-What accumulates is taken over by the next call that does, and cannot be waited for then. So ``backward`` and
-``weight_gradient`` return a *token* too, a scalar that is complete when they are and that nothing takes over.
+Programs that run a microbatch depend on what the chunk reads of its bucket (:mod:`rrfp_jax.programs.buckets`); their
+calls are in :mod:`rrfp_jax.programs.microbatch_programs`. What a chunk has once, whatever comes: parameters,
+accumulators, R and U (:mod:`rrfp_jax.programs.updates`), and values derived from parameters.
 
 Derived values
 --------------
 What costs work and depends on parameters alone, such as weights cast to bfloat16, is computed once per update by
 ``prepare`` and given to the programs that run a microbatch. Where ``derived`` is left out they call it themselves.
-
-All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.programs.chunk import Chunk, Params, check_seed, counters, trained_specs
+from rrfp_jax.programs.chunk import Chunk, Params, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
 from rrfp_jax.programs.compiling import count_programs
+from rrfp_jax.programs.derived import DerivedValues
 from rrfp_jax.programs.gradients import GradientPrograms
-from rrfp_jax.programs.handover import Owed, OwedBytes, Stash
+from rrfp_jax.programs.handover import OwedBytes
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import shardings_of, spread, unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, num_bytes, pick
-from rrfp_jax.programs.state import full, zeros
+from rrfp_jax.programs.state import zeros
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
 from rrfp_jax.tasks import PipelineGraph
+
+
+class Variant(NamedTuple):
+    """What a chunk needs for microbatches of which it reads the same shapes."""
+
+    shapes: ChunkShapes
+    plan: ChunkPlan
+    """See :func:`rrfp_jax.programs.chunk_plan.plan_chunk`; serves for any number of units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +80,23 @@ class ChunkSizes:
     say."""
 
 
+def largest(sizes: Sequence[ChunkSizes]) -> ChunkSizes:
+    """Of every part the most that any of these has."""
+    temporaries = {name: max(each.temporaries.get(name, 0) for each in sizes) for s in sizes for name in s.temporaries}
+    most = {
+        part.name: max(getattr(each, part.name) for each in sizes) for part in fields(ChunkSizes) if part.type is int
+    }
+    return ChunkSizes(**most, owed=max((s.owed for s in sizes), key=lambda owed: owed.total), temporaries=temporaries)
+
+
 class CompiledChunk:
     """The compiled programs of chunk ``index`` on the devices of one unit.
 
     Those that run microbatches are shared by all chunks of its kind there, see :mod:`rrfp_jax.programs.gradients`.
 
     Args:
-        shapes: of every chunk, see :func:`rrfp_jax.programs.shapes.derive_shapes`.
-        plan: of the chunk, see :func:`rrfp_jax.programs.chunk_plan.plan_chunk`; serves for any number of units.
+        variants: what differs from bucket to bucket.
+        variant_of: for each bucket its variant, None where its microbatches skip the chunk; None: one bucket for each.
         optimizer: must treat every array by itself: see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which
             needs the whole model.
         sharding: the unit's boundary (see :mod:`rrfp_jax.programs.shardings`): a ``SingleDeviceSharding``, or
@@ -103,8 +114,8 @@ class CompiledChunk:
         index: int,
         chunks: Sequence[Chunk],
         graph: PipelineGraph,
-        shapes: Sequence[ChunkShapes],
-        plan: ChunkPlan,
+        variants: Sequence[Variant],
+        variant_of: Sequence[int | None] | None = None,
         *,
         optimizer: optax.GradientTransformation,
         sharding: Sharding,
@@ -114,74 +125,123 @@ class CompiledChunk:
     ) -> None:
         check_seed(seed)
         store = store or ProgramStore()
-        self.index, self.chunk, self.shapes = index, chunks[index], shapes[index]
+        self.index, self.chunk = index, chunks[index]
+        self.variant_of = tuple(range(len(variants)) if variant_of is None else variant_of)
         self.sharding = sharding
         """Of activations, their gradients, batch leaves and scalars."""
         self.shardings = unit_shardings(chunks, index, sharding)
         """Of parameters too."""
-        self._stage, self._seed, self._own = stage, seed, self.chunk.own
-        self._params = spread(self.shapes.params, self.shardings.params)
+        self._stage, self._own = stage, self.chunk.own
+        self._params = spread(variants[0].shapes.params, self.shardings.params)
         trained = trained_specs(self.chunk) if graph.trains(index) else ()
         self._sums = accumulator_spec(pick(self._params, trained))
         with naming(chunks, index):
-            self._programs = self._gradients(plan, store)
-            self.plan = self._programs.plan
-            """As it was given, laid out for what the forward and the input gradient make where it lies."""
+            self._derived = self._derive(variants, store)
+            gradients = [self._gradients(number, variant.plan, store) for number, variant in enumerate(variants)]
             self.updates = UnitUpdates(
                 index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
             )
             """R and U."""
-        of_stage = {} if stage is None else stage.compiled
-        self.compiled = self._programs.compiled | self.updates.compiled | of_stage
+        self.variants = tuple(
+            MicrobatchPrograms(
+                index,
+                self.chunk,
+                graph,
+                variant.shapes,
+                programs,
+                sharding=sharding,
+                seed=seed,
+                prepare=self.prepare,
+                derived=places,
+            )
+            for variant, programs, places in zip(variants, gradients, self._derived.places, strict=True)
+        )
+        """By number."""
+        self._of = tuple(None if number is None else self.variants[number] for number in self.variant_of)
+        self._temporaries = [temporaries(programs.compiled) for programs in gradients]
+        self.compiled = self._by_name(gradients)
         """The compiled programs by name, for their cost and memory analysis."""
-        self._is_sink = not graph.successors(index)
-        self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph)
-        self._loss_grads = full(self.plan.output_grads, sharding, 1) if self._is_sink else ()
 
-    def _gradients(self, plan: ChunkPlan, store: ProgramStore) -> GradientPrograms:
+    def of(self, bucket: int = 0) -> MicrobatchPrograms:
+        """The calls that run microbatches of a bucket, which must not skip the chunk."""
+        programs = self._of[bucket]
+        assert programs is not None
+        return programs
+
+    def _derive(self, variants: Sequence[Variant], store: ProgramStore) -> DerivedValues:
+        """What all programs take: compiled here, or for another chunk of the kind."""
+        params, plans = self._own.to_own(self._params), [variant.plan for variant in variants]
+        kinds, is_new = tuple(plan.kind for plan in plans), False
+
+        def compile_it() -> DerivedValues:
+            nonlocal is_new
+            is_new = True
+            return DerivedValues(plans, params, self.shardings.chosen)
+
+        values: DerivedValues = store.get(("derived", kinds, self.sharding, self._at_params), compile_it)
+        if not is_new and values.program is not None:
+            count_programs(1)
+        return values
+
+    def _gradients(self, number: int, plan: ChunkPlan, store: ProgramStore) -> GradientPrograms:
         """The programs that run microbatches: compiled here, or for another chunk of the kind."""
         params = self._own.to_own(self._params)
-        at_params = tuple(spec.sharding for spec in jax.tree.leaves(params))
+        derived = tuple(self._derived.specs[place] for place in self._derived.places[number])
         compiled_here: list[GradientPrograms] = []
 
         def compile_them() -> GradientPrograms:
-            compiled_here.append(GradientPrograms(plan, params, self.sharding, self.shardings.chosen))
+            compiled_here.append(GradientPrograms(plan, params, derived, self.sharding, self.shardings.chosen))
             return compiled_here[0]
 
-        programs: GradientPrograms = store.get(("gradients", plan.kind, self.sharding, at_params), compile_them)
+        at_derived = tuple(spec.sharding for spec in jax.tree.leaves(derived))
+        key = ("gradients", plan.kind, self.sharding, self._at_params, at_derived)
+        programs: GradientPrograms = store.get(key, compile_them)
         if not compiled_here:
             count_programs(len(programs.compiled))
         return programs
 
-    def _zeros_for_absent(self, graph: PipelineGraph) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
-        """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
+    @cached_property
+    def _at_params(self) -> tuple[Sharding, ...]:
+        return tuple(spec.sharding for spec in jax.tree.leaves(self._own.to_own(self._params)))
 
-        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs.
-        """
-        inputs = grads = None
-        if len(self.shapes.inputs) > 1:
-            inputs = tuple(zeros(spec, self.sharding) for spec in self.shapes.inputs)
-        if len(graph.successors(self.index)) > 1 and self.plan.output_grads:
-            grads = (zeros(self.plan.output_grads[0], self.sharding),) * len(self.plan.output_grads)
-        return inputs, grads
+    def _by_name(self, gradients: Sequence[GradientPrograms]) -> dict[str, Compiled]:
+        """Those of the first variant as they are called, of others with its number behind."""
+        compiled = {} if self._derived.program is None else {"prepare": self._derived.program}
+        for number, programs in enumerate(gradients):
+            compiled |= {f"{name} ({number})" if number else name: each for name, each in programs.compiled.items()}
+        return compiled | self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
 
     @cached_property
     def sizes(self) -> ChunkSizes:
-        """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs."""
-        plan, stash, stage = self.plan, self.plan.stash.specs, self._stage
+        """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs; of
+        every part the most that a bucket needs."""
+        return largest(self.sizes_of_variants)
+
+    @cached_property
+    def sizes_of_variants(self) -> tuple[ChunkSizes, ...]:
+        """The same for microbatches of each variant."""
+        others = {} if self._derived.program is None else {"prepare": self._derived.program}
+        others |= self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
+        common = temporaries(others)
+        return tuple(
+            self._sizes(each, common | own) for each, own in zip(self.variants, self._temporaries, strict=True)
+        )
+
+    def _sizes(self, variant: MicrobatchPrograms, of_programs: Mapping[str, int]) -> ChunkSizes:
+        plan, stash, stage = variant.plan, variant.plan.stash.specs, self._stage
         return ChunkSizes(
             params_bytes=num_bytes(self._params),
             accumulators_bytes=num_bytes(self._sums),
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
-            derived_bytes=num_bytes(self._programs.derived),
-            inputs_bytes=num_bytes(self.shapes.inputs),
-            outputs_bytes=num_bytes(self.shapes.outputs),
+            derived_bytes=num_bytes(self._derived.specs),
+            inputs_bytes=num_bytes(variant.shapes.inputs),
+            outputs_bytes=num_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
             kept_bytes=num_bytes(stash.kept),
-            output_grads_bytes=0 if self._is_sink else num_bytes(plan.output_grads),
+            output_grads_bytes=0 if variant.is_sink else num_bytes(plan.output_grads),
             input_grads_bytes=num_bytes(plan.input_grads),
             owed=plan.owed.num_bytes,
-            temporaries=temporaries(self.compiled),
+            temporaries=of_programs,
         )
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -192,120 +252,15 @@ class CompiledChunk:
 
     def prepare(self, params: Params) -> tuple[Any, ...]:
         """What is derived from these parameters and costs work: valid until they change, empty if there is nothing."""
-        prepare = self._programs.prepare
-        return () if prepare is None else prepare(self._own.to_own(params))
-
-    def forward(
-        self,
-        params: Params,
-        inputs: tuple[Any, ...],
-        leaves: dict[str, Any],
-        step: int = 0,
-        microbatch: int = 0,
-        *,
-        derived: tuple[Any, ...] | None = None,
-    ) -> tuple[Any, Stash]:
-        """Run one microbatch forward.
-
-        ``inputs`` has the output of every predecessor, ascending, and None for one that the microbatch skips;
-        ``leaves`` exactly the chunk's batch leaves; ``microbatch`` counts over the whole step. Returns the output and
-        what the backward needs.
-        """
-        if self._absent_inputs is not None:
-            inputs = _fill(inputs, self._absent_inputs)
-        counted = counters(self._seed, step, microbatch) if self.chunk.uses_key else ()
-        operands, own = (inputs, leaves, (counted, self._own.numbers)), self._own.to_own(params)
-        outputs, made = self._programs.forward(own, self.prepare(params) if derived is None else derived, operands)
-        layout = self.plan.stash
-        donated = tuple([made[place] for place in layout.donated])
-        saved = tuple([made[place] for place in layout.saved])
-        if not layout.kept:
-            return outputs, Stash(donated, saved)
-        at_hand = jax.tree.leaves((operands, outputs))
-        return outputs, Stash(donated, saved, tuple([at_hand[place] for place in layout.kept]))
-
-    def backward(
-        self,
-        params: Params,
-        stash: Stash,
-        output_grads: tuple[Any, ...],
-        accumulators: Any,
-        *,
-        derived: tuple[Any, ...] | None = None,
-    ) -> tuple[tuple[Any, ...], Any, Any]:
-        """Run one microbatch backward, with the parameters that its forward had.
-
-        ``output_grads`` has one entry per gradient successor, ascending, None for one that the microbatch skips, and is
-        empty for a chunk that computes a loss. Returns one gradient per gradient predecessor, ascending, with None in
-        place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
-        the token. Only for a chunk whose backward is not split.
-        """
-        backward, own = self._programs.backward, self._own.to_own
-        if backward is None:
-            raise self._refusal()
-        derived = self.prepare(params) if derived is None else derived
-        owned, rest = (own(accumulators), stash.donated), (stash.saved, stash.kept)
-        (sums, input_grads), token = backward(owned, own(params), derived, rest, self._complete(output_grads))
-        return input_grads, self._own.to_model(sums), token
-
-    def input_gradient(
-        self,
-        params: Params,
-        stash: Stash,
-        output_grads: tuple[Any, ...],
-        *,
-        derived: tuple[Any, ...] | None = None,
-    ) -> tuple[tuple[Any, ...], Owed]:
-        """The first half of a split backward: as ``backward``, but returns what it owes instead of accumulating."""
-        if not self.plan.is_split:
-            raise self._refusal()
-        derived = self.prepare(params) if derived is None else derived
-        output_grads, rest = self._complete(output_grads), (stash.saved, stash.kept)
-        input_grads: tuple[Any, ...] = ()
-        made: tuple[Any, ...] = ()
-        if self._programs.input_gradient is not None:
-            own = self._own.to_own(params)
-            input_grads, made = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
-        at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
-        return input_grads, tuple([at_hand[place] for place in self.plan.owed.leaves])
-
-    def weight_gradient(
-        self, params: Params, owed: Owed, accumulators: Any, *, derived: tuple[Any, ...] | None = None
-    ) -> tuple[Any, Any]:
-        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss, and
-        the token, which is empty where there is no program."""
-        if not self.plan.is_split:
-            raise self._refusal()
-        weight_gradient, own = self._programs.weight_gradient, self._own.to_own
-        if weight_gradient is None:
-            return accumulators, ()
-        derived = self.prepare(params) if derived is None else derived
-        sums, token = weight_gradient(own(accumulators), own(params), derived, owed)
-        return self._own.to_model(sums), token
+        program = self._derived.program
+        return () if program is None else program(self._own.to_own(params))
 
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """The accumulators that the chunks which share parameters with this one need for R."""
         return pick(accumulators, sorted(self.chunk.tied))
-
-    def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._is_sink:
-            return self._loss_grads
-        return output_grads if self._absent_grads is None else _fill(output_grads, self._absent_grads)
-
-    def _refusal(self) -> ValueError:
-        if self.plan.split is None:
-            return ValueError(f"no gradient reaches chunk {self.index}: it has no backward")
-        split = "split: call input_gradient and weight_gradient"
-        return ValueError(
-            f"the backward of chunk {self.index} is {split if self.plan.is_split else 'in one piece: call backward'}"
-        )
 
 
 def temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:
     """Temporary bytes of compiled programs by name, as the backend's memory analysis has them."""
     analyses = {name: program.memory_analysis() for name, program in compiled.items()}
     return {name: int(getattr(analysis, "temp_size_in_bytes", None) or 0) for name, analysis in analyses.items()}
-
-
-def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([zero if value is None else value for value, zero in zip(values, zeros, strict=True)])

@@ -10,28 +10,30 @@ from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk_plan import ChunkPlan
 from rrfp_jax.programs.compiling import compile_program
-from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.specs import Specs, accumulator_spec, pick
 
 
 class GradientPrograms:
-    """F, B or I and W, and what prepares them; parameters go by the names that the chunks' function knows.
+    """F, B or I and W for one bucket; parameters go by the names that the chunks' function knows.
 
     A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
-    of a chunk none of whose parameters train, the preparation where nothing is derived from parameters.
+    of a chunk none of whose parameters train.
 
     Args:
         plan: of the chunks of the kind.
         params: the shapes of parameters, with their shardings.
+        derived: those of what is derived from parameters and the plan takes, likewise.
         boundary: of activations, their gradients, batch leaves and scalars.
         chosen: for results that stay inside the chunk; None lets the compiler choose.
     """
 
-    def __init__(self, plan: ChunkPlan, params: Specs, boundary: Sharding, chosen: Sharding | None) -> None:
+    def __init__(
+        self, plan: ChunkPlan, params: Specs, derived: Specs, boundary: Sharding, chosen: Sharding | None
+    ) -> None:
         self.compiled: dict[str, Compiled] = {}
         """The compiled programs by name."""
-        self._params, self._boundary, self._chosen = params, boundary, chosen
-        self.prepare: Compiled | None = None
+        self._params, self._derived = params, derived
+        self._boundary, self._chosen = boundary, chosen
         self.backward: Compiled | None = None
         self.input_gradient: Compiled | None = None
         self.weight_gradient: Compiled | None = None
@@ -48,13 +50,8 @@ class GradientPrograms:
 
     def _compile_all(self, plan: ChunkPlan) -> ChunkPlan:
         """Compile the plan's functions; where a program's results lie decides how the next ones are laid out."""
-        params, boundary, chosen = self._params, self._boundary, self._chosen
+        params, derived, boundary, chosen = self._params, self._derived, self._boundary, self._chosen
         at_params = jax.tree.map(lambda spec: spec.sharding, params)
-        self.derived = derived = jax.eval_shape(plan.prepare, spread(params, None))
-        """The shapes of what is derived from parameters, with shardings."""
-        if derived:
-            self.prepare = self._compile("prepare", plan.prepare, params, results=chosen, donate=())
-            self.derived = derived = spread(derived, self.prepare.output_shardings)
         results = (boundary, chosen)
         specs: tuple[Specs, ...] = (params, derived, plan.operands)
         self.forward = self._compile("forward", plan.forward, *specs, results=results, donate=())

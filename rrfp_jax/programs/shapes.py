@@ -5,7 +5,7 @@ the batch does not have, chunks that do not fit together, a last chunk that retu
 differ.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,19 @@ class ChunkShapes:
     params: dict[str, Specs]
     """Layer name -> parameters."""
     inputs: tuple[Specs, ...]
-    """The output of every predecessor, ascending."""
+    """The output of every predecessor, ascending; None for one that such a microbatch skips."""
     leaves: dict[str, jax.ShapeDtypeStruct]
-    """The batch leaves that the chunk reads."""
+    """The batch leaves that the chunk reads and the microbatch has."""
     outputs: Specs
-    """What ``apply`` returns."""
+    """What ``apply`` returns; None where such a microbatch skips the chunk."""
+    exists: bool = True
+    """Whether such a microbatch runs on the chunk."""
+
+    @property
+    def read(self) -> Hashable:
+        """Equal for microbatches that need the same programs of the chunk."""
+        read = (self.inputs, self.leaves)
+        return (*jax.tree.leaves(read), jax.tree.structure(read))
 
 
 def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
@@ -37,12 +45,15 @@ def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
 
 
 def derive_shapes(
-    chunks: Sequence[Chunk], graph: PipelineGraph, batch: Mapping[str, jax.ShapeDtypeStruct]
+    chunks: Sequence[Chunk],
+    graph: PipelineGraph,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    absent: Collection[int] = (),
 ) -> tuple[ChunkShapes, ...]:
     """Trace one chunk of every kind, once in its life for the same inputs, and return all shapes; nothing is computed.
 
-    ``batch`` holds the leaves of one microbatch. Raises ValueError, naming the chunk, where chunks, graph and batch do
-    not fit together.
+    ``batch`` holds the leaves of one microbatch, ``absent`` the chunks that it skips. Raises ValueError, naming the
+    chunk, where chunks, graph and batch do not fit together.
     """
     if len(chunks) != graph.num_chunks:
         raise ValueError(f"{len(chunks)} chunks are given for a graph of {graph.num_chunks}: the numbers must agree")
@@ -51,6 +62,9 @@ def derive_shapes(
     for index, chunk in enumerate(chunks):
         params = _params(chunks, index)
         inputs = tuple(shapes[p].outputs for p in graph.predecessors(index))
+        if index in absent:
+            shapes.append(ChunkShapes(params=params, inputs=inputs, leaves={}, outputs=None, exists=False))
+            continue
         leaves = _leaves(chunks, index, batch)
         of_kind = known.setdefault(chunk.own.kind, chunk.known_outputs)
         outputs = _outputs(chunks, index, params, inputs, leaves, known=of_kind)
@@ -105,13 +119,14 @@ def _params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
 def _leaves(
     chunks: Sequence[Chunk], index: int, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    for name in chunks[index].leaves:
+    names = [name for name in chunks[index].leaves if name in batch or name not in chunks[index].optional_leaves]
+    for name in names:
         if name not in batch:
             raise ValueError(
                 f"{describe_chunk(chunks, index)} reads batch leaf {name!r}, which the batch does not have: "
                 f"it has {', '.join(sorted(batch)) or 'no leaves'}"
             )
-    return {name: spec_of(batch[name]) for name in chunks[index].leaves}
+    return {name: spec_of(batch[name]) for name in names}
 
 
 def _outputs(
@@ -206,7 +221,8 @@ def _check_frozen_alike(chunks: Sequence[Chunk], name: str, who: str, pair: tupl
 
 def _check_gradient_edges(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:
     for index, shape in enumerate(shapes):
-        if graph.gradient_successors(index) and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
+        has_gradient = shape.exists and graph.gradient_successors(index)
+        if has_gradient and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
             target = graph.gradient_successors(index)[0]
             raise ValueError(
                 f"{describe_chunk(chunks, index)} sends {describe(shape.outputs)} to chunk {target}, which has no "

@@ -43,13 +43,14 @@ not close over tracers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
 
+from rrfp_jax.programs.sameness import program_identity
 from rrfp_jax.programs.splitting.fixed import hoisted
 from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate
 from rrfp_jax.programs.splitting.liveness import slice_nodes
@@ -152,6 +153,25 @@ class SplitBackward:
         """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
         fixed = slice_nodes(self._joined.all_nodes, self._shared, keep_effects=False).nodes
         return tuple(evaluate(fixed, self._bind_params(params), self._shared))
+
+    @property
+    def num_derived(self) -> int:
+        """How many values :meth:`prepare` returns."""
+        return len(self._shared)
+
+    @cached_property
+    def derivations(self) -> tuple[Hashable, ...]:
+        """For each value of :meth:`prepare` how it comes from the parameters; equal for values that are the same."""
+        return tuple(self._derivation(value) for value in self._shared)
+
+    def _derivation(self, value: Value) -> Hashable:
+        nodes = slice_nodes(self._joined.all_nodes, [value], keep_effects=False).nodes
+
+        def derive(*leaves: Any) -> list[Any]:
+            return evaluate(nodes, dict(zip(self._joined.params, leaves, strict=True)), [value])
+
+        specs = [jax.ShapeDtypeStruct(param.shape, param.dtype) for param in self._joined.params]
+        return program_identity(jax.make_jaxpr(derive)(*specs))
 
     def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
         """(outputs, stash)."""

@@ -3,7 +3,6 @@
 from rrfp_jax.runtime.driver import PipelineClosed as PipelineClosed
 from rrfp_jax.runtime.driver import PipelineRuntime as PipelineRuntime
 from rrfp_jax.runtime.driver import StepOutcome as StepOutcome
-from rrfp_jax.runtime.executor import Batch as Batch
 from rrfp_jax.runtime.executor import StageExecutor as StageExecutor
 from rrfp_jax.runtime.report import NoProgress as NoProgress
 from rrfp_jax.runtime.report import PeerLost as PeerLost

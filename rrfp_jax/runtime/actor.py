@@ -30,8 +30,9 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     WakeAt,
 )
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
 from rrfp_jax.tasks import PipelineGraph
@@ -83,7 +84,7 @@ class StageActor:
         self.arbiter = arbiter.succeeding(self.arbiter)
         self.log = self.log.succeeding(self.arbiter)
 
-    def start_step(self, step: int, batch: Batch, graph: PipelineGraph, plan: StepPlan) -> None:
+    def start_step(self, step: int, batch: StepBatch, graph: PipelineGraph, plan: StepPlan) -> None:
         """The batch of a step is here; it starts once the present step has ended.
 
         ``graph`` and ``plan`` are the step's own, prepared when it was submitted.

@@ -17,11 +17,12 @@ from typing import Any
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
 from rrfp_jax.network.loop_thread import LoopThread
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.compute import ComputeThread, StageThreads
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import Batch, StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.launching import LaunchAndWait
 from rrfp_jax.runtime.log_file import RunLog, take_log
@@ -197,7 +198,7 @@ class PipelineRuntime:
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def submit(self, step: int, batch: Batch, absent: Absences = ()) -> "Future[StepOutcome]":
+    def submit(self, step: int, batch: StepBatch, absent: Absences = ()) -> "Future[StepOutcome]":
         """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps.
 
         The plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed after

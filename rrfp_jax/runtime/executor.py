@@ -6,14 +6,12 @@ is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.com
 event loop and must return within microseconds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.arbitration import Message
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.tasks import PipelineGraph, Task
-
-Batch = Mapping[str, Any]
-"""A step's batch: leaves of shape [num_microbatches, ...]."""
 
 
 def _nothing() -> None:
@@ -42,7 +40,7 @@ class StageOutcome(NamedTuple):
 class StageExecutor(Protocol):
     """The work of one stage."""
 
-    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+    def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         """The batch of a step is here; the step itself may start later. ``graph`` is the step's own."""
 
     def launch(self, step: int, task: Task) -> Launched:

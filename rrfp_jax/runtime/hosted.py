@@ -5,7 +5,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), w
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +17,13 @@ from jax.sharding import Sharding
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
-from rrfp_jax.programs.batches import BatchSpec, spec_of_microbatch
+from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, trained_specs
-from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
-from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes
+from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
 from rrfp_jax.programs.shardings import unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
@@ -58,8 +58,8 @@ class HostedState:
 class HostedPrograms:
     """The compiled programs of the hosted chunks."""
 
-    shapes: tuple[ChunkShapes, ...]
-    """Of every chunk of the model."""
+    shapes: tuple[tuple[ChunkShapes, ...], ...]
+    """Of every bucket and chunk of the model."""
     chunks: dict[int, CompiledChunk]
     """By number in the pipeline of all replicas."""
     replicas: dict[int, StageUpdates]
@@ -188,25 +188,36 @@ class HostedModel:
             connect(self.grids)
 
     def compile(
-        self, graph: PipelineGraph, batch: BatchSpec, progress: CompileProgress = lambda done, total: None
+        self,
+        graph: PipelineGraph,
+        buckets: Buckets,
+        progress: CompileProgress = lambda done, total: None,
+        *,
+        max_programs: int | None = None,
     ) -> HostedPrograms:
-        """Compile everything for batches of these shapes, once; ``graph`` is that of one replica.
+        """Compile everything for microbatches of these shapes, once; ``graph`` is that of one replica.
 
         ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
 
-        Raises ValueError where chunks, graph and batch do not fit.
+        Raises ValueError where chunks, graph and buckets do not fit, or where that would be more than ``max_programs``
+        different ones.
         """
-        key = (graph, tuple(sorted(batch.items())))
+        key = (graph, buckets.key)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(graph, batch, progress)
+            self._compiled[key] = self._compile(graph, buckets, progress, max_programs)
         return self._compiled[key]
 
-    def _compile(self, graph: PipelineGraph, batch: BatchSpec, progress: CompileProgress) -> HostedPrograms:
-        shapes = derive_shapes(self.chunks, graph, spec_of_microbatch(batch))
+    def _compile(
+        self, graph: PipelineGraph, buckets: Buckets, progress: CompileProgress, max_programs: int | None
+    ) -> HostedPrograms:
+        shapes = tuple(
+            derive_shapes(self.chunks, graph, bucket, absent_chunks(self.chunks, graph, bucket))
+            for bucket in buckets.specs
+        )
         programs = HostedPrograms(shapes, {}, {})
 
-        def plan_one(base: int) -> ChunkPlan:
-            return plan_chunk(base, self.chunks, graph, shapes, remat=self._remat[base], store=self._store)
+        def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
+            return self._variants(base, graph, shapes)
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
             with count.counting():
@@ -216,8 +227,7 @@ class HostedModel:
                         base,
                         self.chunks,
                         graph,
-                        shapes,
-                        plans[base],
+                        *planned[base],
                         optimizer=self._optimizer,
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
@@ -230,17 +240,44 @@ class HostedModel:
 
         # XLA releases the GIL while it compiles
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
-            plans = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
-            count = ProgramCount(sum(self._num_programs(*each, graph) for each in plans.items()), progress)
+            planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
+            variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
+            _check_number(variants.values(), len(buckets), max_programs)
+            count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
             for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
                 programs.chunks.update(compiled)
                 if replicas is not None:
                     programs.replicas[base] = replicas
         return programs
 
-    def _num_programs(self, base: int, plan: ChunkPlan, graph: PipelineGraph) -> int:
+    def _variants(
+        self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]]
+    ) -> tuple[list[Variant], list[int | None]]:
+        """What differs from bucket to bucket on a chunk, and for each bucket which of these it is."""
+        numbers: dict[Hashable, int] = {}
+        variants: list[Variant] = []
+        of_bucket: list[int | None] = []
+        for each in shapes:
+            if not each[base].exists:
+                of_bucket.append(None)
+                continue
+            number = numbers.setdefault(each[base].read, len(variants))
+            if number == len(variants):
+                plan = plan_chunk(base, self.chunks, graph, each, remat=self._remat[base], store=self._store)
+                variants.append(Variant(each[base], plan))
+            of_bucket.append(number)
+        if not variants:
+            raise ValueError(
+                f"{describe_chunk(self.chunks, base)} runs in none of the {len(shapes)} buckets: prepare the pipeline "
+                "for one whose microbatches have all leaves"
+            )
+        return variants, of_bucket
+
+    def _num_programs(self, base: int, variants: Sequence[Variant], graph: PipelineGraph) -> int:
         trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
-        num_programs = num_units * plan.num_programs
+        plans = [variant.plan for variant in variants]
+        derives = any(plan.num_derived for plan in plans)
+        num_programs = num_units * (sum(plan.num_programs for plan in plans) + derives)
         if graph.trains(base) and jax.tree.leaves(trained):
             num_updates = len(layer_groups(self.chunks[base], trained))
             num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
@@ -262,15 +299,19 @@ class HostedModel:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def edge(self, message: Message, shapes: Sequence[ChunkShapes]) -> Edge | None:
-        """What a message between chunks carries; None for plain data."""
+    def edge(self, message: Message, bucket: int, shapes: Sequence[Sequence[ChunkShapes]]) -> Edge | None:
+        """What a message between chunks carries for microbatches of a bucket: nothing where these skip one of the two;
+        None for plain data."""
         source, target = message.source, message.target
-        base = self.copies.base(source)
+        bases = self.copies.base(source), self.copies.base(target)
         if message.kind is MessageKind.SHARED:
-            return self._tie(source, target, shapes)
-        carried = shapes[base].outputs
+            return self._tie(source, target, shapes[0])
+        ends = [shapes[bucket][base] for base in bases]
+        carried = ends[0].outputs
         if message.kind is MessageKind.GRADIENT:
-            carried = gradient_spec(shapes[self.copies.base(target)].outputs)
+            carried = gradient_spec(ends[1].outputs)
+        if not all(end.exists for end in ends):
+            carried = None
         return Edge(spec=carried, source=self.boundary(source), target=self.boundary(target))
 
     def _tie(self, source: int, target: int, shapes: Sequence[ChunkShapes]) -> Edge | None:
@@ -293,3 +334,14 @@ def _has_specs(state: Any) -> bool:
 
 def _filled_in(state: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh)
+
+
+def _check_number(variants: Iterable[Sequence[Variant]], num_buckets: int, most: int | None) -> None:
+    """Raise ValueError where more different programs would be compiled."""
+    plans = {variant.plan.kind: variant.plan for of_chunk in variants for variant in of_chunk}
+    number = sum(plan.num_programs for plan in plans.values())
+    if most is not None and number > most:
+        raise ValueError(
+            f"{num_buckets} buckets would compile {number} different programs, more than max_programs {most}: give "
+            "fewer buckets, or raise max_programs"
+        )

@@ -13,8 +13,8 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.tasks import Placement
 
-Ship = Callable[[Any, int, Message], Any]
-"""Brings a value into the form in which it reaches a stage; see ``Transport.ship``."""
+Ship = Callable[[Any, int, Message, int], Any]
+"""Brings a value, of a message of a bucket, into the form in which it reaches a stage; see ``Transport.ship``."""
 
 _Held = tuple[Any, int]
 """A value and its bytes."""
@@ -50,10 +50,10 @@ class Mailbox:
             inbox[message] = (payload, num_bytes)
             self._accepted_bytes += num_bytes
 
-    def post(self, step: int, message: Message, value: Any) -> None:
+    def post(self, step: int, message: Message, value: Any, bucket: int = 0) -> None:
         """A chunk of this stage has produced ``value`` for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
-        shipped = self._ship(value, receiver, message)
+        shipped = self._ship(value, receiver, message, bucket)
         if receiver == self._stage:
             num_bytes = _num_bytes(message, shipped)
             self._inbox[step][message] = (shipped, num_bytes)

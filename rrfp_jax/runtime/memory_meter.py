@@ -12,7 +12,7 @@ import jax
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
-from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.tasks import Task, TaskKind
 
 _PROGRAM_OF_KIND = {
@@ -26,9 +26,8 @@ _PROGRAM_OF_KIND = {
 """How the names of the programs of each kind of task begin."""
 
 
-def chunk_bytes(programs: CompiledChunk) -> ChunkBytes:
+def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
     """The sizes of a chunk as the forecast takes them."""
-    sizes = programs.sizes
     return ChunkBytes(
         fixed=sizes.params_bytes + sizes.accumulators_bytes + sizes.optimizer_bytes + sizes.derived_bytes,
         stash=sizes.stash_bytes + sizes.kept_bytes,
@@ -64,29 +63,32 @@ class MemoryMeter:
 
     def __init__(self, programs: Mapping[int, CompiledChunk], device: Any) -> None:
         self._device = device
-        self._held = self._peak = 0
-        self._taken: dict[tuple[TaskKind, int], int] = {}
-        self._running: dict[tuple[TaskKind, int], int] = {}
+        self._held = self._peak = sum(chunk_bytes(each.sizes).fixed for each in programs.values())
+        self._variant_of = {chunk: each.variant_of for chunk, each in programs.items()}
+        self._taken: dict[tuple[TaskKind, int, int], int] = {}
+        self._running: dict[tuple[TaskKind, int, int], int] = {}
         for chunk, each in programs.items():
-            self._add_chunk(chunk, chunk_bytes(each), each.sizes.temporaries)
+            for variant, sizes in enumerate(each.sizes_of_variants):
+                self._add_variant(chunk, variant, chunk_bytes(sizes), sizes.temporaries)
 
-    def _add_chunk(self, chunk: int, sizes: ChunkBytes, temporaries: Mapping[str, int]) -> None:
+    def _add_variant(self, chunk: int, variant: int, sizes: ChunkBytes, temporaries: Mapping[str, int]) -> None:
         """Look up once what every kind of task takes for good and while it runs."""
-        self._held += sizes.fixed
-        self._peak = self._held
         for kind, program in _PROGRAM_OF_KIND.items():
             sizes_of_kind = (size for name, size in temporaries.items() if name.startswith(program))
-            self._running[kind, chunk] = max(sizes_of_kind, default=0)
+            self._running[kind, chunk, variant] = max(sizes_of_kind, default=0)
         self._taken |= {
-            (TaskKind.F, chunk): sizes.stash,
-            (TaskKind.B, chunk): -sizes.stash,
-            (TaskKind.I, chunk): sizes.owed - sizes.stash,
-            (TaskKind.W, chunk): -sizes.owed,
+            (TaskKind.F, chunk, variant): sizes.stash,
+            (TaskKind.B, chunk, variant): -sizes.stash,
+            (TaskKind.I, chunk, variant): sizes.owed - sizes.stash,
+            (TaskKind.W, chunk, variant): -sizes.owed,
         }
 
-    def ran(self, task: Task, inbox_bytes: int) -> None:
-        """A task has run or was launched: count what it took and freed, and what lay in inbox and was on its way."""
-        which = task.kind, task.chunk
+    def ran(self, task: Task, bucket: int, inbox_bytes: int) -> None:
+        """A task of a microbatch of this bucket has run or was launched: count what it took and freed, and what lay in
+        inbox and was on its way. R and U are the same in all buckets."""
+        variant = 0 if task.microbatch < 0 else self._variant_of[task.chunk][bucket]
+        assert variant is not None
+        which = task.kind, task.chunk, variant
         before = self._held
         self._held += self._taken.get(which, 0)
         self._peak = max(self._peak, max(before, self._held) + self._running[which] + inbox_bytes)

@@ -59,6 +59,8 @@ class RuntimeOptions:
     """How long no task may finish before the run is given up with a report; longer than any task."""
     log_steps: int = 2
     """How many steps of each stage's event log are kept."""
+    max_programs: int = 1000
+    """How many different programs this process may compile; a run whose buckets need more is refused at once."""
     wrap_stage: "Callable[[StageExecutor], StageExecutor] | None" = None
     """Put around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
 
@@ -69,6 +71,8 @@ class RuntimeOptions:
             raise ValueError(f"dispatch_ahead is {self.dispatch_ahead!r}: give {DISPATCH_WORDS}")
         if (limit := self.memory_limit_bytes) is not None and limit < 1:
             raise ValueError(f"memory_limit is {self.memory_limit}: give at least 1 byte")
+        if self.max_programs < 1:
+            raise ValueError(f"max_programs is {self.max_programs}: give at least 1")
         check_running(self.progress_deadline_s, self.log_steps)
 
     @property

@@ -117,7 +117,7 @@ class Peers:
         if len(header) != _UNIT.size + KEY_BYTES:
             raise MalformedMessage(f"rank {rank} announces a task in {len(header)} bytes")
         (unit,) = _UNIT.unpack_from(header)
-        step, message = unpack_key(header[_UNIT.size :])
+        step, message = unpack_key(header[_UNIT.size :])[:2]
         if unit not in self._led:
             raise MalformedMessage(f"rank {rank} announces a task to unit {unit}, which this rank does not lead")
         assert self._listener is not None

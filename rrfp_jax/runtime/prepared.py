@@ -8,13 +8,25 @@
 6. the stages, each with its arbiter, running.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import astuple, dataclass, replace
 
-from rrfp_jax.arbitration import STRICT, GroupProtocol, Order, Ordering, StageArbiter, StepRules, dispatch_of
+import jax
+
+from rrfp_jax.arbitration import (
+    STRICT,
+    GroupProtocol,
+    Message,
+    MessageKind,
+    Order,
+    Ordering,
+    StageArbiter,
+    StepRules,
+    dispatch_of,
+)
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.programs.batches import BatchSpec, num_microbatches
+from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
@@ -24,14 +36,19 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.tasks import PipelineGraph
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A pipeline that runs, for batches of one shape."""
+    """A pipeline that runs, for microbatches of some shapes."""
 
-    batch: BatchSpec
+    buckets: Buckets
+    skipped: tuple[frozenset[int], ...]
+    """By bucket, the chunks of a replica that its microbatches skip."""
+    num_microbatches: int
+    """Of a step, over all replicas."""
     order: Order
     """Of all replicas."""
     copies: Replication
@@ -47,7 +64,8 @@ def prepare(
     model: HostedModel,
     graph: PipelineGraph,
     state: HostedState,
-    batch: BatchSpec,
+    buckets: Buckets,
+    num_microbatches: int,
     *,
     ordering: Ordering,
     options: RuntimeOptions,
@@ -57,14 +75,16 @@ def prepare(
 
     Args:
         graph: of one replica; its number of microbatches counts only where it is a schedule's.
+        buckets: the shapes that microbatches may have.
+        num_microbatches: of a step, over all replicas.
         progress: told how many programs are compiled, and of how many.
 
     Raises ValueError where chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, data = model.process, model.process.layout.data
-    graph = _for_batch(graph, batch, ordering, data)
+    graph = _for_batch(graph, num_microbatches, ordering, data)
     with process.losses_first():
-        programs = model.compile(graph, batch, progress)
+        programs = model.compile(graph, buckets, progress, max_programs=options.max_programs)
         sizes, devices = _gather_sizes(process, programs)
         order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
         forecast = forecast_memory(order, sizes, graph.num_microbatches)
@@ -92,13 +112,16 @@ def prepare(
     runtime = process.start(
         make_arbiters(order),
         lambda unit, ship: wrap(make_stage(unit, ship)),
-        edge=lambda message: model.edge(message, programs.shapes),
+        edge=_edge_of(model, programs),
+        num_buckets=len(buckets),
         progress_deadline_s=options.progress_deadline_s,
         log_steps=options.log_steps,
         just_in_time=dispatch.just_in_time,
     )
     return Prepared(
-        batch=batch,
+        buckets=buckets,
+        skipped=tuple(absent_chunks(model.chunks, graph, bucket) for bucket in buckets.specs),
+        num_microbatches=num_microbatches,
         order=order,
         copies=copies,
         forecast=tuple(forecast),
@@ -107,8 +130,21 @@ def prepare(
     )
 
 
-def _for_batch(graph: PipelineGraph, batch: BatchSpec, ordering: Ordering, num_replicas: int) -> PipelineGraph:
-    share, table = microbatches_per_replica(num_microbatches(batch), num_replicas), ordering.schedule
+def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], Edge | None]:
+    """What messages carry; one and the same edge for all buckets in which that has the same shapes."""
+    known: dict[Hashable, Edge] = {}
+
+    def edge(message: Message, bucket: int) -> Edge | None:
+        made = model.edge(message, bucket, programs.shapes)
+        if made is None or message.kind is MessageKind.SHARED:
+            return made
+        return known.setdefault((*message[:3], *jax.tree.leaves(made.spec), jax.tree.structure(made.spec)), made)
+
+    return edge
+
+
+def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, num_replicas: int) -> PipelineGraph:
+    share, table = microbatches_per_replica(num_microbatches, num_replicas), ordering.schedule
     if table is not None and table.graph.num_microbatches != share:
         raise ValueError(
             f"schedule {table.name!r} is for {table.graph.num_microbatches} microbatches, the batch has {share}"
@@ -121,7 +157,7 @@ def _gather_sizes(process: Process, programs: HostedPrograms) -> tuple[dict[int,
     """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits."""
     limits = device_limits([process.own_device(unit) for unit in process.units])
     told = [
-        [[chunk, *astuple(chunk_bytes(each))] for chunk, each in programs.chunks.items()],
+        [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
         [*zip(process.units, limits, strict=True)],
     ]
     sizes: dict[int, ChunkBytes] = {}

@@ -30,7 +30,7 @@ from rrfp_jax.timeline import Timeline
 if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
-EdgeOf = Callable[[Message], Edge | None]
+EdgeOf = Callable[[Message, int], Edge | None]
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
 _LATENCIES_FORESEEN = 4.0
@@ -181,6 +181,7 @@ class Process:
         make_stage: Callable[[int, Ship], StageExecutor],
         *,
         edge: EdgeOf,
+        num_buckets: int = 1,
         progress_deadline_s: float,
         log_steps: int,
         just_in_time: bool = False,
@@ -191,7 +192,8 @@ class Process:
         Args:
             arbiters: one for each hosted unit.
             make_stage: builds a unit's executor.
-            edge: what a message carries and how it lies at both ends; None for plain data.
+            edge: what a message of a bucket carries and how it lies at both ends; None for plain data.
+            num_buckets: how many shapes microbatches may have.
             just_in_time: choose a stage's next task when the running one may end within the host's latency.
             delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
 
@@ -205,7 +207,10 @@ class Process:
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
             deliver = deliver if delay_s is None else _delayed(deliver, delay_s)
-            self._transport = self._make_transport(arbiters[0].placement, edge, deliver, failed, by_transfer)
+            placement = arbiters[0].placement
+            self._transport = self._make_transport(
+                placement, edge, deliver, failed, num_buckets=num_buckets, by_transfer=by_transfer
+            )
             self._transport.prepare(messages)
             return self._transport
 
@@ -342,16 +347,24 @@ class Process:
         return start
 
     def _make_transport(
-        self, placement: Placement, edge: EdgeOf, deliver: Deliver, failed: Failed, by_transfer: frozenset[int]
+        self,
+        placement: Placement,
+        edge: EdgeOf,
+        deliver: Deliver,
+        failed: Failed,
+        *,
+        num_buckets: int,
+        by_transfer: frozenset[int],
     ) -> PipelineTransport:
         return PipelineTransport(
             layout=self.layout,
             placement=placement,
             rank=self.rank,
             network=None if self.cluster is None else self.cluster.network,
-            edge=lambda message: None if message.kind in _CONTROL_ONLY else edge(message),
+            edge=lambda message, bucket: None if message.kind in _CONTROL_ONLY else edge(message, bucket),
             deliver=deliver,
             failed=failed,
+            num_buckets=num_buckets,
             server=self._server,
             transfer_ranks=by_transfer,
         )

@@ -23,9 +23,11 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.executor import Batch, Launched, StageOutcome
+from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.options import UpdateRules
@@ -41,7 +43,7 @@ _ON_HOST = (np.ndarray, np.generic)
 @dataclass
 class _Step:
     graph: PipelineGraph
-    batch: Batch
+    batch: StepBatch
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
@@ -125,7 +127,7 @@ class ProgramStage:
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+    def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch)
         self._mailbox.begin(step)
 
@@ -154,7 +156,7 @@ class ProgramStage:
         if self._copies.replica(message.target) != self._replica:
             return None
         layers = self._layers_before_reduction(step, message.source)
-        return self._ship(layers, self._placement.stage_of_chunk[message.target], message)
+        return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0)
 
     def _report(self, step: int) -> dict[str, bytes]:
         """What this stage and those below it contribute, as one report."""
@@ -197,9 +199,9 @@ class ProgramStage:
                 begun_s = time.perf_counter()
             for message, value in enqueued.posts:
                 if self._posts_at_once or self._stays(message):
-                    self._mailbox.post(step, message, value)
+                    self._post(step, message, value)
             if self._posts_at_once:
-                self._measure(task)
+                self._measure(step, task)
         except BaseException as error:
             self._abort(error)
             raise
@@ -212,8 +214,8 @@ class ProgramStage:
             if not self._posts_at_once:
                 for message, value in enqueued.posts:
                     if not self._stays(message):
-                        self._mailbox.post(step, message, value)
-                self._measure(task)
+                        self._post(step, message, value)
+                self._measure(step, task)
         except BaseException as error:
             self._abort(error)
             raise
@@ -224,23 +226,33 @@ class ProgramStage:
         """Whether a message is for this stage, whose next task may be launched before this one has ended."""
         return self._placement.stage_of_chunk[message.target] == self._stage
 
-    def _measure(self, task: Task) -> None:
-        self._meter.ran(task, self._mailbox.held_bytes + self._in_transit())
+    def _bucket(self, step: int, microbatch: int) -> int:
+        return self._steps[step].batch.buckets[microbatch]
+
+    def _post(self, step: int, message: Message, value: Any) -> None:
+        self._mailbox.post(step, message, value, self._bucket(step, message.microbatch))
+
+    def _measure(self, step: int, task: Task) -> None:
+        bucket = 0 if task.microbatch < 0 else self._bucket(step, task.microbatch)
+        self._meter.ran(task, bucket, self._mailbox.held_bytes + self._in_transit())
 
     def _abort(self, error: BaseException) -> None:
         if self._replicas is not None:  # the others must not wait for this one
             self._replicas.abort(error)
 
+    def _programs_of(self, step: int, chunk: int, microbatch: int) -> MicrobatchPrograms:
+        return self._programs[chunk].of(self._bucket(step, microbatch))
+
     def _forward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
-        graph = state.graph
+        state, held = self._steps[step], self.states[chunk]
+        graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         inputs = tuple(
             self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, microbatch))
             if graph.exists(p, microbatch)
             else None
             for p in graph.predecessors(chunk)
         )
-        leaves = {name: state.batch[name][microbatch] for name in programs.chunk.leaves}
+        leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
         outputs, stash = programs.forward(held.params, inputs, leaves, step, microbatch, derived=held.derived)
         if graph.has_backward(chunk):
             state.stashes[chunk, microbatch] = stash
@@ -255,8 +267,8 @@ class ProgramStage:
         return _Enqueued(outputs, posts)
 
     def _backward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
-        output_grads = self._output_grads(step, chunk, microbatch)
+        state, held = self._steps[step], self.states[chunk]
+        programs, output_grads = self._programs_of(step, chunk, microbatch), self._output_grads(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, held.accumulators, done = programs.backward(
             held.params, stash, output_grads, held.accumulators, derived=held.derived
@@ -264,8 +276,8 @@ class ProgramStage:
         return _Enqueued(done, self._input_grads(step, chunk, microbatch, input_grads))
 
     def _input_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, programs, held = self._steps[step], self._programs[chunk], self.states[chunk]
-        output_grads = self._output_grads(step, chunk, microbatch)
+        state, held = self._steps[step], self.states[chunk]
+        programs, output_grads = self._programs_of(step, chunk, microbatch), self._output_grads(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, owed = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
         if state.graph.trains(chunk):
@@ -273,7 +285,7 @@ class ProgramStage:
         return _Enqueued((input_grads, owed), self._input_grads(step, chunk, microbatch, input_grads))
 
     def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        programs, held = self._programs[chunk], self.states[chunk]
+        programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
         owed = self._steps[step].owed.pop((chunk, microbatch))
         held.accumulators, done = programs.weight_gradient(held.params, owed, held.accumulators, derived=held.derived)
         return _Enqueued(done)

@@ -18,7 +18,8 @@ import numpy as np
 from jax.experimental import buffer_callback
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.runtime.executor import Batch, Launched, StageOutcome
+from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.sleeping import Sleeper
 from rrfp_jax.simulation.costs import of_tasks
@@ -61,7 +62,7 @@ class EmulatedStage:
         self._program = _compile(self._wake.sleep if durations_ms.any() else None, device, activation)
         _warm_up(self._program, self._source)
 
-    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:  # noqa: ARG002
+    def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:  # noqa: ARG002
         self._of_step = graph
         self._mailbox.begin(step)
 

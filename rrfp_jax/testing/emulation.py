@@ -14,6 +14,7 @@ from statistics import fmean
 import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog
@@ -107,7 +108,7 @@ def emulate(
         accelerated.append(AcceleratedStage(emulated, accelerator, duration_of(durations_ms), stage=stage))
         return accelerated[-1]
 
-    def edge(message: Message) -> Edge:
+    def edge(message: Message, _: int) -> Edge:
         stage_of = placement.stage_of_chunk
         return Edge(
             spec=activation,
@@ -173,7 +174,7 @@ def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Seq
     last_s = runtime.clock()
     cpu_s = 0.0
     for step in range(num_steps):
-        outcome = result_of(runtime.submit(step, {}, absent[step % len(absent)] if absent else ()))
+        outcome = result_of(runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else ()))
         timeline.extend(outcome.timeline)
         looking_ahead = outcome.sums.looking_ahead
         step_ms.append((outcome.ended_s - last_s) * 1e3)

@@ -3,7 +3,8 @@
 from typing import Any
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.runtime.executor import Batch, Launched, StageExecutor, StageOutcome
+from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
 from rrfp_jax.tasks import PipelineGraph, Task
 
 
@@ -13,7 +14,7 @@ class WrappedStage:
     def __init__(self, inner: StageExecutor) -> None:
         self._inner = inner
 
-    def begin(self, step: int, batch: Batch, graph: PipelineGraph) -> None:
+    def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._inner.begin(step, batch, graph)
 
     def launch(self, step: int, task: Task) -> Launched:

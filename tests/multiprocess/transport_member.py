@@ -65,7 +65,7 @@ class Member:
             placement=linear(self.layout.num_units),
             rank=self.rank,
             network=self.network,
-            edge=lambda message: self.edges.get(message[:3]),
+            edge=lambda message, bucket: self.edges.get(message[:3]),
             deliver=lambda *delivery: self.came.put(delivery),
             failed=self.came.put,
             server=self._server,

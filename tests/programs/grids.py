@@ -13,7 +13,7 @@ import optax
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.stage_devices import StageDevices
@@ -64,8 +64,7 @@ class GridTrainer:
                     c,
                     chunks,
                     graph,
-                    shapes,
-                    plan,
+                    [Variant(shapes[c], plan)],
                     optimizer=optimizer,
                     sharding=grid.unit_sharding(r),
                     stage=self.joint[c],
@@ -116,20 +115,22 @@ class GridTrainer:
             programs, held = self.programs[replica, c], self.held[replica, c]
             leaves = {name: batch[name][microbatch] for name in programs.chunk.leaves}
             inputs = () if c == 0 else (views(outputs),)
-            outputs, stashes[c] = programs.forward(held.params, inputs, leaves, derived=held.derived)
+            outputs, stashes[c] = programs.of().forward(held.params, inputs, leaves, derived=held.derived)
         grads: tuple[Any, ...] = ()
         for c in reversed(range(last + 1)):
             programs, held = self.programs[replica, c], self.held[replica, c]
             if c in self.graph.split:
-                grads, owed[c] = programs.input_gradient(held.params, stashes.pop(c), grads, derived=held.derived)
+                grads, owed[c] = programs.of().input_gradient(held.params, stashes.pop(c), grads, derived=held.derived)
             else:
-                grads, held.accumulators, _ = programs.backward(
+                grads, held.accumulators, _ = programs.of().backward(
                     held.params, stashes.pop(c), grads, held.accumulators, derived=held.derived
                 )
             grads = views(grads)
         for c, debt in owed.items():
             programs, held = self.programs[replica, c], self.held[replica, c]
-            held.accumulators, _ = programs.weight_gradient(held.params, debt, held.accumulators, derived=held.derived)
+            held.accumulators, _ = programs.of().weight_gradient(
+                held.params, debt, held.accumulators, derived=held.derived
+            )
         loss, weight = outputs
         return last, float(loss), float(weight)
 

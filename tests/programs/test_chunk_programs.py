@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.programs.toys import (
@@ -41,13 +41,13 @@ def middle() -> CompiledChunk:
     shapes = derive_shapes(chunks, graph, microbatch_spec(make_batch(2)))
     sharding = SingleDeviceSharding(jax.devices()[1])
     plan = plan_chunk(1, chunks, graph, shapes)
-    return CompiledChunk(1, chunks, graph, shapes, plan, optimizer=optax.adamw(0.01), sharding=sharding)
+    return CompiledChunk(1, chunks, graph, [Variant(shapes[1], plan)], optimizer=optax.adamw(0.01), sharding=sharding)
 
 
 def test_everything_lies_on_the_device_of_the_sharding(middle: CompiledChunk) -> None:
     params = initial([middle]).params
-    outputs, stash = middle.forward(params, (ONES,), {})
-    grads, accumulators, _ = middle.backward(params, stash, (ONES,), middle.zeros())
+    outputs, stash = middle.of().forward(params, (ONES,), {})
+    grads, accumulators, _ = middle.of().backward(params, stash, (ONES,), middle.zeros())
     state = initial([middle]).optimizer_state
     for leaf in jax.tree.leaves((params, outputs, grads, accumulators, state)):
         assert leaf.devices() == {jax.devices()[1]}
@@ -56,9 +56,9 @@ def test_everything_lies_on_the_device_of_the_sharding(middle: CompiledChunk) ->
 def test_a_backward_can_be_waited_for_when_the_next_has_taken_its_results_over(middle: CompiledChunk) -> None:
     params, accumulators, tokens = initial([middle]).params, middle.zeros(), []
     for _ in range(3):
-        _, stash = middle.forward(params, (ONES,), {})
+        _, stash = middle.of().forward(params, (ONES,), {})
         before = jax.tree.leaves(accumulators)
-        _, accumulators, token = middle.backward(params, stash, (ONES,), accumulators)
+        _, accumulators, token = middle.of().backward(params, stash, (ONES,), accumulators)
         tokens.append(token)
     assert all(leaf.is_deleted() for leaf in before)
     for token in tokens:
@@ -68,10 +68,10 @@ def test_a_backward_can_be_waited_for_when_the_next_has_taken_its_results_over(m
 
 def test_backward_takes_over_accumulators_and_stash(middle: CompiledChunk) -> None:
     params = initial([middle]).params
-    _, stash = middle.forward(params, (ONES,), {})
+    _, stash = middle.of().forward(params, (ONES,), {})
     accumulators = middle.zeros()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(accumulators)]
-    _, summed, _ = middle.backward(params, stash, (ONES,), accumulators)
+    _, summed, _ = middle.of().backward(params, stash, (ONES,), accumulators)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(accumulators))
     assert all(leaf.is_deleted() for leaf in stash.donated)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(summed)] == addresses
@@ -91,7 +91,7 @@ def test_update_takes_over_parameters_state_and_accumulators(middle: CompiledChu
 
 def test_the_stash_holds_no_parameter_and_shares_inputs_with_the_caller(middle: CompiledChunk) -> None:
     params = initial([middle]).params
-    outputs, stash = middle.forward(params, (ONES,), {})
+    outputs, stash = middle.of().forward(params, (ONES,), {})
     assert any(kept is ONES for kept in stash.kept)
     taken = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, outputs))}
     assert taken.isdisjoint(leaf.unsafe_buffer_pointer() for leaf in (*stash.donated, *stash.saved))
@@ -116,9 +116,9 @@ def test_an_input_passed_through_is_not_spoilt_by_the_backward() -> None:
     programs = compile_all([embedding(), through, last], chain(3, 1), make_batch(1))[1]
     params = initial([programs]).params
     given = jax.device_put(2 * ONES, programs.sharding)
-    outputs, stash = programs.forward(params, (given,), {})
+    outputs, stash = programs.of().forward(params, (given,), {})
     kept = jax.tree.map(np.array, outputs)
-    (grads,), accumulators, _ = programs.backward(params, stash, (outputs,), programs.zeros())
+    (grads,), accumulators, _ = programs.of().backward(params, stash, (outputs,), programs.zeros())
     assert_close(outputs, kept, tolerance=0.0)
     np.testing.assert_array_equal(given, 2 * ONES)
     np.testing.assert_allclose(grads, kept[0] + kept[1] * np.exp(2), rtol=1e-6)
@@ -146,7 +146,7 @@ def test_every_apply_is_traced_once_for_its_shapes_and_once_for_its_programs(spl
 def test_other_shapes_are_refused_instead_of_compiled(middle: CompiledChunk) -> None:
     params = initial([middle]).params
     with pytest.raises(TypeError, match="float32"):
-        middle.forward(params, (ONES[:1],), {})
+        middle.of().forward(params, (ONES[:1],), {})
 
 
 def test_nothing_changes_where_the_step_is_not_applied(middle: CompiledChunk) -> None:
@@ -206,9 +206,9 @@ def test_a_chunk_that_computes_the_loss_without_parameters_or_inputs_with_gradie
     )
     graph = PipelineGraph(1, 1, ())
     (programs,) = compile_all([lonely], graph, make_batch(1))
-    outputs, stash = programs.forward({}, (), {"weights": make_batch(1)["weights"][0]})
+    outputs, stash = programs.of().forward({}, (), {"weights": make_batch(1)["weights"][0]})
     assert float(outputs[1]) == 2
-    grads, accumulators, token = programs.backward({}, stash, (), programs.zeros())
+    grads, accumulators, token = programs.of().backward({}, stash, (), programs.zeros())
     assert (grads, accumulators) == ((), {})
     assert token.shape == ()
 

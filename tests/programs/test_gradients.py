@@ -149,7 +149,7 @@ def test_frozen_encoder_has_no_backward() -> None:
     params, state, accumulators = frozen.updates.update({"kept": 1}, (), {}, 1.0, True)
     assert (params, state, accumulators) == ({"kept": 1}, (), {})
     with pytest.raises(ValueError, match="no gradient reaches chunk 0"):
-        frozen.backward({}, Stash(), (), {})
+        frozen.of().backward({}, Stash(), (), {})
 
 
 def test_chunks_without_parameters_and_integer_inputs() -> None:
@@ -200,10 +200,10 @@ def test_bfloat16_edges_keep_their_dtype_and_gradients_add_up_in_float32() -> No
         apply=lambda params, inputs, leaves, *, key: inputs * params["w"],
     )
     _, programs, params, reduced = check([embedding(), mlp(0, jnp.bfloat16), half, head()], chain(4, 2), tolerance=3e-2)
-    assert [p.shapes.outputs.dtype for p in programs[:3]] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    assert [p.of().shapes.outputs.dtype for p in programs[:3]] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
     ones = np.ones((3, 5, WIDTH), jnp.bfloat16)
-    stash = programs[2].forward(params[2], (ones,), {})[1]
-    (grad,), _, _ = programs[2].backward(params[2], stash, (ones,), programs[2].zeros())
+    stash = programs[2].of().forward(params[2], (ones,), {})[1]
+    (grad,), _, _ = programs[2].of().backward(params[2], stash, (ones,), programs[2].zeros())
     assert grad.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(reduced)} == {jnp.dtype(jnp.float32)}
 

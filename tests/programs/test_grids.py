@@ -95,7 +95,7 @@ def test_untied_layers_in_bfloat16() -> None:
     np.testing.assert_allclose(losses, expected, rtol=5e-3)
     jax.tree.map(np.testing.assert_array_equal, trainer.params(0), trainer.params(1))
     head = trainer.programs[0, 1]
-    assert head.shapes.inputs[0].dtype == jax.numpy.bfloat16
+    assert head.of().shapes.inputs[0].dtype == jax.numpy.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.params(0))} == {np.dtype("float32")}
 
 

@@ -74,8 +74,8 @@ def test_tied_chunks(params: list[Any], exact: Any, graph: PipelineGraph) -> Non
 def test_bfloat16_computes_and_travels_and_float32_accumulates(params: list[Any], exact: Any, half_split: Run) -> None:
     fused = run(params, "bfloat16", GRAPH)
     for programs, gradients in (fused, half_split):
-        assert programs[0].shapes.outputs.dtype == jnp.bfloat16
-        assert programs[1].plan.input_grads[0].dtype == jnp.bfloat16
+        assert programs[0].of().shapes.outputs.dtype == jnp.bfloat16
+        assert programs[1].of().plan.input_grads[0].dtype == jnp.bfloat16
         assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {np.dtype("float32")}
         assert programs[1].sizes.derived_bytes > 0
         assert_close(gradients, exact, 5e-2)

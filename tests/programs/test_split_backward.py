@@ -52,10 +52,10 @@ def test_the_stash_is_taken_over_and_what_is_owed_is_held_by_reference(
 ) -> None:
     middle = model[1]
     x, gradient = ones(middle), ones(middle)
-    _, stash = middle.forward(params[1], (x,), {})
+    _, stash = middle.of().forward(params[1], (x,), {})
     assert stash.donated
     assert any(kept is x for kept in stash.kept)
-    _, owed = middle.input_gradient(params[1], stash, (gradient,))
+    _, owed = middle.of().input_gradient(params[1], stash, (gradient,))
     assert all(leaf.is_deleted() for leaf in stash.donated)
     assert any(array is x for array in owed)
     assert any(array is gradient for array in owed)
@@ -69,9 +69,9 @@ def test_what_is_not_owed_is_freed_with_the_stash(model: list[CompiledChunk], pa
         (middle, params[1], (ones(middle),), {}),
         (first, params[0], (), {"tokens": BATCH["tokens"][0]}),
     ):
-        outputs, stash = programs.forward(held, inputs, leaves)
+        outputs, stash = programs.of().forward(held, inputs, leaves)
         watched = {id(array): weakref.ref(array) for array in (*stash.donated, *stash.saved)}
-        _, owed = programs.input_gradient(held, stash, (jnp.ones_like(outputs),))
+        _, owed = programs.of().input_gradient(held, stash, (jnp.ones_like(outputs),))
         wanted = {id(array) for array in owed}
         del stash
         gc.collect()
@@ -83,11 +83,11 @@ def test_weight_gradients_are_added_in_place(model: list[CompiledChunk], params:
     accumulators = middle.zeros()
     totals = []
     for _ in range(2):
-        _, stash = middle.forward(params[1], (ones(middle),), {})
-        _, owed = middle.input_gradient(params[1], stash, (ones(middle),))
+        _, stash = middle.of().forward(params[1], (ones(middle),), {})
+        _, owed = middle.of().input_gradient(params[1], stash, (ones(middle),))
         before = jax.tree.leaves(accumulators)
         addresses = [leaf.unsafe_buffer_pointer() for leaf in before]
-        accumulators, _ = middle.weight_gradient(params[1], owed, accumulators)
+        accumulators, _ = middle.of().weight_gradient(params[1], owed, accumulators)
         assert all(leaf.is_deleted() for leaf in before)
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(accumulators)] == addresses
         totals.append(jax.tree.map(np.array, accumulators))  # a copy: arrays with views are not donated
@@ -96,11 +96,11 @@ def test_weight_gradients_are_added_in_place(model: list[CompiledChunk], params:
 
 def test_sizes_add_up(model: list[CompiledChunk], params: list[Any]) -> None:
     middle, sizes = model[1], model[1].sizes
-    outputs, stash = middle.forward(params[1], (ones(middle),), {})
+    outputs, stash = middle.of().forward(params[1], (ones(middle),), {})
     held = {id(array): array for array in (*stash.donated, *stash.saved)}
     assert sizes.stash_bytes == num_bytes(list(held.values()))
     assert sizes.kept_bytes == num_bytes(stash.kept) == sizes.inputs_bytes == sizes.outputs_bytes
-    grads, owed = middle.input_gradient(params[1], stash, (ones(middle),))
+    grads, owed = middle.of().input_gradient(params[1], stash, (ones(middle),))
     assert sizes.input_grads_bytes == num_bytes(grads) == sizes.output_grads_bytes
     assert sizes.owed.total == num_bytes(owed)
     assert sizes.owed.stash == num_bytes([array for array in owed if id(array) in held])
@@ -131,9 +131,9 @@ def test_low_precision_weights_are_derived_once_per_update(model: list[CompiledC
     assert {leaf.dtype for leaf in derived} == {jnp.dtype(jnp.bfloat16)}
 
     def gradients(**options: Any) -> Any:
-        outputs, stash = low.forward(held, (ones(low),), {}, **options)
-        grads, owed = low.input_gradient(held, stash, (ones(low, outputs.dtype),), **options)
-        return outputs, grads, low.weight_gradient(held, owed, low.zeros(), **options)[0]
+        outputs, stash = low.of().forward(held, (ones(low),), {}, **options)
+        grads, owed = low.of().input_gradient(held, stash, (ones(low, outputs.dtype),), **options)
+        return outputs, grads, low.of().weight_gradient(held, owed, low.zeros(), **options)[0]
 
     by_hand, by_itself = gradients(derived=derived), gradients()
     jax.tree.map(np.testing.assert_array_equal, by_hand, by_itself)
@@ -144,12 +144,12 @@ def test_low_precision_weights_are_derived_once_per_update(model: list[CompiledC
 def test_the_first_chunk_owes_everything(model: list[CompiledChunk], params: list[Any]) -> None:
     first = model[0]
     assert first.compiled.keys() == {"forward", "weight_gradient", "reduce", "update embedding"}
-    _, stash = first.forward(params[0], (), {"tokens": BATCH["tokens"][0]})
+    _, stash = first.of().forward(params[0], (), {"tokens": BATCH["tokens"][0]})
     gradient = ones(first)
-    grads, owed = first.input_gradient(params[0], stash, (gradient,))
+    grads, owed = first.of().input_gradient(params[0], stash, (gradient,))
     assert grads == ()
     assert any(array is gradient for array in owed)
-    table = first.weight_gradient(params[0], owed, first.zeros())[0]["embedding"]["table"]
+    table = first.of().weight_gradient(params[0], owed, first.zeros())[0]["embedding"]["table"]
     np.testing.assert_array_equal(table.sum(), ROWS * LENGTH * WIDTH)
 
 
@@ -157,19 +157,19 @@ def test_a_chunk_without_parameters_owes_nothing() -> None:
     plain = Chunk(name="plain", init=lambda key: {}, apply=lambda params, inputs, leaves, *, key: jnp.sin(inputs))
     programs = compile_all([embedding(), plain, head()], chain(3, 1, split=True), make_batch(1))[1]
     assert programs.compiled.keys() == {"forward", "input_gradient"}
-    _, stash = programs.forward({}, (ones(programs),), {})
-    (grad,), owed = programs.input_gradient({}, stash, (ones(programs),))
+    _, stash = programs.of().forward({}, (ones(programs),), {})
+    (grad,), owed = programs.of().input_gradient({}, stash, (ones(programs),))
     np.testing.assert_allclose(grad, np.cos(1) * np.ones(grad.shape), rtol=1e-6)
     assert owed == ()
-    assert programs.weight_gradient({}, owed, {}) == ({}, ())
+    assert programs.of().weight_gradient({}, owed, {}) == ({}, ())
 
 
 def test_the_gradients_of_several_successors_are_owed_as_their_sum() -> None:
     graph = PipelineGraph(3, 1, (Edge(0, 1), Edge(0, 2), Edge(1, 2)), split=frozenset({0}))
     first, *_ = compile_all([embedding(), mlp(0), head(num_inputs=2)], graph, make_batch(1))
     held = initial([first]).params
-    _, stash = first.forward(held, (), {"tokens": BATCH["tokens"][0]})
-    _, owed = first.input_gradient(held, stash, (ones(first), 2 * ones(first)))
+    _, stash = first.of().forward(held, (), {"tokens": BATCH["tokens"][0]})
+    _, owed = first.of().input_gradient(held, stash, (ones(first), 2 * ones(first)))
     assert first.sizes.owed.gradients == 0
     assert first.sizes.owed.made == first.sizes.outputs_bytes
     assert any(array.shape == (ROWS, LENGTH, WIDTH) and np.all(array == 3) for array in owed)
@@ -177,8 +177,8 @@ def test_the_gradients_of_several_successors_are_owed_as_their_sum() -> None:
 
 def test_the_wrong_half_is_refused(model: list[CompiledChunk], params: list[Any]) -> None:
     with pytest.raises(ValueError, match="chunk 1 is split: call input_gradient and weight_gradient"):
-        model[1].backward(params[1], Stash(), (), model[1].zeros())
+        model[1].of().backward(params[1], Stash(), (), model[1].zeros())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):
-        model[3].input_gradient(params[3], Stash(), ())
+        model[3].of().input_gradient(params[3], Stash(), ())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):
-        model[3].weight_gradient(params[3], (), model[3].zeros())
+        model[3].of().weight_gradient(params[3], (), model[3].zeros())

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
 from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk
+from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
 from rrfp_jax.programs.state import ChunkState, initial_state
@@ -192,8 +192,7 @@ def compile_all(
                 c,
                 chunks,
                 graph,
-                shapes,
-                plan_chunk(c, chunks, graph, shapes, remat=remat),
+                [Variant(shapes[c], plan_chunk(c, chunks, graph, shapes, remat=remat))],
                 optimizer=optimizer or optax.sgd(0.1),
                 sharding=SingleDeviceSharding(devices[c % len(devices)]),
                 seed=seed,
@@ -249,7 +248,7 @@ def run_gradients(
                 send(outputs[p], program, views=views) if p in outputs else None for p in graph.predecessors(c)
             )
             leaves = {name: batch[name][m] for name in program.chunk.leaves}
-            outputs[c], stashes[c] = program.forward(params[c], inputs, leaves, step, m, derived=derived[c])
+            outputs[c], stashes[c] = program.of().forward(params[c], inputs, leaves, step, m, derived=derived[c])
         losses += [(m, c, *map(float, outputs[c])) for c in outputs if not graph.successors(c)]
         grads: dict[tuple[int, int], Any] = {}
         owed: dict[int, Any] = {}
@@ -262,12 +261,12 @@ def run_gradients(
             )
             given = (params[c], stashes.pop(c), incoming)
             if c in graph.split:
-                outgoing, owed[c] = programs[c].input_gradient(*given, derived=derived[c])
+                outgoing, owed[c] = programs[c].of().input_gradient(*given, derived=derived[c])
             else:
-                outgoing, accumulators[c], _ = programs[c].backward(*given, accumulators[c], derived=derived[c])
+                outgoing, accumulators[c], _ = programs[c].of().backward(*given, accumulators[c], derived=derived[c])
             grads |= {(c, p): grad for p, grad in zip(graph.gradient_predecessors(c), outgoing, strict=True)}
         for c, debt in owed.items():
-            accumulators[c], _ = programs[c].weight_gradient(params[c], debt, accumulators[c], derived=derived[c])
+            accumulators[c], _ = programs[c].of().weight_gradient(params[c], debt, accumulators[c], derived=derived[c])
     return Gradients(accumulators, tuple(losses))
 
 

@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
@@ -35,11 +36,11 @@ def tied_stage() -> ProgramStage:
         step_rules=StepRules(),
         copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
         replicas=None,
-        meter=SimpleNamespace(ran=lambda task, inbox_bytes: None),  # type: ignore[arg-type]
-        ship=lambda value, receiver, message: value,
+        meter=SimpleNamespace(ran=lambda task, bucket, inbox_bytes: None),  # type: ignore[arg-type]
+        ship=lambda value, receiver, message, bucket: value,
         wishes=SimpleNamespace(),  # type: ignore[arg-type]
     )
-    stage.begin(0, {}, graph)
+    stage.begin(0, StepBatch(), graph)
     return stage
 
 

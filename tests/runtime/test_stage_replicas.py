@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication, replicated_graph, replicated_placement
 from rrfp_jax.programs.agreement import StageReport
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
@@ -113,19 +114,18 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
         step_rules=StepRules(lockstep=replicas is not None),
         copies=copies,
         replicas=replicas,
-        meter=SimpleNamespace(ran=lambda task, inbox_bytes: None),
-        ship=lambda value, receiver, message: value,
+        meter=SimpleNamespace(ran=lambda task, bucket, inbox_bytes: None),
+        ship=lambda value, receiver, message, bucket: value,
         wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
-    stage.begin(0, {}, graph)
+    stage.begin(0, StepBatch(buckets=[0] * graph.num_microbatches), graph)
     return stage
 
 
 def programs_with(forward: Callable[..., Any]) -> Any:
     sharding = SingleDeviceSharding(jax.devices()[0])
-    return SimpleNamespace(
-        prepare=lambda params: (), forward=forward, chunk=SimpleNamespace(leaves=()), sharding=sharding
-    )
+    of_bucket = SimpleNamespace(forward=forward, leaves=())
+    return SimpleNamespace(prepare=lambda params: (), of=lambda bucket: of_bucket, sharding=sharding)
 
 
 def fail(*_: Any, **__: Any) -> Any:

@@ -56,7 +56,7 @@ class Rank:
             placement=linear(layout.num_units),
             rank=rank,
             network=network,
-            edge=lambda message: edges.get(message[:3]),
+            edge=lambda message, bucket: edges.get(message[:3]),
             deliver=lambda *delivery: self.delivered.put(delivery),
             failed=self.failures.put,
             server=server,

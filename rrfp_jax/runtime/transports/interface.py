@@ -21,10 +21,11 @@ class TransportFailed(RuntimeError):
 class Transport(Protocol):
     """Carries payloads between units, in any order; each message is known by step and identity."""
 
-    def ship(self, payload: Any, stage: int, message: Message) -> Any:
+    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0) -> Any:
         """Bring a finished task's output into the form in which ``send`` takes it; called on the compute thread.
 
-        For a message that stays in its unit this is the form in which the receiving task takes it.
+        ``bucket`` is that of the message's microbatch, which decides on the payload's shapes. For a message that stays
+        in its unit this is the form in which the receiving task takes it.
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:

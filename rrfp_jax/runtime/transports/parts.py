@@ -22,7 +22,7 @@ from rrfp_jax.tasks import NO_MICROBATCH
 
 _KINDS = tuple(MessageKind)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
-_KEY = struct.Struct("<QBIIi")
+_KEY = struct.Struct("<QBIIiH")
 KEY_BYTES = _KEY.size
 
 
@@ -31,20 +31,22 @@ class Key(NamedTuple):
 
     step: int
     message: Message
+    bucket: int = 0
+    """Of its microbatch: the message may come before the receiver knows the step's batch."""
 
 
 def pack_key(key: Key) -> bytes:
     """A message's identity for a header, ``KEY_BYTES`` long."""
-    step, (kind, source, target, microbatch) = key
-    return _KEY.pack(step, _NUMBERS[kind], source, target, microbatch)
+    step, (kind, source, target, microbatch), bucket = key
+    return _KEY.pack(step, _NUMBERS[kind], source, target, microbatch, bucket)
 
 
 def unpack_key(data: bytes) -> Key:
     """The identity that a header begins with. Raises MalformedMessage for anything else."""
     if len(data) >= KEY_BYTES:
-        step, kind, source, target, microbatch = _KEY.unpack_from(data)
+        step, kind, source, target, microbatch, bucket = _KEY.unpack_from(data)
         if kind < len(_KINDS) and microbatch >= NO_MICROBATCH:
-            return Key(step, Message(_KINDS[kind], source, target, microbatch))
+            return Key(step, Message(_KINDS[kind], source, target, microbatch), bucket)
     raise MalformedMessage(f"{data[:KEY_BYTES]!r} is not the identity of a message")
 
 

@@ -46,6 +46,7 @@ class _Shipment(NamedTuple):
     """A payload on its way: what every receiving rank gets."""
 
     plan: EdgePlan
+    bucket: int
     parts: list[tuple[int, Any]]
 
 
@@ -59,6 +60,7 @@ class PipelineTransport:
         edge: what a message carries, and how it lies at both ends; None for plain data.
         deliver: called on the event loop with every message for a unit of this rank.
         failed: called on the event loop with an error after which messages are missing.
+        num_buckets: how many shapes the messages of an edge may have, one for each bucket of microbatches.
         server: through which arrays travel to and from ``transfer_ranks``; others, or all without one, take sockets.
         eager_bytes: with a server, parts of up to so many bytes go through sockets nevertheless.
     """
@@ -73,6 +75,7 @@ class PipelineTransport:
         edge: EdgeOf,
         deliver: Deliver,
         failed: Failed,
+        num_buckets: int = 1,
         server: "TransferServer | None" = None,
         transfer_ranks: Iterable[int] = (),
         eager_bytes: int = EAGER_BYTES,
@@ -81,7 +84,7 @@ class PipelineTransport:
             raise ValueError(f"{layout.describe()} need a network: give the PeerNetwork of rank {rank}")
         self._rank, self._network = rank, network
         self._deliver, self._failed = deliver, failed
-        self._ways = Ways(layout, placement, rank, edge, self._prepare)
+        self._ways = Ways(layout, placement, rank, edge, prepare=self._prepare, num_buckets=num_buckets)
         self.held = HeldBytes()
         """Bytes on their way, and their peak."""
         num_workers = 1 if network is None else network.array_connections
@@ -113,7 +116,7 @@ class PipelineTransport:
     def prepare(self, messages: Iterable[Message]) -> None:
         """Work out the routes of these messages ahead of the first one. Raises ValueError for edges that cannot be."""
         for message in messages:
-            self._ways.of(message)
+            self._ways.prepare(message)
 
     def close(self) -> None:
         """Take no more messages, which the network keeps for the next, and stop the threads. May be called again."""
@@ -132,9 +135,9 @@ class PipelineTransport:
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
-    def ship(self, payload: Any, stage: int, message: Message) -> Any:  # noqa: ARG002 - the message says it too
+    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0) -> Any:  # noqa: ARG002 - the message says it too
         """See :meth:`Transport.ship`. Raises ValueError where the arrays are not what the edge says."""
-        plan = self._ways.of(message).plan
+        plan = self._ways.of(message, bucket).plan
         if plan is None:
             return payload
         leaves = plan.flatten(payload)
@@ -143,7 +146,7 @@ class PipelineTransport:
                 return _handed_over(plan.leaves[0], leaves[0], plan.stays)
             handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
             return plan.treedef.unflatten(handed)
-        return _Shipment(plan, [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing])
+        return _Shipment(plan, bucket, [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing])
 
     def _offer(self, plan: EdgePlan, receiver: int, leaves: list[Any]) -> Any:
         if receiver == self._rank:
@@ -156,8 +159,8 @@ class PipelineTransport:
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         """See :meth:`Transport.send`."""
         if isinstance(payload, _Shipment):
-            plan, parts = payload
-            key = Key(step, message)
+            plan, bucket, parts = payload
+            key = Key(step, message, bucket)
             for receiver, offered in parts:
                 if receiver == self._rank:
                     self._inbox.part(plan, key, receiver, offered)
@@ -183,7 +186,7 @@ class PipelineTransport:
             self._network.send_packed(receiver, _CONTROL, pack_key(Key(step, message)), [packed])
 
     def _receive_control(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
-        step, message = unpack_key(header)
+        step, message, _ = unpack_key(header)
         way = self._ways.expected(message)
         if way.plan is not None or len(frames) != 1:
             raise MalformedMessage(f"rank {sender} sends plain data as the message '{message}'")

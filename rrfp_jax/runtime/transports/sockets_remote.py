@@ -95,7 +95,7 @@ class SocketsRemote(Remote):
 
     def _receive(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
         key = unpack_key(header)
-        plan = self._ways.plan_from(key.message, sender)
+        plan = self._ways.plan_from(key.message, key.bucket, sender)
         self._inbox.part(plan, key, sender, unpack(plan.incoming[sender], header[KEY_BYTES:], frames))
 
 

@@ -136,7 +136,7 @@ class TransferRemote(Remote):
     def _receive_offer(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
         self._confirmed(header)
         key, number = unpack_key(field(header, _KEY, bytes)), field(header, _NUMBER, int)
-        plan = self._ways.plan_from(key.message, sender)
+        plan = self._ways.plan_from(key.message, key.bucket, sender)
         if number < 0 or sender not in self._ranks or not plan.incoming[sender]:
             raise MalformedMessage(f"offer {number} of rank {sender} does not fit the message '{key.message}'")
         self._held.add(received=num_bytes_of(plan.incoming[sender]))

@@ -10,11 +10,12 @@ from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
 from rrfp_jax.runtime.transports.routes import sender_for
 from rrfp_jax.tasks import Placement
 
-EdgeOf = Callable[[Message], Edge | None]
-"""What a message carries; None: plain data. Depends on kind, source and target only, and may be called on any
-thread."""
+EdgeOf = Callable[[Message, int], Edge | None]
+"""What a message of a bucket carries; None: plain data. Depends on kind, source and target only, and may be called on
+any thread."""
 
 _BETWEEN_UNITS = (MessageKind.REPORT, MessageKind.VERDICT)
+_BY_BUCKET = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
 class Way(NamedTuple):
@@ -33,49 +34,68 @@ class Ways:
     """The ways of all messages, seen from one rank. May be used on any thread.
 
     Args:
+        num_buckets: how many shapes the messages of an edge may have.
         prepare: called with each new plan, before it is used.
     """
 
     def __init__(
-        self, layout: Layout, placement: Placement, rank: int, edge: EdgeOf, prepare: Callable[[EdgePlan], None]
+        self,
+        layout: Layout,
+        placement: Placement,
+        rank: int,
+        edge: EdgeOf,
+        *,
+        prepare: Callable[[EdgePlan], None],
+        num_buckets: int = 1,
     ) -> None:
         self._layout, self._placement, self._rank, self._edge = layout, placement, rank, edge
-        self._prepare = prepare
-        self._known: dict[tuple[MessageKind, int, int], Way] = {}
+        self._prepare, self._num_buckets = prepare, num_buckets
+        self._known: dict[tuple[MessageKind, int, int, int], Way] = {}
+        self._plans: dict[tuple[MessageKind, int, int, Edge], EdgePlan] = {}
 
-    def of(self, message: Message) -> Way:
+    def of(self, message: Message, bucket: int = 0) -> Way:
         """Raises ValueError where the edge does not fit its units."""
-        which = message[:3]
+        kind, source, target, _ = message
+        which = kind, source, target, bucket
         way = self._known.get(which)
         if way is None:
-            way = self._known[which] = self._make(message)
+            way = self._known[which] = self._make(message, bucket)
         return way
 
-    def expected(self, message: Message) -> Way:
+    def prepare(self, message: Message) -> None:
+        """Work out the ways of such messages in every bucket."""
+        for bucket in range(self._num_buckets if message.kind in _BY_BUCKET else 1):
+            self.of(message, bucket)
+
+    def expected(self, message: Message, bucket: int = 0) -> Way:
         """The way of a message that has come. Raises MalformedMessage where it is not for a unit of this rank."""
-        way = self._known.get(message[:3])
+        way = self._known.get((*message[:3], bucket))
         if way is None:
             numbered = self._layout.num_units if message.kind in _BETWEEN_UNITS else self._placement.num_chunks
-            way = self.of(message) if max(message.source, message.target) < numbered else None
+            is_known = max(message.source, message.target) < numbered and bucket < self._num_buckets
+            way = self.of(message, bucket) if is_known else None
         if way is None or not way.is_to_here:
-            raise MalformedMessage(f"the message '{message}' is not for rank {self._rank}")
+            raise MalformedMessage(f"the message '{message}' of bucket {bucket} is not for rank {self._rank}")
         return way
 
-    def plan_from(self, message: Message, sender: int) -> EdgePlan:
+    def plan_from(self, message: Message, bucket: int, sender: int) -> EdgePlan:
         """The plan of a message that has come. Raises MalformedMessage where ``sender`` has no part in it."""
-        plan = self.expected(message).plan
+        plan = self.expected(message, bucket).plan
         if plan is None or sender not in plan.incoming:
-            raise MalformedMessage(f"rank {sender} sends no part of the message '{message}'")
+            raise MalformedMessage(f"rank {sender} sends no part of the message '{message}' of bucket {bucket}")
         return plan
 
-    def _make(self, message: Message) -> Way:
+    def _make(self, message: Message, bucket: int) -> Way:
         source, target = _units_of(self._placement, message)
         sources, targets = self._layout.ranks_of(source), self._layout.ranks_of(target)
         receivers = tuple(rank for rank in targets if sender_for(sources, targets, rank) == self._rank)
-        edge = self._edge(message)
+        edge = self._edge(message, bucket)
         if edge is None:
             return Way(None, target, receivers, self._rank in targets)
-        plan = EdgePlan(edge, self._layout, source, target, self._rank)
+        known = self._plans.get((*message[:3], edge))
+        if known is not None:  # another bucket, in which the same arrays travel
+            return Way(known, target, receivers, self._rank in targets)
+        plan = self._plans[*message[:3], edge] = EdgePlan(edge, self._layout, source, target, self._rank)
         if source == target and not (plan.is_local or plan.stays):
             raise ValueError(
                 f"unit {source} spans processes and hands chunk {message.source}'s output to its own chunk "

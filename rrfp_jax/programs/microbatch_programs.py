@@ -1,0 +1,194 @@
+"""The calls that run a microbatch of one bucket through a chunk on its unit.
+
+Which buffers a call takes over
+-------------------------------
+``backward`` consumes its stash and its accumulators, ``input_gradient`` its stash and ``weight_gradient`` its
+accumulators: the caller forgets what it passed and keeps what it got. ``forward`` consumes nothing. What is owed to a
+weight gradient holds some arrays of the stash, and the gradients that came and went, by reference: the rest is freed
+when the caller drops the stash.
+
+What accumulates is taken over by the next call that does, and cannot be waited for then. So ``backward`` and
+``weight_gradient`` return a *token* too, a scalar that is complete when they are and that nothing takes over.
+
+All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from rrfp_jax.programs.chunk import Chunk, Params, counters
+from rrfp_jax.programs.gradients import GradientPrograms
+from rrfp_jax.programs.handover import Owed, Stash
+from rrfp_jax.programs.shapes import ChunkShapes
+from rrfp_jax.programs.state import full, zeros
+from rrfp_jax.tasks import PipelineGraph
+
+Prepare = Callable[[Params], tuple[Any, ...]]
+"""Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""
+
+
+class MicrobatchPrograms:
+    """What runs microbatches of one bucket; made by :class:`rrfp_jax.programs.compiled.CompiledChunk`.
+
+    Args:
+        shapes: of the chunk in this bucket.
+        programs: compiled for them, of all chunks of the kind.
+        sharding: the unit's boundary.
+        seed: of the run's random keys.
+        prepare: what derives values from parameters, where a call is not given any.
+        derived: which of these values the programs take, in order.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        chunk: Chunk,
+        graph: PipelineGraph,
+        shapes: ChunkShapes,
+        programs: GradientPrograms,
+        *,
+        sharding: Sharding,
+        seed: int,
+        prepare: Prepare,
+        derived: Sequence[int],
+    ) -> None:
+        self.shapes, self.plan = shapes, programs.plan
+        self.leaves = tuple(shapes.leaves)
+        """The batch leaves that such a microbatch has and the chunk reads."""
+        self._index, self._chunk, self._own = index, chunk, chunk.own
+        self._programs, self._seed = programs, seed
+        self._prepare, self._derived_places = prepare, tuple(derived)
+        self._is_in_order = self._derived_places == tuple(range(len(derived)))
+        self.is_sink = not graph.successors(index)
+        """Whether the chunk computes the loss."""
+        self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph, sharding)
+        self._loss_grads = full(self.plan.output_grads, sharding, 1) if self.is_sink else ()
+
+    def _zeros_for_absent(
+        self, graph: PipelineGraph, sharding: Sharding
+    ) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
+        """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
+
+        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs.
+        """
+        inputs = grads = None
+        if len(self.shapes.inputs) > 1:
+            inputs = tuple(zeros(spec, sharding) for spec in self.shapes.inputs)
+        if len(graph.successors(self._index)) > 1 and self.plan.output_grads:
+            grads = (zeros(self.plan.output_grads[0], sharding),) * len(self.plan.output_grads)
+        return inputs, grads
+
+    def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """The derived values that these programs take."""
+        values = self._prepare(params) if derived is None else derived
+        if self._is_in_order and len(values) == len(self._derived_places):
+            return values
+        return tuple([values[place] for place in self._derived_places])
+
+    def forward(
+        self,
+        params: Params,
+        inputs: tuple[Any, ...],
+        leaves: dict[str, Any],
+        step: int = 0,
+        microbatch: int = 0,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> tuple[Any, Stash]:
+        """Run one microbatch forward.
+
+        ``inputs`` has the output of every predecessor, ascending, and None for one that the microbatch skips;
+        ``leaves`` exactly those of ``self.leaves``; ``microbatch`` counts over the whole step. Returns the output and
+        what the backward needs.
+        """
+        if self._absent_inputs is not None:
+            inputs = _fill(inputs, self._absent_inputs)
+        counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
+        operands, own = (inputs, leaves, (counted, self._own.numbers)), self._own.to_own(params)
+        outputs, made = self._programs.forward(own, self._derived(params, derived), operands)
+        layout = self.plan.stash
+        donated = tuple([made[place] for place in layout.donated])
+        saved = tuple([made[place] for place in layout.saved])
+        if not layout.kept:
+            return outputs, Stash(donated, saved)
+        at_hand = jax.tree.leaves((operands, outputs))
+        return outputs, Stash(donated, saved, tuple([at_hand[place] for place in layout.kept]))
+
+    def backward(
+        self,
+        params: Params,
+        stash: Stash,
+        output_grads: tuple[Any, ...],
+        accumulators: Any,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> tuple[tuple[Any, ...], Any, Any]:
+        """Run one microbatch backward, with the parameters that its forward had.
+
+        ``output_grads`` has one entry per gradient successor, ascending, None for one that the microbatch skips, and is
+        empty for a chunk that computes a loss. Returns one gradient per gradient predecessor, ascending, with None in
+        place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
+        the token. Only for a chunk whose backward is not split.
+        """
+        backward, own = self._programs.backward, self._own.to_own
+        if backward is None:
+            raise self._refusal()
+        derived = self._derived(params, derived)
+        owned, rest = (own(accumulators), stash.donated), (stash.saved, stash.kept)
+        (sums, input_grads), token = backward(owned, own(params), derived, rest, self._complete(output_grads))
+        return input_grads, self._own.to_model(sums), token
+
+    def input_gradient(
+        self,
+        params: Params,
+        stash: Stash,
+        output_grads: tuple[Any, ...],
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> tuple[tuple[Any, ...], Owed]:
+        """The first half of a split backward: as ``backward``, but returns what it owes instead of accumulating."""
+        if not self.plan.is_split:
+            raise self._refusal()
+        derived = self._derived(params, derived)
+        output_grads, rest = self._complete(output_grads), (stash.saved, stash.kept)
+        input_grads: tuple[Any, ...] = (None,) * len(self.plan.input_grads)
+        made: tuple[Any, ...] = ()
+        if self._programs.input_gradient is not None:
+            own = self._own.to_own(params)
+            input_grads, made = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
+        at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
+        return input_grads, tuple([at_hand[place] for place in self.plan.owed.leaves])
+
+    def weight_gradient(
+        self, params: Params, owed: Owed, accumulators: Any, *, derived: tuple[Any, ...] | None = None
+    ) -> tuple[Any, Any]:
+        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss, and
+        the token, which is empty where there is no program."""
+        if not self.plan.is_split:
+            raise self._refusal()
+        weight_gradient, own = self._programs.weight_gradient, self._own.to_own
+        if weight_gradient is None:
+            return accumulators, ()
+        derived = self._derived(params, derived)
+        sums, token = weight_gradient(own(accumulators), own(params), derived, owed)
+        return self._own.to_model(sums), token
+
+    def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.is_sink:
+            return self._loss_grads
+        return output_grads if self._absent_grads is None else _fill(output_grads, self._absent_grads)
+
+    def _refusal(self) -> ValueError:
+        if self.plan.split is None:
+            return ValueError(f"no gradient reaches chunk {self._index}: it has no backward")
+        split = "split: call input_gradient and weight_gradient"
+        return ValueError(
+            f"the backward of chunk {self._index} is {split if self.plan.is_split else 'in one piece: call backward'}"
+        )
+
+
+def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([zero if value is None else value for value, zero in zip(values, zeros, strict=True)])

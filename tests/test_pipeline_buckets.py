@@ -1,0 +1,151 @@
+"""Microbatches of several shapes, with and without images and sounds: the same training as the unpipelined model's."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax._src import compiler
+
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.tasks import Placement, linear
+from tests.pipelines import make_pipeline
+from tests.plain_loop import assert_same_training
+from tests.ragged import CHUNKS, EDGES, all_buckets, as_batch, make_microbatch, make_steps, train_plainly
+
+OPTIMIZER = optax.adamw(1e-2)
+NUM_MICROBATCHES, NUM_STEPS = 4, 20
+
+
+@pytest.fixture(scope="module")
+def base() -> Pipeline:
+    return Pipeline(CHUNKS, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER, updates=UpdateRules(clip_norm=1e6))
+
+
+def trained(pipeline: Pipeline, steps: Any) -> tuple[list[float], list[float], Any, Any, list[Any]]:
+    """Losses, norms, initial and final parameters, and what every step left."""
+    with pipeline:
+        state = pipeline.init(jax.random.key(0))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        pipeline.prepare(as_batch(steps[0]), buckets=all_buckets())
+        enqueued = []
+        for microbatches in steps:
+            state, metrics = pipeline.step(state, as_batch(microbatches))
+            enqueued.append(metrics)
+        results = [metrics.result() for metrics in enqueued]
+        params = jax.tree.map(np.array, pipeline.params(state))
+    return [r.loss for r in results], [r.grad_norm for r in results], initial, params, results
+
+
+@pytest.mark.parametrize("options", [{}, {"hint": "bfw"}, {"window": 1}, {"hint": "fb", "window": 3}], ids=str)
+def test_mixed_microbatches_train_as_the_plain_model(base: Pipeline, options: dict[str, Any]) -> None:
+    steps = make_steps(NUM_STEPS, NUM_MICROBATCHES)
+    losses, norms, initial, params, results = trained(base.reordered(Ordering(**options)), steps)
+    expected_losses, expected_norms, expected = train_plainly(initial, OPTIMIZER, steps)
+    assert_same_training(losses, params, expected_losses, expected)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    for microbatches, result in zip(steps, results, strict=True):
+        ran = {(span.task.chunk, span.task.microbatch) for span in result.timeline.spans}
+        for number, leaf in ((0, "images"), (1, "sounds")):
+            for microbatch, each in enumerate(microbatches):
+                assert ((number, microbatch) in ran) == (leaf in each)
+
+
+def test_encoders_beside_the_decoder_and_replicas_without_any_image() -> None:
+    steps = [[*first, *second] for first, second in zip(make_steps(6, 2), make_steps(6, 2, seed=1), strict=True)]
+    steps[2] = [{k: v for k, v in m.items() if "image" not in k and "sound" not in k} for m in steps[2][:2]] + steps[2][
+        2:
+    ]
+    pipeline = make_pipeline(
+        CHUNKS, placement=Placement((0, 1, 0, 1, 1)), edges=EDGES, optimizer=OPTIMIZER, data=2, clip_norm=1e6
+    )
+    losses, norms, initial, params, _ = trained(pipeline, steps)
+    expected_losses, expected_norms, expected = train_plainly(initial, OPTIMIZER, steps)
+    assert_same_training(losses, params, expected_losses, expected)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+
+
+def test_deterministic_bits_whatever_the_order(base: Pipeline) -> None:
+    steps, bits = make_steps(4, NUM_MICROBATCHES), []
+    for ordering in (Ordering(window=1), Ordering(hint="fb"), Ordering(hint="bf")):
+        pipeline = Pipeline(
+            CHUNKS,
+            placement=linear(5),
+            edges=EDGES,
+            optimizer=OPTIMIZER,
+            ordering=ordering,
+            updates=UpdateRules(deterministic=True),
+        )
+        bits.append(trained(pipeline, steps)[3])
+    for other in bits[1:]:
+        jax.tree.map(np.testing.assert_array_equal, bits[0], other)
+
+
+def test_nothing_compiles_once_the_buckets_are_prepared(base: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, compiled = make_steps(100, NUM_MICROBATCHES, seed=3), []
+    with base.reordered() as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        pipeline.prepare(as_batch(steps[0]), buckets=all_buckets())
+        whole = compiler.compile_or_get_cached
+        monkeypatch.setattr(compiler, "compile_or_get_cached", lambda *a, **k: compiled.append(a) or whole(*a, **k))
+        for microbatches in steps:
+            state, metrics = pipeline.step(state, as_batch(microbatches))
+        metrics.result()
+    assert not compiled
+
+
+def test_programs_are_there_once_for_what_a_chunk_reads(base: Pipeline) -> None:
+    with base.reordered() as pipeline:
+        pipeline.init(jax.random.key(0))
+        pipeline.prepare(as_batch(make_steps(1, NUM_MICROBATCHES)[0]), buckets=all_buckets())
+        chunks = next(iter(pipeline._model._compiled.values())).chunks
+        assert [len(chunks[c].variants) for c in range(5)] == [3, 1, 24, 3, 3]
+
+
+def test_a_shape_outside_all_buckets_is_refused_and_nothing_has_changed(base: Pipeline) -> None:
+    steps, rng = make_steps(2, NUM_MICROBATCHES), np.random.default_rng(0)
+    with base.reordered() as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        pipeline.prepare(as_batch(steps[0]), buckets=all_buckets())
+        strange = [*steps[0][:2], make_microbatch(rng, 4, 0, has_sound=False), steps[0][3]]
+        with pytest.raises(
+            ValueError, match=r"microbatch 2 of the batch is .*tokens int32\[4\].* none of the 24 buckets"
+        ):
+            pipeline.step(state, as_batch(strange))
+        with pytest.raises(ValueError, match="the batch has 2 microbatches"):
+            pipeline.step(state, as_batch(steps[0][:2]))
+        with pytest.raises(ValueError, match="optional input of chunk 2"):
+            pipeline.step(state, as_batch(steps[0]), absent={(0, 1)})
+        state, metrics = pipeline.step(state, as_batch(steps[0]))
+        assert np.isfinite(metrics.result().loss)
+
+
+def test_a_leaf_that_a_chunk_needs_cannot_be_missing_unless_its_edge_is_optional() -> None:
+    edges, rng = tuple(edge._replace(is_optional=False) for edge in EDGES), np.random.default_rng(0)
+    silent, whole = (make_microbatch(rng, 3, 1, has_sound=has_sound) for has_sound in (False, True))
+    with Pipeline(CHUNKS, placement=linear(5), edges=edges, optimizer=OPTIMIZER) as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="the batch lacks sounds: it has image_index, images"):
+            pipeline.prepare(as_batch([silent] * 2))
+        with pytest.raises(ValueError, match="microbatch 1 lacks 'sounds', which every microbatch needs"):
+            pipeline.prepare(as_batch([whole, silent]))
+        with pytest.raises(ValueError, match=r"skips chunk 1 \(sound\), whose output chunk 2 \(merge\) needs"):
+            pipeline.prepare(as_batch([whole] * 2), buckets=[whole, silent])
+
+
+def test_more_programs_than_allowed_are_refused_at_once(base: Pipeline) -> None:
+    with base.reordered(options=RuntimeOptions(max_programs=5)) as pipeline:
+        pipeline.init(jax.random.key(0))
+        pipeline._model._compiled.clear()
+        with pytest.raises(ValueError, match=r"24 buckets would compile .* more than max_programs 5"):
+            pipeline.prepare(as_batch(make_steps(1, NUM_MICROBATCHES)[0]), buckets=all_buckets())
+
+
+def test_what_is_read_here_is_named_by_leaf(base: Pipeline) -> None:
+    pipeline = make_pipeline(CHUNKS, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER)
+    assert pipeline.reads(4) == dict.fromkeys(
+        ("images", "sounds", "tokens", "image_index", "sound_index", "targets"), range(4)
+    )
