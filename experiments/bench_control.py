@@ -146,7 +146,7 @@ class ControlPlane:
         self._network.send(other.rank, _CONTROL, {"key": pack_key(Key(step, message))}, [pack(payload, 1 << 28)])
 
     def _control(self, _: int, header: dict[str, Any], frames: list[memoryview]) -> None:
-        step, message = unpack_key(header["key"])
+        step, message, _ = unpack_key(header["key"])
         self._received[message] = unpack(bytes(frames[0]), 1 << 28)
         self._handle(InputArrived(step, 0.0, message))
 

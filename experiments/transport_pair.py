@@ -119,7 +119,7 @@ class Stage:
             placement=looped(2, len(edges)),
             rank=rank,
             network=network,
-            edge=lambda message: edges[message.source // 2],
+            edge=lambda message, bucket: edges[message.source // 2],
             deliver=lambda stage, step, message, payload: self._came.put(payload),
             failed=self._came.put,
             server=server,
