@@ -9,7 +9,8 @@
 backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against
 strict interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: what the host costs by when
 it decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated.
-``fidelity``: emulated against simulated step times. ``deterministic``: what accumulating in microbatch order costs.
+``fidelity``: emulated against simulated step times. ``multimodal``: workloads of images and text, real beside
+forecast. ``deterministic``: what accumulating in microbatch order costs.
 ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
 bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
 second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
@@ -32,6 +33,7 @@ from experiments.bench_device import bench_device
 from experiments.bench_dispatch import bench_dispatch
 from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_foresight import bench_foresight
+from experiments.bench_multimodal import bench_multimodal
 from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
@@ -57,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         "dispatch": bench_dispatch,
         "foresight": bench_foresight,
         "fidelity": bench_fidelity,
+        "multimodal": bench_multimodal,
         "deterministic": bench_deterministic,
         "split": bench_split,
         "device": bench_device,

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import bench_deterministic, bench_split
+from experiments import bench_deterministic, bench_multimodal, bench_split
 from tests.experiments.commands import run_command, sentence
 
 
@@ -25,6 +25,18 @@ def test_a_split_backward_is_measured_beside_the_fused_one(monkeypatch):
     bench_split.bench_split(Console(file=shown, width=160), repeats=1, only="small")
     assert "small" in shown.getvalue()
     assert "(I+W)/B" in shown.getvalue()
+
+
+def test_workloads_run_beside_their_forecast(monkeypatch):
+    small = {"NUM_STEPS": 1, "REPEATS": 1, "NUM_MICROBATCHES": 6, "MEAN_FORWARD_MS": 1.0, "WORKLOADS": ["interleaved"]}
+    for name, value in small.items():
+        monkeypatch.setattr(bench_multimodal, name, value)
+    shown = io.StringIO()
+    results = bench_multimodal.bench_multimodal(Console(file=shown, width=160))
+    assert [one.order for one in results] == [*bench_multimodal.ORDERS] * 2
+    assert all(one.ideal_ms <= one.forecast_ms < 3 * one.real_ms for one in results)
+    assert "zb-h1 strict" in shown.getvalue()
+    assert "balanced beside as they come" in shown.getvalue()
 
 
 @pytest.mark.parametrize(
