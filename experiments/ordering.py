@@ -18,6 +18,7 @@ from rrfp_jax.arbitration import (
     STRICT,
     Order,
     check_guidance,
+    check_read_ahead,
     check_windows,
     check_words,
     hint_names,
@@ -27,7 +28,10 @@ from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
 ON, OFF = "on", "off"
-_NAMES = ("schedule", "group_size", "consume", "hint", "window", "backward", "footprint", "foresight", "adaptive")
+_NAMES = (
+    *("schedule", "group_size", "consume", "hint", "window", "backward"),
+    *("footprint", "foresight", "read_ahead", "adaptive"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +48,13 @@ class Ordering:
     backward: str | None = None
     footprint: bool | None = None
     foresight: bool | None = None
+    read_ahead: int | None = None
     adaptive: bool = False
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         is_guided = self.schedule is not None and self.consume == READY and self.hint in (None, SCHEDULE)
+        check_read_ahead(self.read_ahead, self.consume)
         check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=is_guided)
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
@@ -115,6 +121,7 @@ class Ordering:
             backward=self.backward,
             footprint=self.footprint,
             foresight=self.foresight,
+            read_ahead=self.read_ahead,
             adaptive=self.adaptive,
         )
 
@@ -165,6 +172,7 @@ def parse_ordering(
     backward: str | None = None,
     footprint: str | bool | None = None,
     foresight: str | bool | None = None,
+    read_ahead: int | None = None,
     adaptive: str | bool | None = None,
 ) -> Ordering:
     """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
@@ -181,6 +189,7 @@ def parse_ordering(
         backward=backward,
         footprint=parse_switch(footprint, "footprint"),
         foresight=parse_switch(foresight, "foresight"),
+        read_ahead=read_ahead,
         adaptive=bool(parse_switch(adaptive, "adaptive")),
     )
 
@@ -252,6 +261,13 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar=f"{ON}|{OFF}",
         help="where a schedule ranks what is ready, wait for its next entry once that is in sight, and fill the wait "
         f"(default {ON}); {OFF}: start whatever is ready",
+    )
+    group.add_argument(
+        "--read-ahead",
+        type=int,
+        metavar="N",
+        help="microbatches that a chunk without a backward, such as a frozen encoder, may have produced that others "
+        "have not taken yet (default: twice what the stages that read it may hold)",
     )
     group.add_argument(
         "--adaptive",

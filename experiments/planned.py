@@ -63,6 +63,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         backward=layout.backward,
         footprint=layout.footprint,
         foresight=layout.foresight,
+        read_ahead=layout.read_ahead,
         adaptive=layout.adaptive,
     )
     order = ordering.resolve(

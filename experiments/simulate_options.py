@@ -137,6 +137,6 @@ def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
         choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{FOOTPRINT}+{FORESIGHT}"
         raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
     if consume == STRICT:
-        return {"consume": STRICT, "footprint": None, "foresight": None, "adaptive": False}
+        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None, "adaptive": False}
     said = {name: name in more for name in (FOOTPRINT, FORESIGHT, ADAPTIVE)}
     return {"consume": READY, **said}

@@ -336,6 +336,10 @@ class PipelineGraph:
         """False for a chunk that needs no gradient or gets none, such as a frozen encoder: it has F tasks only."""
         return self._backward_chunks[chunk]
 
+    def reads_ahead(self, chunk: int) -> bool:
+        """Whether the chunk runs F only, for others: nothing but these others' pace holds it back."""
+        return not self._backward_chunks[chunk] and bool(self.successors(chunk))
+
     def trains(self, chunk: int) -> bool:
         """Whether the chunk adds up gradients of its own parameters and updates them."""
         return self._backward_chunks[chunk] and chunk not in self.frozen

@@ -36,7 +36,7 @@ class IdleReason(StrEnum):
     INPUT = "input"
     """Every task that is left waits for an input or for its own predecessor."""
     WINDOW = "window"
-    """Forwards are ready, but the window, or the footprint, admits none."""
+    """Forwards are ready, but the window, the footprint or the bound of read-ahead admits none."""
     ORDER = "order"
     """Tasks are ready, but a strict table names another one next."""
     HOLD = "hold"

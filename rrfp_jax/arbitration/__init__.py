@@ -51,12 +51,14 @@ from rrfp_jax.arbitration.ordering import STRICT as STRICT
 from rrfp_jax.arbitration.ordering import Order as Order
 from rrfp_jax.arbitration.ordering import Ordering as Ordering
 from rrfp_jax.arbitration.ordering import check_guidance as check_guidance
+from rrfp_jax.arbitration.ordering import check_read_ahead as check_read_ahead
 from rrfp_jax.arbitration.ordering import check_words as check_words
 from rrfp_jax.arbitration.ordering import hint_names as hint_names
 from rrfp_jax.arbitration.plan import Agreement as Agreement
 from rrfp_jax.arbitration.plan import StagePlan as StagePlan
 from rrfp_jax.arbitration.plan import StepRules as StepRules
 from rrfp_jax.arbitration.plan import stage_plan as stage_plan
+from rrfp_jax.arbitration.read_ahead import AheadBound as AheadBound
 from rrfp_jax.arbitration.stage_setup import StageSetup as StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan as StepPlan
 from rrfp_jax.arbitration.story import IllegalTransition as IllegalTransition

@@ -57,6 +57,7 @@ from rrfp_jax.arbitration.events import (
     InputArrived,
     Instruction,
     Message,
+    MessageKind,
     RunTask,
     Send,
     StepStarted,
@@ -68,12 +69,13 @@ from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.foresight import Foresight, ForesightRules
 from rrfp_jax.arbitration.hints import Choice, Heads
 from rrfp_jax.arbitration.plan import FINISHED, gates, own_tasks, stage_plan
-from rrfp_jax.arbitration.ready_set import HELD, ReadySet
+from rrfp_jax.arbitration.read_ahead import ReadAhead
+from rrfp_jax.arbitration.ready_set import AHEAD, HELD, ReadySet
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import DUE, RUNNING, IllegalTransition, Waiting
 from rrfp_jax.arbitration.window import Window
-from rrfp_jax.tasks import Absences, Task
+from rrfp_jax.tasks import Absences, Task, TaskKind
 from rrfp_jax.timeline import IdleReason
 
 _RUNNING_OR_DUE = (RUNNING, DUE)
@@ -89,6 +91,8 @@ class StageArbiter:
         """How many activations the stage may hold; None: :attr:`limit` counts."""
         self.limit = None if self.consumption.is_strict or setup.footprint is not None else setup.window
         """How many microbatches the stage may hold; None: as many as come."""
+        self.read_ahead = () if self.consumption.is_strict else setup.read_ahead
+        """How far chunks that run F only may run ahead."""
         self.step: int | None = None
         self.is_active = False
         self._full = StepPlan(stage_plan(self.graph, self.placement, self.stage, self.rules), self.consumption)
@@ -124,6 +128,7 @@ class StageArbiter:
         twin._running = self._running.copy()
         twin._early = self._early.copy()
         twin._footprint = self._footprint and self._footprint.copy()
+        twin._ahead = self._ahead and self._ahead.copy()
         twin._foresight = self._foresight and self._foresight.copy()
         return twin
 
@@ -216,7 +221,22 @@ class StageArbiter:
         """Every task and gate of the present step that has not run, with what it lacks; for the wait-for report."""
         if not self.is_active:
             return []
-        return story.waiting_nodes(self._ranked.plan, self._waiting, self._arrived)
+        restrained = {} if self._ahead is None else self._untaken(self._ahead)
+        return story.waiting_nodes(self._ranked.plan, self._waiting, self._arrived, restrained)
+
+    def _untaken(self, ahead: ReadAhead) -> dict[int, tuple[Message, ...]]:
+        """For each ready F that only its chunk's read-ahead restrains, the word of its readers that is missing."""
+        plan = self._ranked.plan
+        told = [m for m in plan.arrivals if m.kind is MessageKind.TAKEN and m not in self._arrived]
+        restrained = {}
+        for chunk, number in ahead.number.items():
+            reserve = ahead.reserves[number]
+            words = tuple(m for m in told if m.target == chunk and m.microbatch in reserve.held)
+            for m in self.graph.microbatches(chunk):
+                node = plan.index[Task(TaskKind.F, chunk, m)]
+                if not self._waiting[node] and not reserve.admits(m):
+                    restrained[node] = words
+        return restrained
 
     def tell(self, microbatch: int) -> str:
         """The story of one microbatch on this stage."""
@@ -229,7 +249,8 @@ class StageArbiter:
         plan = ranked.plan
         self._waiting = list(plan.needs)
         self._arrived: set[Message] = set()
-        self._ready = ReadySet()
+        self._ready = ReadySet(len(self.read_ahead))
+        self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
         self._footprint = None if self._row is None else Footprint(self._row, self.footprint or 0)
         self._window = Window(self.limit, plan.tasks_per_microbatch, plan.first_microbatch)
         self._running: list[int] = []
@@ -319,6 +340,8 @@ class StageArbiter:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
         self._arrived.add(message)
+        if self._ahead is not None and message.kind is MessageKind.TAKEN:
+            self._ahead.hear(message)
         if self._foresight is not None:
             self._foresight.arrived(message, event.time_s)
         self._count_down((plan.arrivals[message],), out)
@@ -390,14 +413,25 @@ class StageArbiter:
         ranked = self._ranked
         if node < len(ranked.position):
             lane, position = ranked.plan.lanes[node], ranked.position[node]
-            is_held = not lane and ranked.microbatch_at[position] in self._window.held
-            self._ready.add(HELD if is_held else lane, position)
+            if not lane and (self._ahead is not None or ranked.microbatch_at[position] in self._window.held):
+                lane = self._list_of(ranked.plan.tasks[node])
+            self._ready.add(lane, position)
         else:
             self._finish_node(node, ranked.plan.dependents[node], out)
 
+    def _list_of(self, forward: Task) -> int:
+        """Where an F waits among the ready."""
+        number = None if self._ahead is None else self._ahead.number.get(forward.chunk)
+        if number is not None:
+            return AHEAD + number
+        return HELD if forward.microbatch in self._window.held else 0
+
     def _free(self, node: int) -> None:
         """A task with a microbatch has ended, or counts as ended: so does what it held."""
-        self._window.finish(self._ranked.plan.tasks[node].microbatch)
+        microbatch = self._ranked.plan.tasks[node].microbatch
+        self._window.finish(microbatch)
+        if self._ahead is not None:
+            self._ahead.finish(node, microbatch)
         if self._footprint is not None:
             self._footprint.finish(self._ranked.position[node])
 
@@ -419,13 +453,20 @@ class StageArbiter:
     def _heads(self) -> Heads:
         ranked = self._ranked
         heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
-        if self._footprint is None or heads[0] is None or self._footprint.admits(heads[0], self._waiting):
-            return heads
-        lanes = self._ready.lanes
-        return (self._footprint.first_costless(lanes[0], lanes[HELD]), *heads[1:])
+        footprint = self._footprint
+        if footprint is not None and heads[0] is not None and not footprint.admits(heads[0], self._waiting):
+            lanes = self._ready.lanes
+            heads = (footprint.first_costless(lanes[0], lanes[HELD]), *heads[1:])
+        if self._ahead is not None:
+            ahead = self._ready.first_ahead(self._ahead.reserves, self._window, ranked.microbatch_at)
+            if ahead is not None and (heads[0] is None or ahead < heads[0]):
+                heads = (ahead, *heads[1:])
+        return heads
 
     def _admits(self, position: int) -> bool:
         """Whether the task at this position, an F, may start as far as memory goes."""
+        if self._ahead is not None and not self._ahead.admits(self._ranked.plan.tasks[self._ranked.at[position]]):
+            return False
         if self._footprint is not None:
             return self._footprint.admits(position, self._waiting)
         return self._window.admits(self._ranked.microbatch_at[position])
@@ -435,12 +476,11 @@ class StageArbiter:
         lane, task = plan.lanes[node], plan.tasks[node]
         if lane:
             self._ready.remove(lane, position)
-        elif task.microbatch in self._window.held:
+        elif self._ahead is None and task.microbatch in self._window.held:
             self._ready.remove(HELD, position)
         else:
-            self._ready.remove(lane, position)
-            self._window.start_forward(task.microbatch)
-            self._ready.hold(self._ranked.forwards_of[task.microbatch])
+            self._ready.remove(lane if self._ahead is None else self._list_of(task), position)
+            self._start_holding(task)
         if self._footprint is not None:
             self._footprint.start(position)
         self._waiting[node] = RUNNING
@@ -451,7 +491,15 @@ class StageArbiter:
             self._foresight.start(task, self._now_s)
             if self._foresight.is_awake:
                 for message, stage in plan.sends[node]:
-                    out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
+                    if message.kind is not MessageKind.TAKEN:
+                        out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
+
+    def _start_holding(self, forward: Task) -> None:
+        if self._ahead is not None:
+            self._ahead.start(forward)
+        if forward.microbatch not in self._window.held:
+            self._window.start_forward(forward.microbatch)
+            self._ready.hold(self._ranked.forwards_of[forward.microbatch])
 
     # -- foresight ---------------------------------------------------------------------------------------------------
 

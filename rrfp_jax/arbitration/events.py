@@ -24,6 +24,8 @@ class MessageKind(StrEnum):
     """What stage ``source`` and those below it contribute to the step's agreement, for the one above, ``target``."""
     VERDICT = "verdict"
     """What the stages agreed on, from stage ``source`` for stage ``target``, which is below it."""
+    TAKEN = "receipt"
+    """Word of chunk ``source`` that its F has used the output of chunk ``target``, which runs F only."""
 
 
 class Message(NamedTuple):

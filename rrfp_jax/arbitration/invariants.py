@@ -3,12 +3,15 @@
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.footprint import Footprint
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import FINISHED, gates
-from rrfp_jax.arbitration.ready_set import HELD
+from rrfp_jax.arbitration.read_ahead import ReadAhead
+from rrfp_jax.arbitration.ready_set import AHEAD, HELD
+from rrfp_jax.arbitration.reserve import turns
 from rrfp_jax.arbitration.story import DUE, RUNNING
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.tasks import Task, TaskKind
 
 if TYPE_CHECKING:
     from rrfp_jax.arbitration.arbiter import StageArbiter
@@ -36,6 +39,8 @@ def check(arbiter: "StageArbiter") -> None:
     _check_window(arbiter, unfinished)
     if arbiter._footprint is not None:
         _check_footprint(arbiter, arbiter._footprint)
+    if arbiter._ahead is not None:
+        _check_read_ahead(arbiter, arbiter._ahead)
     if arbiter._foresight is not None:
         _check_foresight(arbiter, arbiter._foresight)
 
@@ -76,6 +81,37 @@ def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) ->
         assert len(held) <= arbiter.limit
         oldest = next((first + place for place, num_left in enumerate(of_microbatch) if num_left), None)
         assert oldest is None or oldest in held or len(held) < arbiter.limit
+
+
+def _check_read_ahead(arbiter: "StageArbiter", ahead: ReadAhead) -> None:
+    """Each bounded chunk holds what it has started and its readers have not all taken, and what is left finds room."""
+    plan, waiting, graph = arbiter._ranked.plan, arbiter._waiting, arbiter.graph
+
+    def is_taken(reader: int, chunk: int, m: int) -> bool:
+        node = plan.index.get(Task(TaskKind.F, reader, m))
+        if node is not None:
+            return node in plan.absent or waiting[node] in (FINISHED, DUE)
+        message = Message(MessageKind.TAKEN, reader, chunk, m)
+        return message not in plan.arrivals or message in arbiter._arrived
+
+    for bound in arbiter.read_ahead:
+        chunk, number = bound.chunk, ahead.number[bound.chunk]
+        of_chunk = {m: plan.index[Task(TaskKind.F, chunk, m)] for m in graph.microbatches(chunk)}
+        present = {m: waiting[node] for m, node in of_chunk.items() if node not in plan.absent}
+        started = {m for m, left in present.items() if left < 0}
+        let_go = {
+            m for m in started if present[m] != RUNNING and all(is_taken(s, chunk, m) for s in graph.successors(chunk))
+        }
+        reserve = ahead.reserves[number]
+        assert reserve.held == started - let_go
+        left = [
+            (m, starts)
+            for m, starts in turns(graph.range_of(chunk), bound.turns)
+            if m in present and m not in (started if starts else let_go)
+        ]
+        assert max(accumulate((1 if starts else -1 for _, starts in left), initial=len(reserve.held))) <= bound.limit
+        ready = {arbiter._ranked.position[of_chunk[m]] for m, waits in present.items() if not waits}
+        assert ready == set(arbiter._ready.lanes[AHEAD + number])
 
 
 def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:

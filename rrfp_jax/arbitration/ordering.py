@@ -4,10 +4,11 @@
 the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
 hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a table ranks what is ready, ``footprint``
 bounds memory by what the table itself holds, and ``foresight`` waits for what it names next once that is in sight; both
-are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it.
+are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it. ``read_ahead`` bounds how
+far chunks that run F only, such as frozen encoders, may run ahead of those that read them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -17,13 +18,14 @@ from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.arbitration.read_ahead import AheadBound, turns_of_table
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.schedules.validation import check_orders
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.schedules.validation import check_orders, execution_order
+from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 READY = "ready"
 STRICT = "strict"
@@ -55,6 +57,9 @@ class Order:
     foresight: ForesightRules | None = None
     footprints: tuple[int, ...] | None = None
     """One per stage, in activations of one chunk and microbatch; they take the place of the windows."""
+    read_ahead: tuple[tuple[int, int], ...] = ()
+    """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
+    by all of them. None under strict consumption."""
     adaptive: bool = False
     """Whether the table may be planned anew between steps."""
 
@@ -66,6 +71,14 @@ class Order:
         chunks_of_stage = self.placement.chunks_of_stage
         passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
         return tuple(f"{limit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+
+    def ahead_bounds(self) -> tuple[AheadBound, ...]:
+        """The bounds of read-ahead, with the turns that the rows give where these bound memory."""
+        found: dict[int, tuple[int, ...]] = {}
+        if self.read_ahead and self.footprints is not None:
+            rows = [one.hint.row or () for one in self.consumptions]
+            found = turns_of_table(self.graph, execution_order(self.graph, _present(rows, self.graph))[0])
+        return tuple(AheadBound(chunk=c, limit=limit, turns=found.get(c, ())) for c, limit in self.read_ahead)
 
     def arbiters(
         self,
@@ -92,6 +105,7 @@ class Order:
         if foresight is not None:
             foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
         wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
+        ahead = self.ahead_bounds()
         setups = {
             stage: StageSetup(
                 self.graph,
@@ -103,6 +117,7 @@ class Order:
                 dispatch_ahead=dispatch_ahead,
                 foresight=foresight,
                 footprint=None if self.footprints is None else self.footprints[stage],
+                read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
             )
             for stage in wanted
         }
@@ -134,6 +149,9 @@ class Ordering:
     given, by the window; None: yes."""
     foresight: ForesightRules | bool | None = None
     """Whether, and how far, a stage waits for what such a table names next; None: yes."""
+    read_ahead: int | None = None
+    """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice what
+    the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
     adaptive: bool = False
     """Whether such a table is planned anew from what the first steps took, if another one of the same tasks, in the
     same memory, suits them better."""
@@ -141,6 +159,7 @@ class Ordering:
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=self.is_guided)
+        check_read_ahead(self.read_ahead, self.consume)
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
 
@@ -191,7 +210,7 @@ class Ordering:
         """
         graph, hint = self.fitted(placement, graph), self._hint(placement)
         table = None if self._table is None else replicated_table(self._table, num_replicas)
-        return Order(
+        order = Order(
             label=self._label(hint),
             table=table,
             placement=replicated_placement(placement, num_replicas),
@@ -203,6 +222,7 @@ class Ordering:
             footprints=self._footprints(placement.num_stages, num_replicas),
             adaptive=self.adaptive,
         )
+        return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
 
     @property
     def _table(self) -> ScheduleTable | None:
@@ -297,6 +317,48 @@ class Ordering:
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
 
 
+def read_ahead_of(order: Order, asked: int | None = None) -> tuple[tuple[int, int], ...]:
+    """How far each chunk may run ahead that runs F only for others; None: twice what those hold that read it, and never
+    less than its turns need.
+
+    Raises ValueError where ``asked`` is less than these need.
+    """
+    graph = order.graph
+    if asked is not None:
+        limits = {chunk: asked for chunk in range(graph.num_chunks) if graph.reads_ahead(chunk)}
+    else:
+        held: dict[int, int] = {}
+        for chunk in reversed(range(graph.num_chunks)):
+            readers = graph.successors(chunk) if graph.reads_ahead(chunk) else ()
+            held[chunk] = max((held[s] for s in readers), default=0) or _held_at_most(order, chunk)
+        twice = {chunk: 2 * of_chunk for chunk, of_chunk in held.items() if graph.reads_ahead(chunk)}
+        bounds = replace(order, read_ahead=tuple(twice.items())).ahead_bounds()
+        limits = {bound.chunk: max(bound.limit, bound.needed(graph)) for bound in bounds}
+    found = replace(order, read_ahead=tuple(limits.items()))
+    for bound in found.ahead_bounds():
+        bound.check(graph)
+    return found.read_ahead
+
+
+def _held_at_most(order: Order, chunk: int) -> int:
+    """Microbatches that the stage of a chunk may hold, at least 1."""
+    stage = order.placement.stage_of_chunk[chunk]
+    if order.footprints is None:
+        return order.windows[stage]
+    passes = order.graph.passes_per_microbatch(order.placement.chunks_of_stage[stage])
+    return max(1, order.footprints[stage] // passes)
+
+
+def check_read_ahead(read_ahead: int | None, consume: str) -> None:
+    """Raise ValueError for a bound that admits nothing, or where nothing heeds it."""
+    if read_ahead is not None and read_ahead < 1:
+        raise ValueError(f"read_ahead is {read_ahead}: a chunk must be allowed at least 1 microbatch, or it never runs")
+    if read_ahead is not None and consume == STRICT:
+        raise ValueError(
+            "read_ahead has no meaning under strict consumption, which goes as far ahead as its table does"
+        )
+
+
 def check_words(consume: str, hint: str | None, backward: str | None, *, has_schedule: bool) -> None:
     """Raise ValueError on words that mean nothing or contradict each other."""
     if consume not in (READY, STRICT):
@@ -339,5 +401,10 @@ def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
 
 def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
     """Raise ValueError if the table, less what this pipeline lacks, cannot run entry by entry."""
+    check_orders(table.name, table.placement, graph, _present(table.orders, graph))
+
+
+def _present(rows: Iterable[Iterable[Task]], graph: PipelineGraph) -> list[list[Task]]:
+    """The rows of a table, less what this pipeline lacks."""
     wanted = set(graph.tasks())
-    check_orders(table.name, table.placement, graph, [[task for task in row if task in wanted] for row in table.orders])
+    return [[task for task in row if task in wanted] for row in rows]

@@ -9,6 +9,8 @@ by itself and may send messages; it is never dispatched. The gates of a step are
   tree of the replicas, up and then down, and R follows;
 * *report*: the stage has done what the step's agreement needs from it, and the reports of the stages below it in the
   tree of stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
+* *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.arbitration.read_ahead`): all its readers on other stages have
+  said that they have taken its outputs; so the chunk's step ends no sooner;
 * *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
   the stages below.
 
@@ -85,6 +87,11 @@ class StagePlan:
     first_microbatch: int
     tasks_per_microbatch: tuple[int, ...]
     """How many F, B, I and W tasks this stage has for each microbatch, from ``first_microbatch`` on."""
+    holds: dict[int, tuple[int, ...]]
+    """For each chunk that reads ahead, and each microbatch of its range, how many ends let go of what it holds: that of
+    its own F, and those of its readers' F; 0 where it is absent."""
+    lets_go: dict[int, tuple[int, ...]]
+    """The chunks for which a node's end is one of these."""
     absent: frozenset[int] = frozenset()
     """The nodes that this step lacks: nothing waits for them, and they wait for nothing."""
 
@@ -156,12 +163,16 @@ class _PlanBuilder:
         self.sends: list[list[tuple[Message, int]]] = [[] for _ in self.tasks]
         self.arrivals: dict[Message, int] = {}
         self.nodes: dict[tuple[TaskKind, int], dict[int, int]] = {}
+        self.holds: dict[int, tuple[int, ...]] = {}
+        self.lets_go: dict[int, tuple[int, ...]] = {}
 
     def build(self) -> StagePlan:
         for chunk in self.chunks:
             self._wire_forwards(chunk)
             if self.graph.has_backward(chunk):
                 self._wire_backwards(chunk)
+            elif self.graph.successors(chunk):
+                self._wire_readers(chunk)
         if self.rules.ordered:
             self._wire_order()
         for chunk in self.trained:
@@ -187,6 +198,8 @@ class _PlanBuilder:
             lanes=tuple(LANE[task.kind] for task in self.tasks),
             first_microbatch=first,
             tasks_per_microbatch=tuple(per_microbatch),
+            holds=self.holds,
+            lets_go=self.lets_go,
         )
 
     def _gate(self, name: str) -> int:
@@ -215,8 +228,37 @@ class _PlanBuilder:
         nodes = self._nodes(TaskKind.F, chunk)
         for p in self.graph.predecessors(chunk):
             self._receive(nodes, TaskKind.F, p, MessageKind.ACTIVATION, chunk)
+            if self.graph.reads_ahead(p):
+                self._send(nodes, MessageKind.TAKEN, chunk, p)
         for s in self.graph.successors(chunk):
             self._send(nodes, MessageKind.ACTIVATION, chunk, s)
+
+    def _wire_readers(self, chunk: int) -> None:
+        """What lets go of the outputs of a chunk that reads ahead."""
+        forwards = self._nodes(TaskKind.F, chunk)
+        ends = dict.fromkeys(forwards, 1)
+        for node in forwards.values():
+            self._let_go(node, chunk)
+        readers = self.graph.successors(chunk)
+        for s in readers:
+            for m in self.graph.microbatches(s):
+                if m in forwards:
+                    ends[m] += 1
+        elsewhere = [s for s in readers if self.placement.stage_of_chunk[s] != self.stage]
+        for s in set(readers).difference(elsewhere):
+            for m, node in self._nodes(TaskKind.F, s).items():
+                if m in forwards:
+                    self._let_go(node, chunk)
+        if elsewhere:
+            gate = self._gate(f"outputs of chunk {chunk} taken")
+            for s in elsewhere:
+                for m in self.graph.microbatches(s):
+                    if m in forwards:
+                        self._after_message(gate, Message(MessageKind.TAKEN, s, chunk, m))
+        self.holds[chunk] = tuple(ends.get(m, 0) for m in self.graph.range_of(chunk))
+
+    def _let_go(self, node: int, chunk: int) -> None:
+        self.lets_go[node] = (*self.lets_go.get(node, ()), chunk)
 
     def _wire_backwards(self, chunk: int) -> None:
         graph = self.graph

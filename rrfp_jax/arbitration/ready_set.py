@@ -2,7 +2,9 @@
 
 The forwards lie in two lists, those of microbatches that the stage holds and those of *fresh* ones, since the window
 restrains only the latter. Either all fresh forwards are admissible, or those of one microbatch, or none; so the first
-admissible one is found without a walk over those that wait behind a full window.
+admissible one is found without a walk over those that wait behind a full window. The forwards of a chunk whose
+read-ahead is bounded (:mod:`rrfp_jax.arbitration.read_ahead`) have a list of their own, and are walked over only while
+that bound has room.
 """
 
 from bisect import bisect_left, insort
@@ -10,31 +12,37 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.plan import NUM_LANES
+from rrfp_jax.arbitration.reserve import Reserve
 from rrfp_jax.arbitration.window import Window
 
 HELD = NUM_LANES
 """The number of the list, behind the lanes, with the forwards of held microbatches."""
+AHEAD = HELD + 1
+"""The number of the first list with the forwards of a bounded chunk; there is one for each of these."""
 
 
 class ReadySet:
     """Positions of ready tasks, ascending in each list; a position is a task's place in the hint's order."""
 
-    __slots__ = ("lanes",)
+    __slots__ = ("_common", "lanes")
 
-    def __init__(self) -> None:
-        self.lanes: tuple[list[int], ...] = tuple([] for _ in range(HELD + 1))
-        """The lanes, of the forwards the fresh ones; then the forwards of held microbatches."""
+    def __init__(self, num_bounded: int = 0) -> None:
+        self.lanes: tuple[list[int], ...] = tuple([] for _ in range(AHEAD + num_bounded))
+        """The lanes, of the forwards the fresh ones; then the forwards of held microbatches, and of bounded chunks."""
+        self._common = self.lanes[:AHEAD]
 
     def copy(self) -> "ReadySet":
         twin = object.__new__(ReadySet)
         twin.lanes = tuple(lane.copy() for lane in self.lanes)
+        twin._common = twin.lanes[:AHEAD]
         return twin
 
     def __bool__(self) -> bool:
         return any(self.lanes)
 
     def add(self, lane: int, position: int) -> None:
-        """Forwards of held microbatches go to :data:`HELD`, all else to its lane."""
+        """Forwards of bounded chunks go to their list, others of held microbatches to :data:`HELD`, all else to its
+        lane."""
         insort(self.lanes[lane], position)
 
     def remove(self, lane: int, position: int) -> None:
@@ -53,13 +61,13 @@ class ReadySet:
                 insort(held, position)
 
     def heads(self, window: Window, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]) -> Heads:
-        """The first admissible position of each lane; only forwards can be inadmissible.
+        """The first admissible position of each lane, bounded chunks apart; only forwards can be inadmissible.
 
         Args:
             microbatch_at: the microbatch of the task at each position.
             forwards_of: for each microbatch of the stage the positions of its forwards.
         """
-        fresh, backwards, weights, last, held = self.lanes
+        fresh, backwards, weights, last, held = self._common
         forward = held[0] if held else None
         if fresh and (forward is None or fresh[0] < forward):
             if window.admits(microbatch_at[fresh[0]]):
@@ -73,6 +81,21 @@ class ReadySet:
             weights[0] if weights else None,
             last[0] if last else None,
         )
+
+    def first_ahead(self, reserves: Sequence[Reserve], window: Window, microbatch_at: tuple[int, ...]) -> int | None:
+        """The first admissible forward of the bounded chunks, in the order of their numbers."""
+        best: int | None = None
+        for waiting, reserve in zip(self.lanes[AHEAD:], reserves, strict=True):
+            if not waiting or reserve.is_full:
+                continue
+            for position in waiting:
+                if best is not None and position > best:
+                    break
+                m = microbatch_at[position]
+                if reserve.admits(m) and window.admits(m):
+                    best = position
+                    break
+        return best
 
 
 def _holds(positions: list[int], position: int) -> bool:

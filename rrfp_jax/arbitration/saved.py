@@ -10,6 +10,7 @@ from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.arbitration.hints import SCHEDULE, SCHEDULE_WEIGHTS_LAST, hint_by_name, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.arbitration.read_ahead import AheadBound
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
@@ -34,6 +35,8 @@ class SavedArbiter:
     footprint: int | None
     """Activations."""
     foresight: ForesightRules | None
+    read_ahead: tuple[AheadBound, ...]
+    """Empty under strict consumption."""
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
@@ -53,6 +56,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         dispatch_ahead=arbiter.dispatch_ahead,
         footprint=arbiter.footprint,
         foresight=arbiter.foresight_rules,
+        read_ahead=arbiter.read_ahead,
     )
 
 
@@ -73,6 +77,7 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         dispatch_ahead=saved.dispatch_ahead,
         footprint=saved.footprint,
         foresight=saved.foresight,
+        read_ahead=saved.read_ahead,
     )
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 

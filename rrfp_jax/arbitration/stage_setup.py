@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.plan import StepRules
+from rrfp_jax.arbitration.read_ahead import AheadBound
 from rrfp_jax.tasks import PipelineGraph, Placement
 
 
@@ -12,7 +13,8 @@ from rrfp_jax.tasks import PipelineGraph, Placement
 class StageSetup:
     """What the arbiter of a stage is made of; the same for all members of a group.
 
-    Raises ValueError for foresight or a footprint without a table's row that ranks what is ready.
+    Raises ValueError for foresight or a footprint without a table's row that ranks what is ready, and for a bound of
+    read-ahead that is too small or for no chunk of the stage that has one.
     """
 
     graph: PipelineGraph
@@ -29,6 +31,9 @@ class StageSetup:
     """How many tasks may be dispatched before the running one has finished (hides host latency)."""
     foresight: ForesightRules | None = None
     """How the stage waits for what its table names next; None: never."""
+    read_ahead: tuple[AheadBound, ...] = ()
+    """How far its chunks that run F only may run ahead of their readers (:mod:`rrfp_jax.arbitration.read_ahead`), those
+    that are not named as far as they like; under strict consumption all."""
     footprint: int | None = None
     """How many activations the stage may hold (:mod:`rrfp_jax.arbitration.footprint`); None: the window counts."""
 
@@ -36,3 +41,7 @@ class StageSetup:
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
         if not has_row and (self.foresight is not None or self.footprint is not None):
             raise ValueError("foresight and footprint need a table as hint, whose row they follow")
+        for bound in self.read_ahead:
+            if bound.chunk not in self.placement.chunks_of_stage[self.stage]:
+                raise ValueError(f"chunk {bound.chunk}, whose read-ahead is bounded, is not on stage {self.stage}")
+            bound.check(self.graph)

@@ -8,7 +8,7 @@ the step's turn comes. Nodes keep their numbers.
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.plan import FINISHED, StagePlan, StepRules
-from rrfp_jax.tasks import Absences, PipelineGraph, Task, bits
+from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 
 
 class StepPlan:
@@ -71,6 +71,7 @@ class _Removal:
             self.needs[node] = FINISHED
         for chunk in own:
             self._forget_messages(chunk, masks)
+            self._forget_readers(chunk, masks)
             if self.rules.ordered and chunk in masks and graph.trains(chunk):
                 self._close_gaps(chunk, masks[chunk])
         return StagePlan(
@@ -85,6 +86,8 @@ class _Removal:
             lanes=plan.lanes,
             first_microbatch=plan.first_microbatch,
             tasks_per_microbatch=tuple(per_microbatch),
+            holds={chunk: self._holds(chunk, masks) for chunk in plan.holds},
+            lets_go={node: self._let_go(node, masks) for node in plan.lets_go},
             absent=frozenset(self.removed),
         )
 
@@ -114,6 +117,33 @@ class _Removal:
                 if sender is not None:
                     told = Message(sent, chunk, other, m)
                     self.sends[sender] = tuple(send for send in self.sends[sender] if send[0] != told)
+
+    def _forget_readers(self, chunk: int, masks: dict[int, int]) -> None:
+        """Word of what was taken, where the step lacks the reader or what it would read."""
+        graph, index, absent = self.graph, self.plan.index, masks.get(chunk, 0)
+        for s in graph.successors(chunk) if graph.reads_ahead(chunk) else ():
+            for m in bits(absent | masks.get(s, 0)):
+                gate = self.arrivals.pop(Message(MessageKind.TAKEN, s, chunk, m), None)
+                if gate is not None:
+                    self.needs[gate] -= 1
+        for p in filter(graph.reads_ahead, graph.predecessors(chunk)):
+            for m in bits(graph.present(chunk) & ~absent & masks.get(p, 0)):
+                node, told = index[Task(TaskKind.F, chunk, m)], Message(MessageKind.TAKEN, chunk, p, m)
+                self.sends[node] = tuple(send for send in self.sends[node] if send[0] != told)
+
+    def _let_go(self, node: int, masks: dict[int, int]) -> tuple[int, ...]:
+        m = self.plan.tasks[node].microbatch
+        return tuple(c for c in self.plan.lets_go[node] if not masks.get(c, 0) >> m & 1)
+
+    def _holds(self, chunk: int, masks: dict[int, int]) -> tuple[int, ...]:
+        """How many ends let go of each microbatch, without those of absent readers."""
+        graph = self.graph
+
+        def runs(c: int, m: int) -> bool:
+            return graph.exists(c, m) and not masks.get(c, 0) >> m & 1
+
+        readers = graph.successors(chunk)
+        return tuple(1 + sum(runs(s, m) for s in readers) if runs(chunk, m) else 0 for m in graph.range_of(chunk))
 
     def _close_gaps(self, chunk: int, mask: int) -> None:
         """Accumulation in microbatch order goes on behind the microbatches that are left out."""

@@ -1,6 +1,6 @@
 """Explaining a stage to people: events and instructions in words, what each task waits for, illegal transitions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rrfp_jax.arbitration.events import (
@@ -49,9 +49,18 @@ class IllegalTransition(RuntimeError):
     """An event that cannot happen in the arbiter's state; its text tells the story of the microbatch concerned."""
 
 
-def waiting_nodes(plan: StagePlan, waiting: Sequence[int], arrived: set[Message]) -> list[Waiting]:
-    """Every unfinished node of a stage with what it lacks, in the plan's order."""
-    return [describe(plan, node, waiting, arrived) for node in range(plan.num_nodes) if waiting[node] >= 0]
+def waiting_nodes(
+    plan: StagePlan, waiting: Sequence[int], arrived: set[Message], restrained: Mapping[int, tuple[Message, ...]]
+) -> list[Waiting]:
+    """Every unfinished node of a stage with what it lacks, in the plan's order.
+
+    ``restrained``: ready tasks that may not start before some of these messages.
+    """
+    nodes = (describe(plan, node, waiting, arrived) for node in range(plan.num_nodes) if waiting[node] >= 0)
+    if not restrained:
+        return list(nodes)
+    words = {plan.name(node): messages for node, messages in restrained.items()}
+    return [node._replace(missing_messages=words.get(node.what, node.missing_messages)) for node in nodes]
 
 
 def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Message]) -> Waiting:

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from math import factorial
 from typing import TypeVar
 
-from rrfp_jax.arbitration import HINTS, Agreement, Hint, StepRules, ready, schedule_hint, stage_plan
+from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain
@@ -128,6 +128,26 @@ def small_settings(
         yield [
             Setting(graph=graph, placement=placement, windows=window, policies=policies, rules=rules)
             for window in windows
+        ]
+
+
+def ahead_settings(
+    graph: PipelineGraph, placement: Placement, rules: StepRules, *, limits: Sequence[int] = (1, 2)
+) -> Iterator[list[Setting]]:
+    """Every named hint, every window and bounds of read-ahead for a graph with chunks that run F only."""
+    chunks = [c for c in range(graph.num_chunks) if graph.reads_ahead(c)]
+    for policies in all_hints(graph, placement, ()):
+        yield [
+            Setting(
+                graph=graph,
+                placement=placement,
+                windows=windows,
+                policies=policies,
+                rules=rules,
+                read_ahead=tuple(AheadBound(chunk=c, limit=limit) for c, limit in zip(chunks, of_chunks, strict=True)),
+            )
+            for of_chunks in product(limits, repeat=len(chunks))
+            for windows in all_windows(placement, graph.num_microbatches)
         ]
 
 

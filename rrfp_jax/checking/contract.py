@@ -9,6 +9,7 @@ the receiving group: to member j of k from member j * n // k of the n members of
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind, StepStarted
@@ -48,6 +49,9 @@ class Contract(NamedTuple):
     """The packet that starts this step."""
     of_microbatch: tuple[int, ...]
     """The tasks of each microbatch."""
+    taken: dict[int, dict[int, Needs]]
+    """For each chunk that runs F only for others, and each of its microbatches: what must come before nobody waits for
+    its output any more."""
 
 
 class Wiring(NamedTuple):
@@ -90,6 +94,7 @@ class _StepDemands:
         trained = [c for c in range(self.graph.num_chunks) if self.graph.trains(c)] if self.rules.updates else []
         self.last = [Task(kind, c) for kind in (TaskKind.R, TaskKind.U) for c in trained]
         self._demand_dependencies()
+        self._demand_words()
         self._demand_reductions()
         self._demand_agreement()
 
@@ -114,6 +119,17 @@ class _StepDemands:
             adds = self.graph.trains(task.chunk) and task.kind is self.graph.accumulating_kind(task.chunk)
             if self.rules.ordered and adds:
                 self.local[task] |= {Task(task.kind, task.chunk, m) for m in range(task.microbatch)} & set(self.tasks)
+
+    def _demand_words(self) -> None:
+        """Who reads a chunk that runs F only says so, where that one is on another stage."""
+        for edge in self.graph.edges:
+            source, target = edge[:2]
+            sender, receiver = self.placement.stage_of_chunk[target], self.placement.stage_of_chunk[source]
+            if sender == receiver or self.graph.has_backward(source):
+                continue
+            for m in set(self.graph.microbatches(source)) & set(self.graph.microbatches(target)):
+                word = Message(MessageKind.TAKEN, target, source, m)
+                self._promise(word, sender, receiver, {Task(TaskKind.F, target, m)}, set())
 
     def _demand_reductions(self) -> None:
         for task in self.last:
@@ -232,7 +248,21 @@ class _StepDemands:
             of_microbatch=tuple(
                 task_bits({t for t in tasks if t.microbatch == m}) for m in range(self.graph.num_microbatches)
             ),
+            taken={
+                c: {m: self._taken(c, m, task_bits, packet_bits) for m in self.graph.microbatches(c)}
+                for c in self.placement.chunks_of_stage[stage]
+                if self.graph.successors(c) and not self.graph.has_backward(c)
+            },
         )
+
+    def _taken(
+        self, chunk: int, m: int, task_bits: Callable[[set[Task]], int], packet_bits: Callable[[set[Message]], int]
+    ) -> Needs:
+        stage_of = self.placement.stage_of_chunk
+        readers = [s for s in self.graph.successors(chunk) if self.graph.exists(s, m)]
+        here = {Task(TaskKind.F, c, m) for c in (chunk, *readers) if stage_of[c] == stage_of[chunk]}
+        words = {Message(MessageKind.TAKEN, s, chunk, m) for s in readers if stage_of[s] != stage_of[chunk]}
+        return Needs(task_bits(here), 0, packet_bits(words))
 
     def _packet(self, message: Message, place: int) -> int:
         return self.packets.bit(place, InputArrived(self.step, 0.0, message))

@@ -7,6 +7,7 @@ contract:
   own tasks those count as done that have finished, and the one that is due: the last one handed over, from when the
   stage is told that it is about to end. One task more may run then. Messages and the step's end wait for real ends;
 * the stage holds more microbatches than its window, counted from the tasks that started and finished;
+* a chunk that runs F only has produced more than its bound of what its readers have not taken;
 * strict consumption leaves its row;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
 * a step ends with a task, message or input left over;
@@ -60,6 +61,8 @@ class StageJudge:
         policy = setting.policies[stage]
         self.row = policy if isinstance(policy, tuple) else None
         self.window = None if isinstance(policy, tuple) or setting.footprints else setting.windows[stage]
+        bounds = () if isinstance(policy, tuple) else setting.ahead(stage)
+        self.read_ahead = {bound.chunk: bound for bound in bounds}
         self.guidance = Guidance(setting, place, self.contracts)
         self.has_foresight = setting.foresight is not None
         """Of the setting; a follower hears announcements too, and does nothing about them."""
@@ -188,6 +191,9 @@ class StageJudge:
         if (account.started & ~account.finished).bit_count() > capacity:
             raise Violation(f"{self.name} runs {task} beside {capacity} other tasks")
         self._check_memory(contract, account, task)
+        bound = self.read_ahead.get(task.chunk)
+        if bound is not None and (untaken := len(self._untaken(contract, account, task.chunk))) > bound.limit:
+            raise Violation(f"{self.name} runs {task}, and {untaken} outputs of {bound.limit} have not been taken")
         if self.row is not None:
             self._check_row(account, task)
         return self._launch(account, instruction) if self.others else account
@@ -274,6 +280,37 @@ class StageJudge:
             m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~account.done
         }
 
+    def _untaken(self, contract: Contract, account: Account, chunk: int) -> set[int]:
+        """What a chunk that runs F only has begun to produce, and not everyone has taken."""
+        taken = contract.taken[chunk]
+        return {
+            m
+            for m, needs in taken.items()
+            if account.started >> contract.place[Task(TaskKind.F, chunk, m)] & 1 and not account.has(needs)
+        }
+
+    def _may_run_ahead(self, contract: Contract, account: Account, task: Task) -> bool:
+        """Whether the bound has room for an F, and then for each start before its turn, in the order of turns."""
+        bound = self.read_ahead.get(task.chunk)
+        if bound is None:
+            return True
+        taken = contract.taken[task.chunk]
+        untaken = self._untaken(contract, account, task.chunk) | {task.microbatch}
+        turns = bound.turns or [m for m in sorted(taken) for _ in range(2)]
+        has_started = {m for m in taken if account.started >> contract.place[Task(TaskKind.F, task.chunk, m)] & 1}
+        seen: set[int] = set()
+        room = len(untaken) <= bound.limit
+        for m in turns:
+            if m == task.microbatch:
+                return room
+            if m in seen:
+                untaken.discard(m)
+            elif m in taken and m not in has_started:
+                untaken.add(m)
+                room = room and len(untaken) <= bound.limit
+            seen.add(m)
+        return room
+
     def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
         needs = contract.needs[contract.place[task]]
         tasks = [str(contract.tasks[place]) for place in places_of(account.missing(needs))]
@@ -312,6 +349,8 @@ class StageJudge:
         kind, _, microbatch = contract.tasks[place]
         if kind is not TaskKind.F:
             return True
+        if not self._may_run_ahead(contract, account, contract.tasks[place]):
+            return False
         if self.window is None:
             return self.guidance.limit is None or self.guidance.admits(contract, account, place)
         held = self._held(contract, account)

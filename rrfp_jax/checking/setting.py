@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    AheadBound,
     Consumption,
     ForesightRules,
     GroupProtocol,
@@ -54,6 +55,8 @@ class Setting:
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     footprints: tuple[int, ...] = ()
     """Per stage how many activations it may hold, in place of the windows; empty: these count."""
+    read_ahead: tuple[AheadBound, ...] = ()
+    """How far chunks that run F only may run ahead of those that read them."""
     foresight: ForesightRules | None = None
     """How the stages wait for their tables' next entries; exhaustive exploration puts free choice in its place."""
     arbiter: type[StageArbiter] = StageArbiter
@@ -123,6 +126,10 @@ class Setting:
         policy = self.policies[stage]
         return () if isinstance(policy, tuple) else tuple(sorted(policy.row or (), key=policy.rank))
 
+    def ahead(self, stage: int) -> tuple[AheadBound, ...]:
+        """The bounds of the chunks of a stage."""
+        return tuple(b for b in self.read_ahead if b.chunk in self.placement.chunks_of_stage[stage])
+
     def has_foresight(self, place: int) -> bool:
         """Whether a place looks ahead: of a group only a leader does."""
         is_leading = self.protocol is GroupProtocol.LEADER and self.places[place].member == 0
@@ -150,6 +157,7 @@ class Setting:
             dispatch_ahead=self.dispatch_ahead,
             foresight=self.foresight,
             footprint=self.footprints[stage] if self.footprints else None,
+            read_ahead=self.ahead(stage),
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
@@ -162,7 +170,8 @@ class Setting:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
         stage = self.places[place].stage
         memory = self.footprints[stage] if self.footprints else None, self.windows[stage]
-        own = (place, memory, self.policies[stage], self.dispatch_ahead, self.decides_early, self.foresight)
+        ways = (self.policies[stage], self.dispatch_ahead, self.decides_early, self.foresight)
+        own = (place, memory, self.ahead(stage), *ways)
         if self.group_size(stage) == 1:
             return (*own, self.arbiter)
         return (*own, self.protocol, self.collective, self.make_member)
@@ -177,7 +186,9 @@ class Setting:
             f"hint {shown}, {'ordered' if self.rules.ordered else 'free'} accumulation, "
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
-            f"{f', footprints {self.footprints}' if self.footprints else ''}{self._describe_groups()}"
+            f"{f', footprints {self.footprints}' if self.footprints else ''}"
+            f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"
+            f"{self._describe_groups()}"
         )
 
     def _describe_groups(self) -> str:

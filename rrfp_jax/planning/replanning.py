@@ -154,8 +154,11 @@ def _rows(run: Simulation, num_stages: int) -> tuple[tuple[Task, ...], ...]:
 
 
 def _fits(order: Order) -> bool:
-    """Whether every row alone stays within its footprint, and adds gradients up as deterministic runs do."""
+    """Whether every row alone stays within its footprint and read-ahead, and adds gradients up as deterministic runs
+    do."""
     assert order.footprints is not None
+    if any(bound.limit < bound.needed(order.graph) for bound in order.ahead_bounds()):
+        return False
     return out_of_order(order.graph, rows_of(order)) is None and all(
         max(accumulate(memory_changes(row, order.graph)), default=0) <= limit
         for row, limit in zip(rows_of(order), order.footprints, strict=True)

@@ -40,7 +40,7 @@ _HOP_S = 60e-6
 ``call_soon_threadsafe``, from calling it to being called, on two busy cores."""
 _TIMER_S = 1e-3
 """The loop's timers come in whole milliseconds."""
-_CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT)
+_CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
 
 
 class Process:

@@ -142,6 +142,8 @@ class ProgramStage:
             return self._report(step)
         if kind is MessageKind.VERDICT:
             return self._verdict(step).as_plain()
+        if kind is MessageKind.TAKEN:
+            return None
         return self._mailbox.payload(step, message)
 
     def finish(self, step: int) -> StageOutcome:

@@ -9,6 +9,9 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 
+CONTROL = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
+"""What carries no tensor and takes no room on a link."""
+
 
 class Communication(StrEnum):
     """Who is occupied while a tensor travels."""
@@ -39,7 +42,7 @@ class Links:
     extra_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Extra latency of tensors on directed links, by (sending stage, receiving stage)."""
     control_ms: float = 0.0
-    """Latency of reports and verdicts, which carry no tensor."""
+    """Latency of reports, verdicts and receipts, which carry no tensor."""
     announce_ms: float | None = None
     """Latency of announcements, which carry no tensor; None: that of tensors on the same link, without their bytes."""
     announce_loss: float = 0.0
@@ -69,7 +72,7 @@ class Links:
 
     def transfer_ms(self, kind: MessageKind, source: int, target: int) -> float:
         """How long a message of this kind takes from stage ``source`` to stage ``target`` on an idle link."""
-        if kind in (MessageKind.REPORT, MessageKind.VERDICT):
+        if kind in CONTROL:
             return self.control_ms
         size = {
             MessageKind.ACTIVATION: self.activation_bytes,

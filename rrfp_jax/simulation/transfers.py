@@ -24,7 +24,7 @@ from rrfp_jax.arbitration import (
     stage_plan,
 )
 from rrfp_jax.simulation.event_queue import EventQueue
-from rrfp_jax.simulation.links import Communication, Links
+from rrfp_jax.simulation.links import CONTROL, Communication, Links
 from rrfp_jax.tasks import Task
 
 Deliver = Callable[[int, Event], None]
@@ -76,7 +76,7 @@ class AsyncTransfers:
         """The arbiter of ``stage`` wants this message sent now."""
         start_ms = self.queue.now_ms
         duration_ms = self.duration_ms(send.message.kind, stage, send.stage)
-        if self.links.contention and send.message.kind not in (MessageKind.REPORT, MessageKind.VERDICT):
+        if self.links.contention and send.message.kind not in CONTROL:
             start_ms = max(start_ms, self._link_free_ms.get((stage, send.stage), 0.0))
             self._link_free_ms[stage, send.stage] = start_ms + duration_ms
         self.queue.post_arrival(start_ms + duration_ms, self.arrive, send.stage, send.step, send.message)
@@ -208,4 +208,4 @@ class RendezvousTransfers(BlockingTransfers):
 
 def tensors_of(plan: StagePlan, task: Task) -> tuple[tuple[Message, int], ...]:
     """The messages, with the stages they go to, that carry what ``task`` has computed."""
-    return plan.sends[plan.index[task]]
+    return tuple(send for send in plan.sends[plan.index[task]] if send[0].kind in _TENSORS_OF_TASKS)

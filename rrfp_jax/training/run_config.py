@@ -60,6 +60,9 @@ class PipelineConfig:
     foresight: bool | None = None
     """Wait for the next entry of the schedule that ranks what is ready once that is in sight, and fill the wait; false:
     start whatever is ready; None: true where there is such a schedule."""
+    read_ahead: int | None = None
+    """Microbatches that a chunk without a backward, such as a frozen encoder, may have produced that others have not
+    taken yet; None: twice what the stages that read it may hold."""
     adaptive: bool = False
     """Whether such a table is planned anew after the first steps, where another one suits their durations better."""
     remat: str = "none"

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.ordering import Ordering
+from rrfp_jax import arbitration
 from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
-from rrfp_jax.tasks import Edge, PipelineGraph, TaskKind, absences, linear
+from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, absences, linear
 from rrfp_jax.testing import Emulation, emulate
 from rrfp_jax.timeline import IdleReason
 
@@ -140,3 +142,34 @@ def test_steps_may_lack_pairs_another_pattern_in_each(words: dict[str, Any]) -> 
     for step in range(6):
         ran = sorted(span.task for span in emulation.timeline.of_step(step).spans)
         assert ran == sorted(order.graph.skipping(patterns[step % 3]).tasks())
+
+
+@pytest.mark.parametrize("order", [{"hint": "bf"}, {"hint": "f-priority"}, {"schedule": True}])
+def test_a_fast_encoder_without_backward_never_runs_further_ahead_than_it_may(order: dict[str, Any]) -> None:
+    num_microbatches, bound = 64, 3
+    graph = PipelineGraph(3, num_microbatches, (Edge(0, 1), Edge(1, 2)), frozen=frozenset({0}))
+    if order.pop("schedule", False):
+        order["schedule"] = one_forward_one_backward(graph)
+    wanted = arbitration.Ordering(read_ahead=bound, **order).resolve(linear(3), graph)
+    durations = np.zeros((1, 3, num_microbatches, 3))
+    durations[:, 1:] = 1.0
+    emulation = emulate(wanted.arbiters(RULES), durations, 2, log_steps=3)
+    check_replays(emulation)
+    for step in range(2):
+        forwards = [span for span in emulation.timeline.of_step(step).spans if span.task.kind is TaskKind.F]
+        begun = [span.start_s for span in forwards if span.task.chunk == 0]
+        taken = [span.end_s for span in forwards if span.task.chunk == 1]
+        untaken = [sum(at <= start for at in begun) - sum(at <= start for at in taken) for start in begun]
+        assert len(untaken) == num_microbatches
+        assert max(untaken) == bound
+
+
+def one_forward_one_backward(graph: PipelineGraph) -> ScheduleTable:
+    """All of the encoder first, as a table may have it; the decoder's two stages as 1F1B."""
+    microbatches = range(graph.num_microbatches)
+    last = [Task(kind, 2, m) for m in microbatches for kind in (TaskKind.F, TaskKind.B)]
+    middle = [Task(TaskKind.F, 1, 0)]
+    for m in microbatches[1:]:
+        middle += [Task(TaskKind.F, 1, m), Task(TaskKind.B, 1, m - 1)]
+    rows = [Task(TaskKind.F, 0, m) for m in microbatches], [*middle, Task(TaskKind.B, 1, microbatches[-1])], last
+    return ScheduleTable.from_orders("mine", linear(3), graph, rows)
