@@ -27,7 +27,7 @@ from rrfp_jax.data.packing import (
 )
 from rrfp_jax.data.samples import Sample
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
-from rrfp_jax.planning.balancing import balanced, in_order, spread
+from rrfp_jax.planning.balancing import Groups, balanced, in_order, spread
 from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
 from rrfp_jax.planning.packing import Packing, most_rows, pack
 
@@ -63,6 +63,9 @@ class BatchingConfig:
     balance: bool = True
     """Whether samples are divided so that microbatches, and the shares of replicas, cost about the same; if not, in
     order. The samples of a step are the same."""
+    gather_text: bool = False
+    """Whether samples without images share microbatches as far as they go, so that encoders have nothing to do for
+    those. Needs ``balance``."""
     seed: int = 0
     """Decides the order of the data, or what is drawn."""
 
@@ -73,6 +76,8 @@ class BatchingConfig:
             *("batch_size", "num_microbatches", "length", "image_length", "text_buckets", "image_buckets"),
         )
         check_fields(self, NOT_NEGATIVE, "seed")
+        if self.gather_text and not self.balance:
+            raise ValueError("gather_text divides samples by their costs: give balance true, or leave gather_text out")
         if self.batch_size % self.num_microbatches:
             larger = self.batch_size + -self.batch_size % self.num_microbatches
             raise ValueError(
@@ -182,9 +187,47 @@ class Batching:
         if not self._config.balance:
             return [self._microbatch(samples, members) for members in in_order(len(samples), num_groups)]
         costs = [self._cost(sample.length, sample.patches) for sample in samples]
-        groups = balanced(costs, num_groups, fits=lambda members: self._fits(samples, members))
+        groups = self._gathered(samples, costs) if self._config.gather_text else None
+        if groups is None:
+            groups = self._balanced_part(samples, costs, range(len(samples)), num_groups)
         order = spread([sum(costs[member] for member in group) for group in groups])
         return [self._microbatch(samples, groups[group]) for group in order]
+
+    def _gathered(self, samples: Sequence[Sample], costs: Sequence[float]) -> Groups | None:
+        """Groups of which some are text only, about as many as text costs; None where that comes to nothing.
+
+        They take what they have room for; the rest is balanced with the samples that have images.
+        """
+        num_groups = self._config.num_microbatches
+        text = [number for number, sample in enumerate(samples) if not sample.images]
+        num_text = round(num_groups * sum(costs[number] for number in text) / sum(costs))
+        filled: Groups = []
+        for number in text:
+            if filled and self._fits(samples, [*filled[-1], number]):
+                filled[-1].append(number)
+            elif len(filled) < num_text:
+                filled.append([number])
+        if not self._config.pack:  # all rows are to be taken
+            filled = [group for group in filled if len(group) == self._config.microbatch_size]
+        taken = sorted(chain.from_iterable(filled))
+        others = sorted({*range(len(samples))} - {*taken})
+        num_others = num_groups - len(filled)
+        if not filled or bool(others) != bool(num_others) or len(others) < num_others:
+            return None
+        even = self._balanced_part(samples, costs, taken, len(filled))
+        groups = even if all(self._fits(samples, group) for group in even) else filled
+        if others:
+            groups = groups + self._balanced_part(samples, costs, others, num_others)
+        return groups if all(self._fits(samples, group) for group in groups) else None
+
+    def _balanced_part(
+        self, samples: Sequence[Sample], costs: Sequence[float], part: Sequence[int], num_groups: int
+    ) -> Groups:
+        def fits(members: Sequence[int]) -> bool:
+            return self._fits(samples, [part[member] for member in members])
+
+        groups = balanced([costs[number] for number in part], num_groups, fits=fits)
+        return [[part[member] for member in group] for group in groups]
 
     def _fits(self, samples: Sequence[Sample], members: Sequence[int]) -> bool:
         if not self._config.pack and len(members) > self._config.microbatch_size:

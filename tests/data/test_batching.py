@@ -39,20 +39,27 @@ def no_patches(number, image):
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans(), st.integers(1, 4), st.sampled_from([1, 2, 4, 12]))
-def test_whatever_comes_is_in_a_bucket(seed, pack, balance, buckets, num_microbatches):
+@given(
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+    st.sampled_from(["gather", "balance", "in order"]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4, 12]),
+)
+def test_whatever_comes_is_in_a_bucket(seed, pack, order, buckets, num_microbatches):
     """Also where the survey has seen nothing but small samples."""
     survey = [[sample(1, [])] * 12, [sample(2, [1])] * 12]
     made = batching(
         survey,
         pack=pack,
-        balance=balance,
+        balance=order != "in order",
+        gather_text=order == "gather",
         text_buckets=buckets,
         image_buckets=buckets,
         num_microbatches=num_microbatches,
     )
     largest = [sample(LONGEST - 6, [2, 2, 2])] * 12
-    for samples in (drawn(seed), largest):
+    for samples in (drawn(seed), largest, [sample(LONGEST - 6, [])] * 6 + largest[:6]):
         batch = made.leaves(samples, no_patches, {})
         for number in range(num_microbatches):
             leaves = {name: leaf[number] for name, leaf in batch.items() if leaf[number] is not None}
@@ -103,6 +110,23 @@ def test_costs_decide_who_shares_a_microbatch():
 
     assert spread_of_patches(1.0) < 1.15
     assert spread_of_patches(0.0) > 1.3
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_text_is_gathered_so_that_encoders_have_fewer_microbatches(pack):
+    gathering, plain = (batching([], gather_text=gather, pack=pack) for gather in (True, False))
+
+    def text_only(made, samples):
+        return sum(not each.image_places.num_rows for each in made.divide(samples))
+
+    half = [sample(24, [])] * 6 + [sample(2, [2, 2])] * 6
+    assert text_only(gathering, half) == 2
+    assert text_only(plain, half) < 2
+    assert text_only(gathering, [sample(5, [])] * 12) == 4
+    assert text_only(gathering, [sample(5, [1])] * 12) == 0
+    assert text_only(gathering, [sample(5, [])] + [sample(5, [1])] * 11) == 0
+    with pytest.raises(ValueError, match="gather_text divides samples by their costs: give balance true"):
+        batching([], gather_text=True, balance=False)
 
 
 def test_replicas_get_shares_of_the_same_cost():
