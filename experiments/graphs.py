@@ -29,13 +29,11 @@ class GraphWishes:
     def __post_init__(self) -> None:
         if any(count < 1 for count in self.encoders):
             raise ValueError(f"encoders {_joined(self.encoders)} have no chunk somewhere: give each at least 1")
-        if self.frozen_encoder and not self.encoders:
-            raise ValueError("frozen-encoder freezes encoders, and there is none: give --encoders 1, for example")
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was said, so that the schedule makes its own chain."""
-        return not self.encoders and not self.frozen_chunks and self.stage_of_chunk is None
+        return self == GraphWishes()
 
 
 class ModelGraph(NamedTuple):
@@ -54,6 +52,8 @@ class ModelGraph(NamedTuple):
 
 def make_graph(wishes: GraphWishes, *, num_stages: int, num_microbatches: int) -> ModelGraph:
     """The graph and placement of these sizes; raises ValueError, with the remedy, where they do not fit."""
+    if wishes.frozen_encoder and not wishes.encoders:
+        raise ValueError("frozen-encoder freezes encoders, and there is none: give --encoders 1, for example")
     placement = linear(num_stages) if wishes.stage_of_chunk is None else Placement(wishes.stage_of_chunk)
     num_chunks = placement.num_chunks
     if placement.num_stages != num_stages:
