@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.simulation.costs import for_graph
 from rrfp_jax.simulation.jitter import InjectedSleeps
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
 
 Array = NDArray[np.float64]
 
@@ -101,8 +102,8 @@ class _Paths:
         self.graph, self.stage_of, self.links = graph, placement.stage_of_chunk, links
         chunks = range(graph.num_chunks)
         self.exists = np.array([[graph.exists(c, m) for m in range(graph.num_microbatches)] for c in chunks])
-        split = np.array([[c in graph.split] for c in chunks])
-        forward, input_gradient, weight_gradient = np.moveaxis(durations_ms, -1, 0)
+        split = np.array([[graph.accumulating_kind(c) is TaskKind.W] for c in chunks])
+        forward, input_gradient, weight_gradient = np.moveaxis(for_graph(durations_ms[np.newaxis], graph)[0], -1, 0)
         self.forward = forward + host_ms
         self.weight = np.where(split, weight_gradient + host_ms, 0.0)
         self.backward = input_gradient + host_ms + np.where(split, 0.0, weight_gradient)
@@ -138,7 +139,8 @@ class _Paths:
                 if not self.graph.has_backward(chunk):
                     yield float(self.forward_tail[chunk][exists].min())
                 else:
-                    yield 0.0 if chunk in self.graph.split else float(self.backward_tail[chunk][exists].min())
+                    ends_with_weights = self.graph.accumulating_kind(chunk) is TaskKind.W
+                    yield 0.0 if ends_with_weights else float(self.backward_tail[chunk][exists].min())
 
     def _find_heads(self) -> None:
         graph = self.graph

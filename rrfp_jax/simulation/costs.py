@@ -51,12 +51,14 @@ def check_durations(durations_ms: Durations) -> None:
 
 
 def constant(durations_ms: tuple[float, float, float], graph: PipelineGraph) -> Durations:
-    """The same F, input gradient and weight gradient for every chunk and microbatch, one step."""
-    return np.broadcast_to(np.array(durations_ms, np.float64), (1, graph.num_chunks, graph.num_microbatches, 3)).copy()
+    """The same F, input gradient and weight gradient for every chunk and microbatch, one step, as :func:`for_graph`."""
+    shape = (1, graph.num_chunks, graph.num_microbatches, 3)
+    return for_graph(np.broadcast_to(np.array(durations_ms, np.float64), shape), graph)
 
 
 def for_graph(durations_ms: Durations, graph: PipelineGraph) -> Durations:
-    """The array itself, if it fits the graph; raises ValueError with both sizes otherwise."""
+    """A copy in which frozen chunks take no time for a weight gradient, which they have not, so that the B of one takes
+    as long as its input gradient; raises ValueError with both sizes where the array does not fit the graph."""
     check_durations(durations_ms)
     _, chunks, microbatches, _ = durations_ms.shape
     if (chunks, microbatches) != (graph.num_chunks, graph.num_microbatches):
@@ -64,7 +66,9 @@ def for_graph(durations_ms: Durations, graph: PipelineGraph) -> Durations:
             f"durations are for {chunks} chunks and {microbatches} microbatches, the pipeline has {graph.num_chunks} "
             f"and {graph.num_microbatches}: make both the same"
         )
-    return durations_ms
+    fitted = durations_ms.copy()
+    fitted[:, sorted(graph.frozen), :, SLOTS[TaskKind.W]] = 0.0
+    return fitted
 
 
 def for_steps(durations_ms: Durations, num_steps: int) -> Durations:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
-from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.simulation.costs import for_graph, of_tasks
 from rrfp_jax.simulation.links import Links
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
@@ -108,7 +108,7 @@ def _solver() -> Any:
 
 
 def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
-    of_kind = of_tasks(durations_ms[np.newaxis])
+    of_kind = of_tasks(for_graph(durations_ms[np.newaxis], graph))
     durations = {
         task: round(of_kind[task.kind][0][task.chunk][task.microbatch] * _UNITS_PER_MS) for task in graph.tasks()
     }

@@ -1,5 +1,7 @@
 """Bounds: tight where the field knows the answer, and never on the wrong side of a simulated run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +21,7 @@ from rrfp_jax.simulation import (
 )
 from rrfp_jax.simulation.bounds import one_way_ms
 from rrfp_jax.simulation.jitter import SleepLevel
-from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain, linear, looped
+from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain, linear, looped
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
 TEN = (10.0, 10.0, 10.0)
@@ -48,6 +50,34 @@ def test_the_bound_knows_frozen_encoders_and_skipped_ones():
     assert bound.stage_ms == (20 + 10 + 20, 10 + 20 + 0, 10 + 60 + 0)
     assert bound.critical_path_ms == 10 + 10 + 20 + 20
     assert makespan_ms(run(by_hint(graph, linear(3)), TEN)) >= bound.total_ms
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_frozen_chunks_pass_gradients_through_without_weights(split):
+    # Chunk 0 trains; 1 is frozen behind it, 2 computes the loss and is frozen too.
+    graph = replace(chain(3, 1, split=split), frozen=frozenset({1, 2}))
+    bound = lower_bound(graph, linear(3), constant(TEN, graph)[0])
+    assert bound.critical_path_ms == 10 + 10 + 10 + 10 + 10 + 20
+    assert bound.stage_ms[1:] == (10 + 20 + 20, 20 + 20 + 30)
+    assert makespan_ms(run(by_hint(graph, linear(3)), TEN)) == bound.total_ms == 70
+
+
+@given(data=st.data(), seed=st.integers(0, 10_000))
+def test_no_run_of_a_graph_beats_the_lower_bound(data, seed):
+    num_chunks, num_microbatches = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4))
+    edges = [
+        Edge(c, data.draw(st.integers(c + 1, num_chunks - 1)), data.draw(st.booleans()), data.draw(st.booleans()))
+        for c in range(num_chunks - 1)
+    ]
+    everything = st.frozensets(st.integers(0, num_chunks - 1))
+    graph = PipelineGraph(
+        num_chunks, num_microbatches, tuple(edges), frozen=data.draw(everything), split=data.draw(everything)
+    )
+    placement = data.draw(st.sampled_from([linear(num_chunks), Placement((0,) * (num_chunks - 1) + (1,))]))
+    durations_ms = np.random.default_rng(seed).exponential(10.0, (1, num_chunks, num_microbatches, 3))
+    simulation = run(by_hint(graph, placement, window=data.draw(st.integers(1, 4))), durations_ms)
+    bound = lower_bound(graph, placement, durations_ms[0])
+    assert bound.total_ms <= simulation.timeline.makespan_s() * 1e3 + 1e-6
 
 
 def test_one_way_pipelines():

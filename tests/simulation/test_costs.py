@@ -1,10 +1,13 @@
 """Costs and links: what is refused, and durations of recorded runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from rrfp_jax.simulation import Costs, Links, both_directions, constant, for_steps, recorded
-from rrfp_jax.tasks import PipelineGraph, chain, linear
+from rrfp_jax.simulation import Costs, Links, both_directions, constant, for_graph, for_steps, recorded
+from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.tasks import PipelineGraph, TaskKind, chain, linear
 from rrfp_jax.timeline import Timeline
 from tests.simulation.helpers import by_hint, run
 
@@ -87,6 +90,15 @@ def test_a_delay_of_a_link_goes_both_ways():
     assert both_directions({(2, 1): 5.0}, 3) == {(1, 2): 5.0, (2, 1): 5.0}
     with pytest.raises(ValueError, match="link 1-3 does not exist"):
         both_directions({(1, 3): 5.0}, 3)
+
+
+def test_frozen_chunks_take_no_time_for_weight_gradients():
+    graph = replace(chain(3, 2), frozen=frozenset({1}))
+    durations = for_graph(np.full((2, 3, 2, 3), 7.0), graph)
+    assert (durations[:, 1, :, 2] == 0).all()
+    assert (durations[:, [0, 2]] == 7).all()
+    assert (durations[:, 1, :, :2] == 7).all()
+    assert of_tasks(durations)[TaskKind.B][0] == [[14.0] * 2, [7.0] * 2, [14.0] * 2]
 
 
 def test_constants_fill_the_array():
