@@ -17,7 +17,7 @@ from typing import TypeVar
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain
+from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, absences, chain
 
 T = TypeVar("T")
 
@@ -66,6 +66,43 @@ def small_graphs(num_chunks: int, num_microbatches: int, *, split: bool = False)
         edges = [(0, 1), (0, 2), (1, num_chunks - 1), (2, 3), *((c, c + 1) for c in range(3, num_chunks - 1))]
         graphs["fork and join"] = graph(sorted(set(edges)))
     return graphs
+
+
+def optional_graphs(num_microbatches: int, *, split: bool = False) -> dict[str, PipelineGraph]:
+    """Graphs whose last chunks run without some inputs, by name; frozen chunks before and behind what trains."""
+
+    def graph(*edges: Edge, frozen: Iterable[int] = ()) -> PipelineGraph:
+        num_chunks = 1 + max(edge.target for edge in edges)
+        splits = frozenset(range(num_chunks)) if split else frozenset[int]()
+        return PipelineGraph(num_chunks, num_microbatches, edges, split=splits, frozen=frozenset(frozen))
+
+    encoder, projector = Edge(0, 1, is_optional=True), (Edge(0, 1), Edge(1, 2, is_optional=True))
+    two = (Edge(0, 2, is_optional=True), Edge(1, 2, is_optional=True))
+    return {
+        "encoder": graph(encoder),
+        "frozen encoder": graph(encoder, frozen=[0]),
+        "frozen decoder": graph(encoder, frozen=[1]),
+        "two encoders": graph(*two),
+        "two encoders, one frozen": graph(*two, frozen=[0]),
+        "projector": graph(*projector, frozen=[0]),
+        "projector alone trains": graph(*projector, frozen=[0, 2]),
+        "encoder into the middle": graph(Edge(0, 2), Edge(1, 2, is_optional=True), frozen=[1]),
+        "everything behind is frozen": graph(encoder, Edge(1, 2), frozen=[1, 2]),
+    }
+
+
+def skipped(graph: PipelineGraph, microbatches: Iterable[int], encoders: Iterable[int] | None = None) -> Absences:
+    """The pairs of microbatches that skip some encoders, sources of optional edges, with all before them.
+
+    ``encoders`` None: all of them.
+    """
+    optional = {edge.source for edge in graph.edges if edge.is_optional}
+    without = set(optional if encoders is None else encoders)
+    for chunk in reversed(range(graph.num_chunks)):
+        readers = graph.successors(chunk)
+        if readers and set(readers) <= without:
+            without.add(chunk)
+    return absences((chunk, m) for chunk in without for m in microbatches)
 
 
 def two_encoders(num_chunks: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:

@@ -195,7 +195,7 @@ class StageJudge:
         if bound is not None and (untaken := len(self._untaken(contract, account, task.chunk))) > bound.limit:
             raise Violation(f"{self.name} runs {task}, and {untaken} outputs of {bound.limit} have not been taken")
         if self.row is not None:
-            self._check_row(account, task)
+            self._check_row(contract, account, task)
         return self._launch(account, instruction) if self.others else account
 
     def _check_memory(self, contract: Contract, account: Account, task: Task) -> None:
@@ -238,10 +238,10 @@ class StageJudge:
             raise Violation(f"{self.name} asks for a tick and has nothing to hold")
         return account._replace(wake_s=instruction.time_s)
 
-    def _check_row(self, account: Account, task: Task) -> None:
+    def _check_row(self, contract: Contract, account: Account, task: Task) -> None:
         assert self.row is not None
-        position = account.started.bit_count() - 1
-        expected = self.row[position] if position < len(self.row) else None
+        position, row = account.started.bit_count() - 1, [entry for entry in self.row if entry in contract.place]
+        expected = row[position] if position < len(row) else None
         if task.microbatch >= 0 and task != expected:
             raise Violation(f"{self.name} runs {task}, but entry {position} of its strict row is {expected}")
 
