@@ -9,8 +9,9 @@ from rrfp_jax.data.dataset import Reads as Reads
 from rrfp_jax.data.dataset import prefetched as prefetched
 from rrfp_jax.data.image_text import ImageText as ImageText
 from rrfp_jax.data.image_text import ImageTextConfig as ImageTextConfig
+from rrfp_jax.data.rendered_config import RenderedTextConfig as RenderedTextConfig
+from rrfp_jax.data.rendered_text import HeldOut as HeldOut
 from rrfp_jax.data.rendered_text import RenderedText as RenderedText
-from rrfp_jax.data.rendered_text import RenderedTextConfig as RenderedTextConfig
 from rrfp_jax.data.text_bytes import VOCAB_SIZE as VOCAB_SIZE
 from rrfp_jax.data.text_bytes import DataConfig as DataConfig
 from rrfp_jax.data.text_bytes import TextBytes as TextBytes

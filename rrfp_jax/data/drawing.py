@@ -4,6 +4,7 @@ The width of a picture is known without drawing it: the advances of its letters,
 ones. Letters are placed one after another without kerning's help, so what is drawn is never wider.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def rows_of_ink(face: str, size: int) -> tuple[int, int]:
     return int(top), int(bottom)
 
 
-def widths(words: list[str], face: str, size: int) -> NDArray[np.int64]:
+def widths(words: Sequence[str], face: str, size: int) -> NDArray[np.int64]:
     """The pixels that each word takes across, margins included."""
     advances = np.zeros(128)
     font = _font(face, size)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rrfp_jax.data import RenderedText, RenderedTextConfig, rendered_text
+from rrfp_jax.data import RenderedText, RenderedTextConfig
 from rrfp_jax.data.drawing import ink, rows_of_ink, widths
+from rrfp_jax.data.pictures import Pictures
+from rrfp_jax.data.rendered_config import HEIGHT
 
 WORDS = tuple(f"{a}{b}{c}" for a in "abWgi" for b in "oMl" for c in ("", "n", "ts", "Qq"))
 PINNED = (
@@ -145,6 +147,31 @@ def same_ink(picture, word, size):
     return np.allclose(picture, expected, atol=1e-6)
 
 
+def test_each_picture_may_be_followed_by_its_line(text):
+    data = dataset(text, interleaved=True, text_only=0)
+    lines_alone = sorted(
+        bytes(target for target in sample.targets if target != 0xFF) for sample in samples_of(data.batch(0))
+    )
+    together = dataset(text, text_only=0)
+    assert lines_alone != sorted(
+        bytes(target for target in sample.targets if target != 0xFF) for sample in samples_of(together.batch(0))
+    )
+    for tokens, targets, weights, _ in samples_of(data.batch(0)):
+        lines = bytes([*tokens, targets[-1]]).split(b"\n")
+        assert all(set(line) == {0xFF} for line in lines[:-1:2])
+        assert all(line.decode() in data.training_words for line in lines[1::2])
+        assert sum(weights) == sum(len(line) + 1 for line in lines[1::2])
+    [batch] = data.held_out(32)
+    for row, start in enumerate(batch.starts):
+        prompt = bytes(batch.leaves["tokens"][row, :start].tolist()).split(b"\n")
+        assert prompt[-1] == b""
+        assert set(prompt[-2]) == {0xFF}
+        assert all(line.decode() in data.held_out_words for line in prompt[1:-2:2])
+        assert len(batch.words[row]) == len(batch.pictures[row]) == 1
+        assert batch.words[row][0] in data.held_out_words
+        assert len(prompt[-2]) * 16 == batch.pictures[row][0].shape[1]
+
+
 def test_a_batch_follows_from_seed_and_step_alone(text):
     first, second = dataset(text), dataset.__wrapped__(text)
     assert [samples_of(first.batch(step)) for step in range(4)][3] == samples_of(second.batch(3))
@@ -177,8 +204,8 @@ def test_nothing_is_drawn_that_is_not_read(text, monkeypatch):
     data = dataset(text)
     whole = data.batch(1)
     drawn = []
-    draw = RenderedText._pixels
-    monkeypatch.setattr(RenderedText, "_pixels", lambda self, *args: drawn.append(args) or draw(self, *args))
+    draw = Pictures.pixels
+    monkeypatch.setattr(Pictures, "pixels", lambda self, *args: drawn.append(args) or draw(self, *args))
     partly = data.batch(1, {"patches": {1, 2}, "tokens": range(4)})
     pictures = [0 if leaf is None else sum(map(int, leaf.max(axis=1))) for leaf in whole["patch_segments"]]
     assert len(drawn) == pictures[1] + pictures[2] < sum(pictures)
@@ -239,7 +266,7 @@ def test_words_fit_their_pictures(face):
     words = ["Wij", "fjord", "AVAWA", "iiii", "Qgyp"]
     for size in (9, 12, 14):
         top, bottom = rows_of_ink(face, size)
-        assert bottom - top <= rendered_text.HEIGHT
+        assert bottom - top <= HEIGHT
         for word, width in zip(words, widths(words, face, size), strict=True):
             mask, below = ink(word, face, size)
             assert mask.shape[1] <= width
