@@ -240,8 +240,9 @@ def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
     refuse_adaptive(ordering, "emulate")
     check_fits_graph([ordering], parse_graph(arguments), arguments.chunks_per_stage)
     num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
-    model = requested_graph(arguments, num_microbatches=num_microbatches)
-    if workload is not None:
+    if workload is None:
+        model = requested_graph(arguments, num_microbatches=num_microbatches)
+    else:
         graph = replace(workload.model.graph, num_microbatches=num_microbatches)
         model = workload.model._replace(graph=graph)
     return ordering.resolve(

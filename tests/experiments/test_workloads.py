@@ -158,14 +158,17 @@ def test_simulate_runs_a_workload_and_says_how_microbatches_differ(name, capsys)
     assert 0 < result["workload"]["decoder_cv"] < 1
 
 
-def test_emulate_runs_a_workload_on_replicas():
+@pytest.mark.parametrize(("flags", "layers"), [((), [24, 24]), (("--frozen-encoder",), [48])])
+def test_emulate_runs_a_workload_on_replicas(flags, layers):
     sizes = ("--num-stages", 3, "--num-microbatches", 8, "--data", 2, "--steps", 3)
     workload = ("--workload", "interleaved", "--samples", 1, "--mean-forward-ms", 0.5)
-    result = run_command("emulate", *sizes, *workload, "--schedule", "1f1b", "--consume", "strict", "--json")
+    result = run_command("emulate", *sizes, *workload, "--schedule", "1f1b", "--consume", "strict", "--json", *flags)
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
     assert len(figures["order"]) == 6
-    assert figures["workload"]["encoder_layers"] == [24, 24]
+    assert figures["workload"]["encoder_layers"] == layers
+    encoder_tasks = [task for row in (figures["order"][0], figures["order"][3]) for task in row]
+    assert {task.strip("0123456789") for task in encoder_tasks} == ({"F"} if flags else {"F", "B"})
 
 
 @pytest.mark.parametrize(
