@@ -15,6 +15,7 @@ Ties are broken by number: the same costs give the same groups everywhere.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +72,13 @@ def spread(costs: Sequence[float]) -> list[int]:
     return [part[index] for part in parts for index in spread([costs[member] for member in part])]
 
 
+def _total(group: Sequence[int], costs: NDArray[np.float64]) -> float:
+    # Rounded once, so the same on every processor, whatever it adds at a time.
+    return fsum(costs[group].tolist())
+
+
 def _dearest(groups: Groups, costs: NDArray[np.float64]) -> float:
-    return max(float(costs[group].sum()) for group in groups)
+    return max(_total(group, costs) for group in groups)
 
 
 def _longest_first(costs: NDArray[np.float64], num_groups: int, fits: Fits) -> Groups | None:
@@ -94,7 +100,7 @@ def _improved(groups: Groups, costs: NDArray[np.float64], fits: Fits) -> Groups:
     """Change one pair of groups after the other, as long as the dearest group becomes cheaper."""
     groups = [list(group) for group in groups]
     for _ in range(_MOST_CHANGES_PER_SAMPLE * len(costs)):
-        totals = np.array([costs[group].sum() for group in groups])
+        totals = np.array([_total(group, costs) for group in groups])
         change = _best_change(groups, costs, totals, int(np.argmax(totals)), fits)
         if change is None:
             break
