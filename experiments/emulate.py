@@ -264,10 +264,9 @@ def _durations(arguments: argparse.Namespace, resolved: Order, workload: Planned
     if arguments.durations_ms is not None:
         raise ValueError("--durations and --durations-ms both say how long tasks take: give one of them")
     durations = load_durations(arguments.durations)
-    durations.for_graph(resolved.graph)
     for pairs in durations.absent:
         resolved.graph.skipping(pairs)
-    return durations
+    return GivenDurations(durations.for_graph(resolved.graph), durations.absent)
 
 
 def _num_steps(arguments: argparse.Namespace, durations: GivenDurations) -> int:

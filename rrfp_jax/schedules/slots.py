@@ -121,12 +121,20 @@ def per_stage(
 ) -> Callable[[Task], float]:
     """Lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 
-    So that schedules with different numbers of chunks are compared at the same work per microbatch and model.
+    So that schedules with different numbers of chunks are compared at the same work per microbatch and model. The whole
+    backward of a frozen chunk takes as long as its input gradient.
     """
     stage_of = table.placement.stage_of_chunk
     passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
     sizes = relative_sizes(chunk_parts, table.graph.num_chunks)
-    return lambda task: lengths(task) * sizes[task.chunk] / passes[stage_of[task.chunk]]
+    frozen = table.graph.frozen
+
+    def length(task: Task) -> float:
+        if task.kind is TaskKind.B and task.chunk in frozen:
+            return length(task._replace(kind=TaskKind.I))
+        return lengths(task) * sizes[task.chunk] / passes[stage_of[task.chunk]]
+
+    return length
 
 
 def drawing(slots: SlotTable, slot: float = 1.0) -> str:

@@ -127,3 +127,10 @@ def test_levels_compare_the_schedules_that_fit_the_graph(capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result["schedules"]) == {"1f1b", "1f1b-split", "gpipe", "zb-h1", "zb-h2"}
     assert all(row["formula"]["formulas"] == [] for row in result["schedules"].values())
+
+
+def test_a_frozen_chunk_takes_the_same_time_at_all_levels(capsys):
+    arguments = [*SIZES, "--encoders", "1", "--frozen-chunks", "2", "--schedules", "1f1b,zb-h1", "--json"]
+    assert levels.main(arguments) == 0
+    for row in json.loads(capsys.readouterr().out)["schedules"].values():
+        assert row["table"]["bubble"] == pytest.approx(row["strict"]["bubble"])
