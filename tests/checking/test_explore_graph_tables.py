@@ -1,0 +1,30 @@
+"""Tables of graphs with encoders explored: strictly and with foresight, with steps that lack images."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.checking import explore
+from rrfp_jax.checking.catalogue import optional_graphs, skipped
+from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.tasks import Placement, linear
+from tests.checking.guided import by_table
+
+WITH_UPDATES = StepRules(agreement=Agreement.LOSS)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", optional_graphs(1))
+def test_no_interleaving_is_stuck(name, schedule):
+    graph = optional_graphs(2)[name]
+    together = Placement((*[0] * (graph.num_chunks - 1), 1))
+    some, all_text = skipped(graph, [1]), skipped(graph, [0, 1])
+    for placement, lacking in product((linear(graph.num_chunks), together), [(some, all_text), (all_text, ())]):
+        request = ScheduleRequest(num_stages=placement.num_stages, num_microbatches=2, graph=graph, placement=placement)
+        table = build_schedule(schedule, request)
+        guided = by_table(table, absences=lacking, rules=WITH_UPDATES)
+        strict = replace(guided, policies=table.orders, footprints=(), foresight=None)
+        assert explore(strict).num_states > 2
+        assert explore(guided).num_states > 2
