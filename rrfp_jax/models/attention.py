@@ -6,9 +6,11 @@ the formula as it stands, and keeps the scores of every token against every othe
 
 Which one it is, is settled when a program is traced, so that forward and backward agree on what is kept.
 
-Packed rows hold several samples, told apart by segment ids: a token looks only at tokens of its own id. The weight of
-all others is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a segment like any
-other, with id 0: each of its tokens looks at itself at least, and no row of the softmax is empty.
+Packed rows hold several samples, told apart by segment ids: a token looks only at tokens of its own id. That is said by
+a bias on the scores, made once for all layers of a chunk (:func:`segment_bias`): unlike a mask, the formula keeps
+nothing of it for the backward, and cuDNN keeps one. The weight of all other tokens is exactly 0, so nothing of a sample
+shows in the bits of its neighbours. Padding is a segment like any other, with id 0: each of its tokens looks at itself
+at least, and no row of the softmax is empty.
 """
 
 import logging
@@ -24,6 +26,8 @@ Implementation = Literal["xla", "cudnn"]
 _CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 _CUDNN_HEAD_DIM = 128
 """The widest heads that cuDNN takes on every GPU that it supports, in multiples of 8."""
+_UNSEEN = -(2.0**41)
+"""Score of tokens that are not looked at: far below all others, and small enough for cuDNN to subtract two of them."""
 
 
 def causal_attention(
@@ -32,23 +36,30 @@ def causal_attention(
     value: jax.Array,
     *,
     window: int | None = None,
-    segments: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Every token looks at itself and at earlier ones; scores and softmax are float32.
 
     ``query`` ``[batch, length, heads, head_dim]``, ``key`` and ``value`` ``[batch, length, kv_heads, head_dim]``, where
     ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. With a ``window`` it looks at that many
-    tokens, itself included; with ``segments``, int ``[batch, length]``, at those of its own id.
+    tokens, itself included; with the ``bias`` of packed rows, at those of its own segment.
     """
     local = None if window is None or window >= query.shape[1] else (window - 1, 0)
-    return _attention(query, key, value, segments, is_causal=True, local_window_size=local)
+    return _attention(query, key, value, bias, is_causal=True, local_window_size=local)
 
 
-def full_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None = None
-) -> jax.Array:
-    """Every patch or frame looks at all others, those of its own id with ``segments``; otherwise the same."""
-    return _attention(query, key, value, segments, is_causal=False)
+def full_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None) -> jax.Array:
+    """Every patch or frame looks at all others, with ``bias`` at those of its own segment; otherwise the same."""
+    return _attention(query, key, value, bias, is_causal=False)
+
+
+def segment_bias(segments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What to add to scores so that tokens look at their own segment: ``[batch, 1, length, length]`` of ``dtype``.
+
+    ``segments`` are int ``[batch, length]``; ``dtype`` is that of the queries.
+    """
+    is_seen = segments[:, None, :, None] == segments[:, None, None, :]
+    return jnp.where(is_seen, 0.0, _UNSEEN).astype(dtype)
 
 
 def implementation(platform_version: str, dtype: jnp.dtype, head_dim: int) -> Implementation:
@@ -57,36 +68,48 @@ def implementation(platform_version: str, dtype: jnp.dtype, head_dim: int) -> Im
     return "cudnn" if platform_version.startswith("cuda") and fits else "xla"
 
 
-def _attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, **asked: Any
-) -> jax.Array:
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, **asked: Any) -> jax.Array:
     choice = implementation(get_backend().platform_version, query.dtype, query.shape[-1])
-    problem = (
-        _refusal(query.shape, key.shape, query.dtype, segments is not None, **asked) if choice == "cudnn" else None
-    )
+    problem = _refusal(query.shape, key.shape, query.dtype, bias is not None, **asked) if choice == "cudnn" else None
     if problem is not None:
         _say_once(problem)
         choice = "xla"
-    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=choice, **asked)
+    compute = even_attention if choice == "cudnn" else jax.nn.dot_product_attention
+    return compute(query, key, value, bias, implementation=choice, **asked)
+
+
+def even_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, *, is_causal: bool, **asked: Any
+) -> jax.Array:
+    """``jax.nn.dot_product_attention`` over an even length, as cuDNN's backward wants it.
+
+    Odd rows, such as those with a class token, get one more position, which no other looks at.
+    """
+    length = query.shape[1]
+    if length % 2:
+        query, key, value = (jnp.pad(part, ((0, 0), (0, 1), (0, 0), (0, 0))) for part in (query, key, value))
+        if bias is not None:
+            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=_UNSEEN)
+        elif not is_causal:
+            asked["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
+    return jax.nn.dot_product_attention(query, key, value, bias, is_causal=is_causal, **asked)[:, :length]
 
 
 @cache
 def _refusal(
-    query: tuple[int, ...], key: tuple[int, ...], dtype: jnp.dtype, is_masked: bool, **asked: Any
+    query: tuple[int, ...], key: tuple[int, ...], dtype: jnp.dtype, is_biased: bool, **asked: Any
 ) -> str | None:
     """Why cuDNN does not take these shapes, if it does not: older GPUs and versions do less, and so does a backward."""
     batch, length = query[:2]
     heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key)]
-    mask = jax.ShapeDtypeStruct((batch, 1, length, length), jnp.bool_) if is_masked else None
+    bias = jax.ShapeDtypeStruct((batch, 1, length, length), dtype) if is_biased else None
 
-    def gradients(mask: Any, *heads: Any) -> Any:
-        attention = partial(jax.nn.dot_product_attention, mask=mask, implementation="cudnn", **asked)
-        mixed, pullback = jax.vjp(attention, *heads)
+    def gradients(bias: Any, *heads: Any) -> Any:
+        mixed, pullback = jax.vjp(partial(even_attention, bias=bias, implementation="cudnn", **asked), *heads)
         return pullback(mixed)
 
     try:
-        jax.eval_shape(gradients, mask, *heads)
+        jax.eval_shape(gradients, bias, *heads)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return None

@@ -5,36 +5,43 @@ cast to ``compute_dtype`` where they are used.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from rrfp_jax.models.attention import causal_attention
+from rrfp_jax.models.attention import causal_attention, segment_bias
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
 from rrfp_jax.models.parts import learned, projection, rms_norm
 
 
-def rotate(
-    x: jax.Array, theta: float, positions: jax.Array | None = None, scaling: RopeScaling | None = None
-) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``.
+class PackedRows(NamedTuple):
+    """What every layer needs to know of rows that hold several samples, made once for a chunk."""
+
+    sin: jax.Array
+    """Of the rotary angles, float32 ``[batch, length, 1, head_dim / 2]``."""
+    cos: jax.Array
+    """Likewise."""
+    bias: jax.Array
+    """Keeps tokens to their segment, ``[batch, 1, length, length]`` in the compute dtype."""
+
+
+def packed_rows(config: LanguageModelConfig, positions: jax.Array, segments: jax.Array) -> PackedRows:
+    """From the position of every token in its segment and the segment's id, both int ``[batch, length]``."""
+    bias = segment_bias(segments, jnp.dtype(config.compute_dtype))
+    return PackedRows(*_turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), bias)
+
+
+def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``, at positions 0, 1, ...
 
     Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, as Llama's published
-    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. ``positions`` are int ``[batch, length]``;
-    None: 0, 1, ... in each row. Angles and products are float32; the result has the dtype of ``x``.
+    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. Angles and products are float32; the
+    result has the dtype of ``x``.
     """
-    length, half = x.shape[1], x.shape[-1] // 2
-    wave_numbers = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling is not None:
-        wave_numbers = stretched(wave_numbers, scaling)
-    at = jnp.arange(length, dtype=jnp.float32) if positions is None else positions.astype(jnp.float32)
-    angles = at[..., None, None] * wave_numbers
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return _turned(x, *_turns(jnp.arange(x.shape[1]), x.shape[-1] // 2, theta, scaling))
 
 
 def stretched(wave_numbers: jax.Array, scaling: RopeScaling) -> jax.Array:
@@ -42,6 +49,19 @@ def stretched(wave_numbers: jax.Array, scaling: RopeScaling) -> jax.Array:
     waves = scaling.original_max_positions * wave_numbers / (2 * math.pi)
     kept = jnp.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return wave_numbers * (kept + (1 - kept) / scaling.factor)
+
+
+def _turns(positions: jax.Array, half: int, theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
+    """Sine and cosine of the angles at ``positions``, float32 ``[..., 1, half]``, the 1 for heads."""
+    wave_numbers = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    wave_numbers = wave_numbers if scaling is None else stretched(wave_numbers, scaling)
+    angles = positions.astype(jnp.float32)[..., None, None] * wave_numbers
+    return jnp.sin(angles), jnp.cos(angles)
+
+
+def _turned(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -65,16 +85,20 @@ class Attention(nnx.Module):
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
-    def __call__(
-        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
-    ) -> jax.Array:
-        """``[batch, length, hidden]`` to the same shape and dtype; ``positions`` and ``segments`` of packed rows."""
+    def __call__(self, x: jax.Array, packed: PackedRows | None = None) -> jax.Array:
+        """``[batch, length, hidden]`` to the same shape and dtype."""
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotate(heads, self.rope_theta, positions, self.rope_scaling) for heads in (query, key))
-        mixed = causal_attention(query, key, value, window=self.window, segments=segments)
+        query, key = (self._rotated(heads, packed) for heads in (query, key))
+        bias = None if packed is None else packed.bias
+        mixed = causal_attention(query, key, value, window=self.window, bias=bias)
         return self.output(mixed.reshape(*x.shape[:-1], -1))
+
+    def _rotated(self, heads: jax.Array, packed: PackedRows | None) -> jax.Array:
+        if packed is None:
+            return rotate(heads, self.rope_theta, self.rope_scaling)
+        return _turned(heads, packed.sin, packed.cos)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
@@ -118,16 +142,15 @@ class DecoderLayer(nnx.Module):
     """Attention, then the gated MLP, each on a normalised input and added to the residual stream."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
         self.attention_norm = residual_norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = residual_norm(config, rngs)
         self.mlp = GatedMLP(config, rngs)
 
-    def __call__(
-        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
-    ) -> jax.Array:
-        """``[batch, length, hidden]`` to the same shape and dtype; ``positions`` and ``segments`` of packed rows."""
-        x = x + self.attention(self.attention_norm(x), positions, segments)
+    def __call__(self, x: jax.Array, packed: PackedRows | None = None) -> jax.Array:
+        """``[batch, length, hidden]`` to the same shape and dtype."""
+        x = x + self.attention(self.attention_norm(x), packed)
         return x + self.mlp(self.mlp_norm(x))
 
 

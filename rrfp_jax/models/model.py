@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, residual_norm, token_loss
+from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, packed_rows, residual_norm, token_loss
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.tensor_cut import partition
@@ -163,9 +163,10 @@ def _run(
         for (index, projector), features in zip(merges, inputs if len(merges) > 1 else [inputs], strict=False):
             if features is not None:
                 hidden = merged(hidden, features if projector is None else modules[projector](features), leaves, index)
-    at = (leaves["positions"], leaves["segments"]) if packed else ()
-    for module in modules.values():
-        hidden = module(hidden, *at) if isinstance(module, DecoderLayer) else hidden
+    layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
+    rows = packed_rows(layers[0].config, leaves["positions"], leaves["segments"]) if packed else None
+    for layer in layers:
+        hidden = layer(hidden, rows)
     if not is_last:
         return hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from rrfp_jax.models.attention import segment_bias
 from rrfp_jax.models.audio import Frames
 from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
 from rrfp_jax.models.encoder_config import AudioConfig, VisionConfig
@@ -117,6 +118,7 @@ class VisionLanguageModel:
             stem=modality.data_leaf if plan.embedding else None,
             segments=modality.segments_leaf if reads_segments else None,
             stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
+            compute_dtype=encoder.compute_dtype,
             drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
         )
         leaves = (*leaves, *(() if modality.segments_leaf in leaves else (modality.segments_leaf,) * reads_segments))
@@ -207,16 +209,18 @@ def _run_encoder(
     stem: str | None,
     segments: str | None = None,
     stride: int = 1,
+    compute_dtype: str = "float32",
     drops_first: bool = False,
 ) -> jax.Array:
     """The layers in order; ``drops_first`` leaves the class token out of the features."""
-    ids = None if segments is None else leaves[segments][:, ::stride]
-    x = inputs
+    x, bias = inputs, None
+    if segments is not None:
+        bias = segment_bias(leaves[segments][:, ::stride], compute_dtype)
     for name, module in modules.items():
         if isinstance(module, Projector):
             x, drops_first = module(x[:, 1:] if drops_first else x), False
         elif isinstance(module, EncoderLayer):
-            x = module(x, ids)
+            x = module(x, bias)
         else:
             x = module(leaves if name == stem else x)
     return x[:, 1:] if drops_first else x

@@ -2,9 +2,12 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from experiments.config import TrainConfig, load_train_config
 from rrfp_jax.models import attention, language_model
-from rrfp_jax.models.attention import causal_attention, implementation
+from rrfp_jax.models.attention import causal_attention, even_attention, full_attention, implementation, segment_bias
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
@@ -108,6 +111,45 @@ def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
     forward, backward = lowered(plan, plan.params, "cuda")
     assert "fmhaSoftmax" in forward
     assert "fmhaSoftmaxBackward" in backward
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("length", [64, 65])
+def test_all_that_models_ask_is_fused(length: int, window: int | None, is_packed: bool):
+    heads = [jax.ShapeDtypeStruct((2, length, 4, 80), jnp.bfloat16)] * 3
+    bias = jax.ShapeDtypeStruct((2, 1, length, length), jnp.bfloat16) if is_packed else None
+    for function in (partial(causal_attention, window=window), full_attention):
+        text = backward_text(function, bias, heads)
+        assert ("fmhaScaleBiasSoftmax" if is_packed else "fmhaSoftmax") in text
+        assert ("fmhaScaleBiasSoftmaxBackward" if is_packed else "fmhaSoftmaxBackward") in text
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_odd_rows_are_computed_as_even_ones(is_causal: bool, is_packed: bool):
+    """With values and gradients that are those of the odd rows."""
+    heads = [jnp.asarray(np.random.default_rng(i).normal(size=(2, 7, 2, 4)), jnp.float32) for i in range(3)]
+    bias = segment_bias(jnp.array([[1, 1, 1, 2, 2, 0, 0], [1] * 7]), jnp.float32) if is_packed else None
+
+    def of(function: Any) -> Any:
+        mixed, pullback = jax.vjp(
+            lambda *heads: function(*heads, bias, is_causal=is_causal, implementation="xla"), *heads
+        )
+        return mixed, pullback(jnp.cos(mixed))
+
+    chex.assert_trees_all_close(of(even_attention), of(jax.nn.dot_product_attention), rtol=1e-5, atol=1e-6)
+
+
+def backward_text(function: Any, bias: Any, heads: list[Any]) -> str:
+    """The gradient by queries, keys and values, as it would be compiled for an NVIDIA GPU."""
+
+    def gradients(bias: Any, *heads: Any) -> Any:
+        mixed, pullback = jax.vjp(partial(function, bias=bias), *heads)
+        return pullback(mixed)
+
+    return jax.jit(gradients).trace(bias, *heads).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("preset", TPU_PRESETS, ids=lambda preset: preset.stem)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.models import LanguageModelConfig, RopeScaling, language_model
 from tests.models.reference import small_config
 
 
@@ -17,6 +17,7 @@ from tests.models.reference import small_config
         ({"head_dim": 7}, r"heads are 7 wide.*even head_dim, for example 8"),
         ({"num_kv_heads": 4}, r"6 query heads cannot share 4 .* out of \[1, 2, 3, 6\]"),
         ({"compute_dtype": "float16"}, r"compute_dtype is 'float16': give one of float32, bfloat16"),
+        ({"sliding_window": 0}, r"sliding_window is 0: give a number above 0"),
     ],
 )
 def test_bad_values_are_refused_with_a_remedy(changes, message):
@@ -29,9 +30,16 @@ def test_heads_default_to_equal_shares():
     assert (config.size_per_head, config.num_key_value_heads) == (4, 6)
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_num_params_counts_what_init_makes(tie_embeddings):
-    config = small_config(tie_embeddings=tie_embeddings)
+def test_scaled_rotary_waves_need_two_bounds():
+    with pytest.raises(ValueError, match="factor is 0: give a number above 0"):
+        RopeScaling(factor=0)
+    with pytest.raises(ValueError, match=r"between 4.0 and 4.0 waves: give a high_freq_factor above low_freq_factor"):
+        RopeScaling(factor=8, low_freq_factor=4.0)
+
+
+@pytest.mark.parametrize("switches", [{}, {"tie_embeddings": True}, {"qkv_bias": True, "qk_norm": True}])
+def test_num_params_counts_what_init_makes(switches):
+    config = small_config(**switches)
     (chunk,) = language_model(config).split(1)
     shapes = jax.eval_shape(chunk.init, jax.random.key(0))
     assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrfp_jax.models.decoder import Attention, rotate
+from rrfp_jax.models import RopeScaling
+from rrfp_jax.models.decoder import Attention, packed_rows, rotate, stretched
+from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config
 
 
@@ -24,6 +26,42 @@ def test_attention_equals_the_reference(num_kv_heads):
     x = np.random.default_rng(1).normal(size=(2, 9, config.hidden)).astype(np.float32)
     expected = reference_attention(config, nnx.to_pure_dict(nnx.state(attention)), x)
     np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=40)
+
+
+def test_waves_are_stretched_as_published():
+    """Below, between and above the two bounds."""
+    x = np.random.default_rng(0).normal(size=(1, 40, 1, 16)).astype(np.float32)
+    expected = np.stack([reference_rotate(x[0, t, 0], t, 100.0, SCALING) for t in range(40)])
+    np.testing.assert_allclose(rotate(x, 100.0, SCALING)[0, :, 0], expected, atol=2e-5)
+    wave_numbers = 100.0 ** (-np.arange(8) / 8)
+    factors = wave_numbers / stretched(wave_numbers.astype(np.float32), SCALING)
+    assert factors[0] == pytest.approx(1)
+    assert factors[-1] == pytest.approx(8)
+    assert any(1.1 < factor < 7.9 for factor in factors)
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{"qkv_bias": True}, {"qk_norm": True}, {"sliding_window": 1}, {"sliding_window": 4}, {"sliding_window": 99},
+     {"rope_scaling": SCALING, "rope_theta": 100.0}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_switches_equal_the_reference(switches, is_packed):
+    config = small_config(init_std=0.5, **switches)
+    attention = Attention(config, nnx.Rngs(0))
+    params = uneven(nnx.to_pure_dict(nnx.state(attention)))
+    nnx.update(attention, params)
+    x = np.random.default_rng(1).normal(size=(2, 9, config.hidden)).astype(np.float32)
+    segments = np.array([[1, 1, 2, 2, 2, 2, 2, 2, 3], [5, 5, 5, 5, 5, 5, 0, 0, 0]], np.int32)
+    positions = np.array([[0, 1, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 0, 1, 2]], np.int32)
+    leaves = {"positions": positions, "segments": segments} if is_packed else {}
+    rows = packed_rows(config, **leaves) if is_packed else None
+    expected = reference_attention(config, params, x, **leaves)
+    np.testing.assert_allclose(attention(x, rows), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def test_no_token_sees_a_later_one():

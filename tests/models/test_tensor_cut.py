@@ -4,16 +4,22 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.model import language_model
+from rrfp_jax.models.tensor_cut import BIAS
+from rrfp_jax.models.vision_language import vision_language_model
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.shardings import param_partition, place
 from rrfp_jax.programs.stage_devices import StageDevices
+from tests.models.encoder_reference import INTERN, PACKED, SIGLIP, make_leaves, small_model, uneven
 
 CONFIG = LanguageModelConfig(vocab_size=12, hidden=8, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=12)
 COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None), PartitionSpec()
@@ -74,3 +80,51 @@ def test_the_loss_does_not_depend_on_the_cut(kv_heads: int, vocab_size: int, ten
         text = program.as_text()
         assert len(re.findall(r"f32\[2,5,8\]\S* all-reduce\(", text)) == 3
         assert not re.search(r" (all-gather|all-to-all|collective-permute)\(", text)
+
+
+def graph_partition(config: VisionLanguageConfig, num_shards: int) -> Any:
+    graph = vision_language_model(config).split()
+    return {name: cut for index in range(2) for name, cut in param_partition(graph.chunks, index, num_shards).items()}
+
+
+def test_encoder_and_projector_are_cut_with_their_biases() -> None:
+    cut = graph_partition(small_model(INTERN, qkv_bias=True, qk_norm=True), 2)
+    whole = {"kernel": ROWS, "bias": WHOLE}
+    of_decoder, of_encoder = cut["decoder.layers.0"]["attention"], cut["vision.layers.0"]
+    assert of_decoder["query"] == of_decoder["key"] == of_decoder["value"] == {"kernel": COLUMNS, "bias": BIAS}
+    assert of_decoder["query_norm"] == of_decoder["key_norm"] == {"scale": WHOLE}
+    assert of_encoder["attention"]["value"] == {"kernel": COLUMNS}
+    assert of_encoder["attention"]["output"] == of_encoder["mlp"]["fc2"] == cut["projector"]["linear_2"] == whole
+    assert of_encoder["mlp"]["fc1"] == cut["projector"]["linear_1"] == {"kernel": COLUMNS, "bias": BIAS}
+    for layer in (of_encoder["attention_norm"], of_encoder["attention"]["query_norm"], cut["projector"]["norm"]):
+        assert set(layer.values()) == {WHOLE}
+    assert of_encoder["mlp_scale"] == WHOLE
+    assert set(jax.tree.leaves(cut["vision.patches"])) == {WHOLE}
+
+
+def test_an_encoder_whose_heads_do_not_divide_has_its_attention_whole() -> None:
+    config = replace(small_model(SIGLIP), vision=replace(SIGLIP, num_heads=1))
+    cut = graph_partition(config, 2)["vision.layers.0"]
+    assert set(jax.tree.leaves(cut["attention"])) == {WHOLE}
+    assert cut["mlp"]["fc1"]["kernel"] == COLUMNS
+    with pytest.raises(ValueError, match=r"vision.mlp_dim 21 does not divide over tensor 2: .* or vision.mlp_dim 22$"):
+        graph_partition(replace(config, vision=replace(SIGLIP, mlp_dim=21)), 2)
+
+
+@pytest.mark.parametrize("vision", [INTERN, PACKED], ids=["intern", "packed"])
+def test_features_do_not_depend_on_the_cut(vision: VisionConfig) -> None:
+    """Norms over the whole width of heads that are cut, too."""
+    graph, leaves = vision_language_model(small_model(vision)).split(), make_leaves(small_model(vision))
+    chunk, boundary = graph.chunks[0], StageDevices([jax.devices()[:2]]).unit_sharding(0)
+    assert isinstance(boundary, NamedSharding)
+    params, read = uneven(chunk.init(jax.random.key(0))), {name: leaves[name] for name in chunk.leaves}
+
+    def gradients(params: Any, leaves: Any) -> Any:
+        def total(params: Any) -> Any:
+            return jax.numpy.sin(chunk.apply(params, None, leaves, key=None)).sum()
+
+        return jax.value_and_grad(total)(params)
+
+    at_params = place(param_partition(graph.chunks, 0, 2), boundary)
+    cut = jax.jit(gradients, in_shardings=(at_params, boundary), out_shardings=(boundary, at_params))
+    chex.assert_trees_all_close(cut(params, read), jax.jit(gradients)(params, read), rtol=1e-4, atol=1e-4)

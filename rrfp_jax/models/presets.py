@@ -1,0 +1,94 @@
+"""The models of the paper's evaluation, by name.
+
+The paper (section 5) names decoder and encoder and gives their sizes, no dimensions. Published elsewhere, and taken as
+they are:
+
+* Qwen3-1.7B, -4B and -32B (Qwen3 technical report, table 1, and the models' configurations);
+* Llama 3 8B and 70B (Dubey et al. 2024, table 3);
+* ViT-H/14: 32 layers of 1280, MLP 5120, 16 heads (Dosovitskiy et al. 2021, table 1);
+* "Big", 1.8B: ViT-G/14, known as bigG, 48 layers of 1664, MLP 8192, 16 heads (Zhai et al. 2022, table 2);
+* InternViT-6B: 48 layers of 3200, MLP 12800, 25 heads, RMSNorm, normed queries and keys (Chen et al. 2024, table 1);
+* ViT-22B: 48 layers of 6144, MLP 24576, 48 heads (Dehghani et al. 2023, table 1).
+
+Ours: ViT-5B, of which no dimensions are published, has 64 layers of 2560, MLP 10240 and 20 heads. ViT-22B computes
+attention and MLP side by side and norms queries and keys by head; here they follow each other, with norms over the
+whole width. All images are equal, 224 pixels wide in patches of 14, of InternViT 448; four patches make one feature, as
+in InternVL. Everything computes in bfloat16.
+"""
+
+from typing import Any
+
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "compute_dtype": "bfloat16",
+}
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "num_kv_heads": 8,
+    "rope_theta": 5e5,
+    "compute_dtype": "bfloat16",
+}
+_VIT: dict[str, Any] = {"patch_dim": 14 * 14 * 3, "num_patches": 256, "compute_dtype": "bfloat16"}
+
+DECODERS = {
+    "qwen3-1.7b": LanguageModelConfig(
+        **_QWEN3, hidden=2048, num_layers=28, num_heads=16, mlp_dim=6144, tie_embeddings=True
+    ),
+    "qwen3-4b": LanguageModelConfig(
+        **_QWEN3, hidden=2560, num_layers=36, num_heads=32, mlp_dim=9728, tie_embeddings=True
+    ),
+    "qwen3-32b": LanguageModelConfig(**_QWEN3, hidden=5120, num_layers=64, num_heads=64, mlp_dim=25_600),
+    "llama3-8b": LanguageModelConfig(**_LLAMA3, hidden=4096, num_layers=32, num_heads=32, mlp_dim=14_336),
+    "llama3-70b": LanguageModelConfig(**_LLAMA3, hidden=8192, num_layers=80, num_heads=64, mlp_dim=28_672),
+}
+"""Language models."""
+
+ENCODERS = {
+    "vit-h": VisionConfig(**_VIT, hidden=1280, num_layers=32, num_heads=16, mlp_dim=5120),
+    "vit-big": VisionConfig(**_VIT, hidden=1664, num_layers=48, num_heads=16, mlp_dim=8192),
+    "vit-5b": VisionConfig(**_VIT, hidden=2560, num_layers=64, num_heads=20, mlp_dim=10_240),
+    "internvit-6b": VisionConfig(
+        **(_VIT | {"num_patches": 1024}),
+        hidden=3200,
+        num_layers=48,
+        num_heads=25,
+        mlp_dim=12_800,
+        norm="rms_norm",
+        qkv_bias=False,
+        qk_norm=True,
+        layer_scale=0.1,
+        class_token=True,
+        final_norm=False,
+    ),
+    "vit-22b": VisionConfig(
+        **_VIT, hidden=6144, num_layers=48, num_heads=48, mlp_dim=24_576, qkv_bias=False, qk_norm=True
+    ),
+}
+"""Vision transformers."""
+
+
+def _pair(decoder: str, encoder: str) -> VisionLanguageConfig:
+    projector = ProjectorConfig(patches_per_feature=4, row_order=True, norm=True)
+    return VisionLanguageConfig(vision=ENCODERS[encoder], projector=projector, decoder=DECODERS[decoder])
+
+
+MODELS = {
+    f"{decoder}+{encoder}": _pair(decoder, encoder)
+    for decoder, encoder in (
+        ("qwen3-1.7b", "vit-h"),
+        ("qwen3-4b", "vit-big"),
+        ("llama3-8b", "vit-5b"),
+        ("qwen3-32b", "internvit-6b"),
+        ("llama3-70b", "vit-22b"),
+    )
+}
+"""The pairs of the paper, ``decoder+encoder``."""

@@ -1,0 +1,39 @@
+"""The models that have names are as large as their names say."""
+
+import jax
+import pytest
+
+from rrfp_jax.models import vision_language_model
+from rrfp_jax.models.presets import DECODERS, ENCODERS, MODELS
+from rrfp_jax.programs.chunk import param_specs
+
+PUBLISHED = {
+    "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9, "qwen3-32b": 32.8e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9,
+    "vit-h": 632e6, "vit-big": 1.843e9, "vit-5b": 5.0e9, "internvit-6b": 5.903e9, "vit-22b": 21.7e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts(name):
+    config = (DECODERS | ENCODERS)[name]
+    assert config.num_params() == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_all_presets_are_counted():
+    assert set(PUBLISHED) == set(DECODERS) | set(ENCODERS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_parameters_that_they_count(name):
+    """Without an array of them; 2 devices can share each stage."""
+    config = MODELS[name]
+    graph = vision_language_model(config).split(
+        encoder_layers_per_chunk=[1] * config.vision.num_layers_run,
+        decoder_layers_per_chunk=[1] * config.decoder.num_layers,
+    )
+    specs = [param_specs(chunk) for chunk in graph.chunks]
+    layers = {name: layer for each in specs for name, layer in each.items()}  # tied embeddings once
+    assert sum(leaf.size for leaf in jax.tree.leaves(layers)) == config.num_params()
+    for chunk, layers in zip(graph.chunks, specs, strict=True):
+        assert chunk.partition is not None
+        chunk.partition(layers, 2)
