@@ -33,7 +33,7 @@ class RenderedTextConfig(BatchingConfig):
     """Fraction of the words that are never trained on."""
     max_images: int = 4
     """Pictures per sample: 1 to so many, all numbers equally often."""
-    interleaved: bool = False
+    interleaved: bool = True
     """Whether each picture is followed by its line; if not, all lines come after all pictures, which is harder."""
     text_only: float = 0.2
     """Fraction of the samples that have no picture."""

@@ -28,7 +28,7 @@ def text(tmp_path_factory):
 
 @cache
 def dataset(text, **changes):
-    values = {"batch_size": 12, "num_microbatches": 4, "words": WORDS, "held_out": 0.2, "seed": 3}
+    values = {"batch_size": 12, "num_microbatches": 4, "words": WORDS, "held_out": 0.2, "interleaved": False, "seed": 3}
     return RenderedText(RenderedTextConfig(path=str(text), **(values | changes)))
 
 
