@@ -8,7 +8,7 @@ from rrfp_jax.data.dataset import Dataset as Dataset
 from rrfp_jax.data.dataset import Reads as Reads
 from rrfp_jax.data.dataset import prefetched as prefetched
 from rrfp_jax.data.image_text import ImageText as ImageText
-from rrfp_jax.data.image_text import ImageTextConfig as ImageTextConfig
+from rrfp_jax.data.image_text_config import ImageTextConfig as ImageTextConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig as RenderedTextConfig
 from rrfp_jax.data.rendered_text import HeldOut as HeldOut
 from rrfp_jax.data.rendered_text import RenderedText as RenderedText

@@ -7,7 +7,6 @@ keeps within it. So nothing is ever outside the buckets, and they follow from da
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
 from rrfp_jax.data.packing import (
     PatchFormat,
@@ -26,7 +26,6 @@ from rrfp_jax.data.packing import (
     text_leaves,
 )
 from rrfp_jax.data.samples import Sample
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.planning.balancing import Groups, balanced, in_order, spread
 from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
 from rrfp_jax.planning.packing import Packing, most_rows, pack
@@ -37,58 +36,6 @@ Patches = Callable[[int, int], NDArray[np.float32]]
 """(number of the sample in its step, number of the image in it) -> its patches ``[patches, patch_dim]``."""
 _MULTIPLE = 8
 """Lengths of rows are multiples of this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchingConfig:
-    """How samples of different sizes become microbatches.
-
-    Raises ValueError, with the remedy, for values that do not fit together.
-    """
-
-    batch_size: int
-    """Samples per step, over all microbatches."""
-    num_microbatches: int
-    """Parts into which a step's samples are divided; divides ``batch_size``."""
-    pack: bool = True
-    """Whether samples share rows, each attending to itself alone; if not, every sample has a row of its own."""
-    length: int | None = None
-    """Tokens per row, the most a sample may have; None: as many as the longest sample can have."""
-    image_length: int | None = None
-    """Patches per row, the most an image may have; None: as many as the largest image can have."""
-    text_buckets: int = 3
-    """At most so many sizes of text: numbers of rows with ``pack``, else lengths of rows."""
-    image_buckets: int = 3
-    """At most so many numbers of rows of patches, besides none."""
-    balance: bool = True
-    """Whether samples are divided so that microbatches, and the shares of replicas, cost about the same; if not, in
-    order. The samples of a step are the same."""
-    gather_text: bool = False
-    """Whether samples without images share microbatches as far as they go, so that encoders have nothing to do for
-    those. Needs ``balance``."""
-    seed: int = 0
-    """Decides the order of the data, or what is drawn."""
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self,
-            AT_LEAST_1,
-            *("batch_size", "num_microbatches", "length", "image_length", "text_buckets", "image_buckets"),
-        )
-        check_fields(self, NOT_NEGATIVE, "seed")
-        if self.gather_text and not self.balance:
-            raise ValueError("gather_text divides samples by their costs: give balance true, or leave gather_text out")
-        if self.batch_size % self.num_microbatches:
-            larger = self.batch_size + -self.batch_size % self.num_microbatches
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into {self.num_microbatches} microbatches: "
-                f"give num_microbatches that divides it, or batch_size {larger}"
-            )
-
-    @property
-    def microbatch_size(self) -> int:
-        """Samples per microbatch, on average where they are balanced."""
-        return self.batch_size // self.num_microbatches
 
 
 class Limits(NamedTuple):

@@ -16,79 +16,25 @@ order that follows from (seed, epoch) alone.
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.batching import Batching, BatchingConfig, Cost, Limits
+from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
 from rrfp_jax.data.epochs import items_of
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
+from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
-from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 MARKER = "<image>"
 _END = b"\0"
 _SURVEYED_SAMPLES = 2048
 _FIELDS = ({"text"}, {"prompt", "target"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageTextConfig(BatchingConfig):
-    """A data set of text with images; ``batch_size`` and so on as for other samples of different sizes.
-
-    Raises ValueError, with the remedy, for values that do not describe one.
-    """
-
-    path: str
-    """The JSONL file."""
-    image_folder: str | None = None
-    """What the paths of images are relative to; None: the folder of the JSONL file."""
-    channels: int = 3
-    """3: images are RGB; 1: grey."""
-    patch_size: int = 14
-    """Pixels of a patch along each side."""
-    merge: int = 2
-    """So many patches along each side make one image feature, which takes one position of the text."""
-    image_size: int | None = None
-    """Pixels of each side to which all images are resized; None: each keeps its own size, rounded to whole features."""
-    row_order: bool = False
-    """Whether the patches of images of one ``image_size`` come row by row, for a model that merges them itself. If not,
-    the patches of a feature are consecutive."""
-    max_patches: int = 1024
-    """An image of its own size that has more patches is made smaller."""
-    max_pixels: int = 64 * 2**20
-    """An image file with more is refused."""
-    mean: tuple[float, ...] = (0.5,)
-    """Subtracted from pixels, which are 0 to 1: one number for all channels, or one for each."""
-    std: tuple[float, ...] = (0.5,)
-    """What pixels are divided by then: one number for all channels, or one for each."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
-        if self.channels not in {1, 3}:
-            raise ValueError(f"channels is {self.channels}: give 3 for colours or 1 for grey")
-        if self.row_order and self.image_size is None:
-            raise ValueError("row_order is for images of one size: give image_size, or leave row_order out")
-        if self.max_patches < self.merge**2:
-            raise ValueError(f"max_patches is {self.max_patches}: give at least {self.merge**2}, one feature")
-        block = self.patch_size * self.merge
-        if self.image_size is not None and self.image_size % block:
-            raise ValueError(
-                f"image_size is {self.image_size}: give a multiple of {block}, patch_size x merge, for example "
-                f"{self.image_size + -self.image_size % block}"
-            )
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) not in {1, self.channels}:
-                raise ValueError(f"{name} has {len(getattr(self, name))} numbers: give 1, or {self.channels}")
-        if min(self.std) <= 0:
-            raise ValueError(f"std is {min(self.std)}: give positive numbers")
 
 
 class _Line(NamedTuple):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.data.batching import BatchingConfig
+from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 HEIGHT = 16

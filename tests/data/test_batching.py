@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.data.batching import Batching, BatchingConfig, Limits
+from rrfp_jax.data.batching import Batching, Limits
+from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.contents import contents_of
 from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.samples import Grid, Text, make_sample

@@ -2,12 +2,13 @@
 
 import zlib
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from rrfp_jax.data import RenderedText, RenderedTextConfig
+from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
 from rrfp_jax.data.drawing import ink, rows_of_ink, widths
 from rrfp_jax.data.pictures import Pictures
 from rrfp_jax.data.rendered_config import HEIGHT
@@ -301,3 +302,13 @@ def test_bad_values_are_refused_with_a_remedy(text, changes, message):
 def test_a_negative_step_is_refused(text):
     with pytest.raises(ValueError, match=r"step is -1"):
         dataset(text).batch(-1)
+
+
+def test_threads_draw_the_same(text):
+    data = dataset.__wrapped__(text)
+    ink.cache_clear()
+    with prefetched(data, num_threads=4) as batches:
+        threaded = list(islice(batches, 12))
+    for step, batch in enumerate(threaded):
+        for one, other in zip(batch["patches"], data.batch(step)["patches"], strict=True):
+            assert (one is None and other is None) or np.array_equal(one, other)
