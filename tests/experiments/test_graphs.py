@@ -9,6 +9,7 @@ import pytest
 from experiments import levels, simulate
 from experiments.durations import from_array
 from experiments.graphs import GraphWishes, add_graph_arguments, make_graph, parse_graph
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain, linear
 from tests.experiments.commands import run_command, sentence
 
@@ -134,3 +135,15 @@ def test_a_frozen_chunk_takes_the_same_time_at_all_levels(capsys):
     assert levels.main(arguments) == 0
     for row in json.loads(capsys.readouterr().out)["schedules"].values():
         assert row["table"]["bubble"] == pytest.approx(row["strict"]["bubble"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_table_of_a_graph_may_come_from_a_file(name, tmp_path, capsys):
+    model = make_graph(wishes("--encoders", "1,1"), num_stages=4, num_microbatches=8)
+    request = ScheduleRequest(num_stages=4, num_microbatches=8, graph=model.graph, placement=model.placement)
+    write_csv(build_schedule(name, request), tmp_path / "mine.csv")
+    results = [
+        simulated(capsys, "--encoders", "1,1", "--consume", "strict", "--schedule", schedule)
+        for schedule in (name, tmp_path / "mine.csv")
+    ]
+    assert results[0] == results[1]
