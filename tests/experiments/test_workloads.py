@@ -9,10 +9,11 @@ import pytest
 
 from experiments.graphs import GraphWishes
 from experiments.model_pairs import MODEL_PAIRS, model_pair
-from experiments.sample_lengths import SFT_SETS, Sample, interleaved_samples, sft_samples
+from experiments.sample_lengths import PATCHES_PER_TOKEN, SFT_SETS, Sample, interleaved_samples, sft_samples
 from experiments.simulate import main
 from experiments.workload_options import on_graph
 from experiments.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
+from rrfp_jax.models.presets import MODELS
 from rrfp_jax.tasks import bits
 from tests.experiments.commands import run_command, sentence
 
@@ -123,7 +124,7 @@ def test_text_has_no_tasks_in_the_encoder():
 
 
 def test_models_are_cut_so_that_no_chunk_costs_much_more_than_others():
-    for pair in MODEL_PAIRS.values():
+    for pair in map(model_pair, MODEL_PAIRS):
         workload = replace(SINGLE, pair=pair)
         one, model = on_graph(workload, GraphWishes(), num_stages=8)
         by_chunk = one.durations.durations_ms.sum(axis=-1).mean(axis=(0, 2))
@@ -132,14 +133,17 @@ def test_models_are_cut_so_that_no_chunk_costs_much_more_than_others():
         assert len(model.placement.stage_of_chunk) == 8
 
 
-def test_the_pairs_have_the_parameters_that_their_names_promise():
-    def encoder(pair):
-        sizes = pair.encoder
-        return sizes.num_layers * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.mlp_dim)
-
-    promised = (0.63e9, 1.84e9, 5e9, 5.5e9, 21.7e9)
-    for pair, expected in zip(MODEL_PAIRS.values(), promised, strict=True):
-        assert encoder(pair) == pytest.approx(expected, rel=0.02)
+@pytest.mark.parametrize("name", MODEL_PAIRS)
+def test_operations_follow_the_parameters_of_the_preset(name):
+    """Two for each parameter and token, but for embeddings, norms and biases."""
+    pair, preset = model_pair(name), MODELS[name]
+    table = preset.decoder.vocab_size * preset.decoder.hidden
+    others = preset.decoder.num_params() - (1 if preset.decoder.tie_embeddings else 2) * table
+    assert pair.decoder.whole(1, 0).with_parameters == pytest.approx(2 * (others + table), rel=1e-3)
+    assert pair.encoder.whole(1, 0).with_parameters == pytest.approx(2 * preset.vision.num_params(), rel=2e-3)
+    projector = preset.projector.num_params(preset.vision.hidden, preset.decoder.hidden)
+    assert pair.projector.whole(1).with_parameters == pytest.approx(2 * projector, rel=5e-3)
+    assert preset.projector.patches_per_feature == PATCHES_PER_TOKEN
 
 
 def test_too_few_layers_are_refused():
