@@ -44,9 +44,10 @@ class ChunkPlan:
     """One entry per gradient that the backward gets, ascending."""
     input_grads: Specs
     """One entry per gradient that it returns, ascending."""
-    apply: Callable[[Any, Any], Any]
-    split: SplitBackward | None
-    """None for a chunk that no gradient reaches."""
+    has_backward: bool
+    """False for a chunk that needs no gradient, or gets none."""
+    split: SplitBackward
+    """Of a chunk without a backward one that differentiates nothing."""
     kind: Hashable = None
     """Equal for chunks whose plan is the same."""
     senders: tuple[int, ...]
@@ -61,8 +62,6 @@ class ChunkPlan:
 
         Without ``boundary`` all lies on one device.
         """
-        if self.split is None:
-            return self
         results = jax.tree.leaves(self.input_grads)
         outliving = {p.position for p in self.split.owed_places if p.origin == "stash"} if self.is_split else ()
         if self.is_split and not isinstance(boundary, NamedSharding):
@@ -79,7 +78,7 @@ class ChunkPlan:
 
     def owing(self, boundary: Sharding | None, made_by_input_gradient: Sequence[Sharding] | None = None) -> "ChunkPlan":
         """The plan with what an input gradient owes that makes arrays of these shardings."""
-        if self.split is None or not self.is_split:
+        if not self.is_split:
             return self
         owed = lay_out_owed(
             self.split,
@@ -94,34 +93,32 @@ class ChunkPlan:
     @cached_property
     def made(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What the program of the input gradient makes for the weight gradient."""
-        return made_specs(self.split, self.output_grads) if self.split is not None and self.is_split else ()
+        return made_specs(self.split, self.output_grads) if self.is_split else ()
 
     @property
     def num_programs(self) -> int:
         """How many programs :class:`rrfp_jax.programs.gradients.GradientPrograms` makes of it."""
-        if self.split is None or not self.is_split:
-            return 1 + (self.split is not None)
+        if not self.is_split:
+            return 1 + self.has_backward
         has_weights = bool(jax.tree.leaves(pick(self.params, self.trained)))
         return 1 + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
 
     @property
     def num_derived(self) -> int:
         """How many values are derived from parameters alone and cost work."""
-        return 0 if self.split is None else self.split.num_derived
+        return self.split.num_derived
 
     @property
     def derivations(self) -> tuple[Hashable, ...]:
         """For each of them how it is derived; equal for values that are the same."""
-        return () if self.split is None else self.split.derivations
+        return self.split.derivations
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work."""
-        return self.split.prepare(params) if self.split is not None else ()
+        return self.split.prepare(params)
 
     def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
         """(outputs, made): what the forward makes for the stash."""
-        if self.split is None:
-            return self.apply(params, operands), ()
         return self.split.forward_made(params, operands, derived=derived)
 
     def backward(
@@ -129,7 +126,6 @@ class ChunkPlan:
     ) -> tuple[Any, tuple[Any, ...]]:
         """(accumulators, input_grads); ``owned`` is ``(accumulators, donated)``, ``rest`` is ``(saved, kept)``."""
         accumulators, donated = owned
-        assert self.split is not None
         stash = self.stash.arrays(donated, *rest)
         operand_grads, params_grads = self.split.full_backward(
             params, stash, _ordered_sum(output_grads), derived=derived
@@ -140,7 +136,6 @@ class ChunkPlan:
         self, donated: Any, params: Any, derived: Any, rest: Any, output_grads: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """(input_grads, made)."""
-        assert self.split is not None
         stash, total = self.stash.arrays(donated, *rest), _ordered_sum(output_grads)
         operand_grads, made = self.split.backward_made(params, stash, total, derived=derived)
         leaves = jax.tree.leaves(total)
@@ -149,7 +144,6 @@ class ChunkPlan:
 
     def weight_gradient(self, accumulators: Any, params: Any, derived: Any, owed: Any) -> Any:
         """The accumulators with one more microbatch."""
-        assert self.split is not None
         return _accumulate(accumulators, self.split.weight_gradient(params, owed, derived=derived))
 
     def _pick_inputs(self, operand_grads: Any) -> tuple[Any, ...]:
@@ -210,26 +204,27 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
     params = chunk.own.to_own(shapes.params)
     own = (counters_spec() if chunk.uses_key else (), spec_of(chunk.own.numbers))
     operands = (shapes.inputs, shapes.leaves, own)
-    apply = rematerialised(_apply(chunk, is_sink=not graph.successors(index)), remat)
     senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
     input_grads = tuple(gradient_spec(shapes.inputs[place]) for place in senders)
     num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
     output_grads = (gradient_spec(shapes.outputs),) * num_gradients
-    split, is_split = None, False
-    trained = _trained(chunk, index, graph)
-    if graph.has_backward(index):
-        is_split = index in graph.split
-        wanted = (tuple(place in senders for place in range(len(shapes.inputs))), False, False)
-        changing = {name: name in trained for name in params}
-        split = split_backward(apply, params, operands, param_gradients=changing, input_gradients=wanted)
+    apply, trained = _apply(chunk, is_sink=not graph.successors(index)), _trained(chunk, index, graph)
+    has_backward = graph.has_backward(index)
+    split = split_backward(
+        rematerialised(apply, remat) if has_backward else apply,
+        params,
+        operands,
+        param_gradients={name: name in trained for name in params},
+        input_gradients=(tuple(place in senders for place in range(len(shapes.inputs))), False, False),
+    )
     plan = ChunkPlan(
-        is_split=is_split,
+        has_backward=has_backward,
+        is_split=has_backward and index in graph.split,
         params=params,
         trained=trained,
         operands=operands,
         output_grads=output_grads,
         input_grads=input_grads,
-        apply=apply,
         split=split,
         senders=senders,
     )

@@ -59,7 +59,7 @@ class GradientPrograms:
         trained = pick(params, plan.trained)
         stash, sums, at_sums = plan.stash.specs, accumulator_spec(trained), pick(at_params, plan.trained)
         rest = (params, derived, (stash.saved, stash.kept), plan.output_grads)
-        if plan.split is None:
+        if not plan.has_backward:
             return plan
         if not plan.is_split:
             specs = ((sums, stash.donated), *rest)

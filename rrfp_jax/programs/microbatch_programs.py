@@ -182,7 +182,7 @@ class MicrobatchPrograms:
         return output_grads if self._absent_grads is None else _fill(output_grads, self._absent_grads)
 
     def _refusal(self) -> ValueError:
-        if self.plan.split is None:
+        if not self.plan.has_backward:
             return ValueError(f"no gradient reaches chunk {self._index}: it has no backward")
         split = "split: call input_gradient and weight_gradient"
         return ValueError(

@@ -105,7 +105,6 @@ def has_scores(plan: ChunkPlan, length: int) -> bool:
 def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
     config = load_train_config(str(preset), {})
     plan = layer_plan(config, is_split=True)
-    assert plan.split is not None
     assert not has_scores(plan, config.data.length)
     assert not has_scores(layer_plan(config, is_split=False), config.data.length)
     forward, backward = lowered(plan, plan.params, "cuda")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -221,8 +222,15 @@ def test_updates_leave_frozen_layers_as_they_are() -> None:
         assert not any(jax.tree.leaves(same))
 
 
-def test_a_cast_of_frozen_weights_is_made_once() -> None:
-    chunks = freeze([MODEL[0], mlp(0, jax.numpy.bfloat16), MODEL[4]], ["layers"])
+@pytest.mark.parametrize("first", [True, False], ids=["forwards only", "passes on"])
+def test_a_cast_of_frozen_weights_is_made_once(first: bool) -> None:
+    half = mlp(0, jnp.bfloat16)
+    chunks = freeze([MODEL[0], half, MODEL[4]], ["layers", "vision"] if first else ["layers"])
     programs = compile_all(chunks, graph_of(chunks, split=False), make_batch(2))
     assert {leaf.dtype.name for leaf in programs[1].prepare(initial(programs, 1).params)} == {"bfloat16"}
-    assert "update" not in " ".join(programs[1].compiled)
+    assert programs[1].compiled.keys() == {"prepare", "forward"} | (set() if first else {"backward"})
+    state = initial(programs, 1)
+    nothing = jax.tree.map(jnp.zeros_like, programs[1].prepare(state.params))
+    ones = np.ones((3, 5, 8), np.float32)
+    outputs, _ = programs[1].of().forward(state.params, (ones,), {}, derived=nothing)
+    np.testing.assert_array_equal(outputs, ones)  # what is derived is taken as it is given
