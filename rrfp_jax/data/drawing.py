@@ -49,7 +49,7 @@ def widths(words: Sequence[str], face: str, size: int) -> NDArray[np.int64]:
     return np.ceil(advances[codes].sum(axis=1)).astype(np.int64) + 2 * MARGIN
 
 
-@lru_cache(maxsize=1 << 15)
+@lru_cache(maxsize=1 << 16)
 def ink(word: str, face: str, size: int) -> tuple[NDArray[np.uint8], int]:
     """How much each pixel is covered, uint8 ``[height, width]``, and how far its top is below the highest letter's."""
     mask, (_, top) = _font(face, size).getmask2(word, mode="L")

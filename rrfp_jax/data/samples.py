@@ -63,27 +63,22 @@ class Sample:
 
 def make_sample(parts: Sequence[Text | Grid], merge: int) -> Sample:
     """The sample of these parts, for prediction of the next token. There must be two tokens or more."""
-    tokens, weights, features = [], [], []
-    num_features = 0
-    for part in parts:
-        if isinstance(part, Text):
-            length = len(part.content)
-            tokens.append(np.frombuffer(part.content, np.uint8).astype(np.int32))
-            features.append(np.full(length, -1, np.int32))
-        else:
-            length = part.num_patches // merge**2
-            tokens.append(np.full(length, IMAGE_TOKEN, np.int32))
-            features.append(np.arange(num_features, num_features + length, dtype=np.int32))
-            num_features += length
-        weights.append(np.full(length, part.weight if isinstance(part, Text) else 0, np.float32))
-    sequence, numbers, importance = np.concatenate(tokens), np.concatenate(features), np.concatenate(weights)
+    contents = [
+        part.content if isinstance(part, Text) else bytes([IMAGE_TOKEN]) * (part.num_patches // merge**2)
+        for part in parts
+    ]
+    lengths = list(map(len, contents))
+    sequence = np.frombuffer(b"".join(contents), np.uint8).astype(np.int32)
+    weights = np.array([part.weight if isinstance(part, Text) else 0 for part in parts], np.float32).repeat(lengths)
+    is_feature = np.array([isinstance(part, Grid) for part in parts]).repeat(lengths)
+    features = np.where(is_feature, is_feature.cumsum(dtype=np.int32) - 1, np.int32(-1))
     assert len(sequence) > 1, "a sample needs a token and the one to predict after it"
-    if numbers[-1] >= 0:
+    if is_feature[-1]:
         raise ValueError("a sample ends in an image, which nothing is predicted from: put text after it")
     return Sample(
         tokens=sequence[:-1],
         targets=sequence[1:],
-        weights=importance[1:],
-        features=numbers[:-1],
+        weights=weights[1:],
+        features=features[:-1],
         images=tuple(part for part in parts if isinstance(part, Grid)),
     )
