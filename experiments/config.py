@@ -184,6 +184,8 @@ def _sentence(section: str, error: ValidationError) -> str:
     field = str(first["loc"][0])
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{section}.{field} is missing: add it"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
     # a field of several types gives one entry per type
     wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
     return f"{section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"

@@ -101,13 +101,15 @@ def takes_list(kind: Any) -> bool:
 @cache
 def field_texts(record: type) -> dict[str, str]:
     """The docstring below each field of a record, as plain text; under the empty name that of the record, its head."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    assert isinstance(body, ast.ClassDef)
-    texts = {"": _plain(inspect.getdoc(record) or "").split("\n\n")[0].rstrip(".")}
-    for statement, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            texts[statement.target.id] = _plain(str(after.value.value)) if is_text else ""  # type: ignore[attr-defined]
+    texts: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(record.__mro__)):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        texts[""] = _plain(inspect.getdoc(base) or "").split("\n\n")[0].rstrip(".")
+        for statement, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                texts[statement.target.id] = _plain(str(after.value.value)) if is_text else ""  # type: ignore[attr-defined]
     return texts
 
 

@@ -103,12 +103,20 @@ class VisionLanguageConfig:
 def check_image_index(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str = "the microbatch") -> None:
     """Raise ValueError where an index leaf does not fit the pictures or sounds of a microbatch.
 
-    ``leaves`` are NumPy arrays by name, those that the microbatch has; ``name`` says which it is, for the sentence. A
-    compiled program cannot refuse a wrong index: it gives a loss of NaN.
+    The same where a patch stands in a row or column beyond the tables of positions. ``leaves`` are NumPy arrays by
+    name, those that the microbatch has; ``name`` says which it is, for the sentence. A compiled program cannot refuse
+    such numbers: it gives a loss of NaN.
     """
     for modality in config.modalities:
         for problem in _problems(modality, leaves):
             raise ValueError(f"{modality.index_leaf} of {name} {problem}")
+    for leaf, field_name in (("patch_rows", "max_rows"), ("patch_columns", "max_columns")):
+        size, places = getattr(config.vision, field_name), leaves.get(leaf)
+        if size is not None and places is not None and not 0 <= places.min() <= places.max() < size:
+            raise ValueError(
+                f"{leaf} of {name} go from {places.min()} to {places.max()}, but {field_name} is {size}: "
+                f"give numbers from 0 to {size - 1}, or a larger {field_name}"
+            )
 
 
 def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Four stages on one accelerator train what a plain jitted loop trains there."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.extend.backend import get_backend
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.attention import causal_attention, implementation
+from rrfp_jax.models.attention import causal_attention, full_attention, implementation, segment_bias
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk_plan import plan_chunk
@@ -103,3 +104,26 @@ def test_fused_attention_is_the_formula() -> None:
     kept = [spec.shape for spec in jax.tree.leaves(plan.stash.specs)]
     assert kept
     assert not any(shape[-2:] == (length, length) for shape in kept)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("length", [256, 257])
+def test_attention_of_encoders_and_packed_rows_is_the_formula(length: int, is_packed: bool) -> None:
+    """With its gradients; an odd length is that of a class token beside patches."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = [jax.random.normal(key, (2, length, 2, 80), jnp.bfloat16) for key in keys]
+    segments = jnp.minimum(jnp.arange(length) // 100, 1)[None] + jnp.arange(2)[:, None]
+    bias = segment_bias(segments, jnp.bfloat16) if is_packed else None
+    formula = partial(jax.nn.dot_product_attention, implementation="xla")
+    for function, expected in (
+        (full_attention, formula),
+        (partial(causal_attention, window=50), partial(formula, is_causal=True, local_window_size=(49, 0))),
+    ):
+
+        def with_gradients(attention: Any, *heads: Any) -> Any:
+            mixed, pullback = jax.vjp(partial(attention, bias=bias), *heads)
+            return mixed, pullback(jnp.cos(mixed))
+
+        made, wanted = (jax.jit(partial(with_gradients, each))(*heads) for each in (function, expected))
+        for ours, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=5e-2, rtol=5e-2)

@@ -12,6 +12,7 @@ from experiments import emulate, launch, levels, replay, simulate, train
 from experiments.config import SECTIONS, load_train_config
 from experiments.options import CommandParser, add_record_options, field_texts
 from rrfp_jax.arbitration import check_words
+from rrfp_jax.models.encoder_config import VisionConfig
 from tests.experiments.commands import ROOT
 
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
@@ -49,6 +50,13 @@ def test_every_field_of_every_record_is_an_option_with_its_docstring() -> None:
     assert "(one of ready, strict; default ready)" in flat
     assert "--tie-embeddings true|false" in shown
     assert "(a whole number; required in the file)" in flat
+
+
+def test_a_record_made_of_another_has_the_texts_of_both() -> None:
+    texts = field_texts(VisionConfig)
+    assert set(texts) >= {"", *(field.name for field in fields(VisionConfig))}
+    assert all(texts.values())
+    assert texts[""].startswith("A vision transformer")
 
 
 def test_the_choices_that_are_shown_are_accepted() -> None:
@@ -99,6 +107,11 @@ def test_fields_of_one_name_in_two_records_keep_their_section() -> None:
         ({"run.steps": 5, "run.seed": -3}, "--run.seed -3: run: seed is -3"),
         ({"optimizer.learning_rate": "fast"}, "--learning-rate fast: optimizer.learning_rate is 'fast'"),
         ({"pipeline.skip_nonfinite": 3}, "--skip-nonfinite 3: pipeline.skip_nonfinite is 3"),
+        (
+            {"model.rope_scaling": {"factor": 8, "low": 1}},
+            "--rope-scaling .*: model.rope_scaling has no key 'low': take",
+        ),
+        ({"model.rope_scaling": {"factor": -1}}, "--rope-scaling .*: model: factor is -1"),
     ],
 )
 def test_a_value_of_the_command_line_is_blamed_on_it(overrides: dict[str, object], blamed: str) -> None:

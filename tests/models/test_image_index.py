@@ -36,6 +36,9 @@ def test_what_fits_passes(config):
          r"image_index .* names feature 4 but there are no patches: give -1 everywhere, or patches"),
         ({name: leaf for name, leaf in make_leaves(OF_PACKED).items() if name != "audio_index"},
          r"audio_index of sample 3 is missing although there are frames"),
+        (changed("patch_columns", 4), r"^patch_columns of sample 3 go from 0 to 4, but max_columns is 4: give "
+                                      r"numbers from 0 to 3, or a larger max_columns$"),
+        (changed("patch_rows", -1), r"^patch_rows of sample 3 go from -1 to 3"),
         (make_leaves(OF_PACKED) | {"patches": np.zeros((1, 10, 12))}, r"features of 4 patches, which do not divide 10"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import vision_language_model
+from rrfp_jax.models.projector import merged_squares
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.tasks import Edge, PipelineGraph
 from tests.models.encoder_reference import (
@@ -151,11 +152,19 @@ def test_an_image_stays_in_its_row_and_segment():
     np.testing.assert_allclose(encoder.apply(params, None, alone, key=None)[0], before[0, 2:], atol=1e-5)
 
 
+def test_squares_are_found_as_internvl_publishes_it():
+    """Its four steps: fold columns, swap, fold rows, swap."""
+    x = np.random.default_rng(0).normal(size=(2, 36, 5)).astype(np.float32)
+    folded = x.reshape(2, 6, 3, 10).transpose(0, 2, 1, 3)
+    folded = folded.reshape(2, 3, 3, 20).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(merged_squares(x, 2).reshape(2, 9, 20), folded.reshape(2, 9, 20))
+
+
 def test_a_feature_that_is_not_there_gives_no_number():
     config = small_model(INTERN)
     graph, leaves = whole(config), make_leaves(config)
     leaves["image_index"][0, 0] = 8
-    assert np.isnan(run_graph(graph, start(graph), leaves)[0])
+    assert np.isnan(jax.jit(partial(run_graph, graph))(start(graph), leaves)[0])
 
 
 def test_features_need_an_index():
@@ -163,7 +172,7 @@ def test_features_need_an_index():
     leaves = make_leaves(config)
     del leaves["image_index"]
     with pytest.raises(ValueError, match="features came for a microbatch without image_index: give that leaf"):
-        run_graph(whole(config), start(whole(config)), leaves)
+        jax.jit(partial(run_graph, whole(config)))(start(whole(config)), leaves)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +196,4 @@ def test_patches_of_another_shape_are_refused():
     config = small_model(SIGLIP)
     leaves = make_leaves(config) | {"patches": np.zeros((2, 8, 12), np.float32)}
     with pytest.raises(ValueError, match=r"patches have shape \(2, 8, 12\) but the encoder takes \[images, 9, 12\]"):
-        run_graph(whole(config), start(whole(config)), leaves)
+        jax.jit(partial(run_graph, whole(config)))(start(whole(config)), leaves)
