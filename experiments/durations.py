@@ -79,16 +79,22 @@ class GivenDurations:
 
 
 class RecordedDurations:
-    """The tasks of a recorded run: means per chunk and kind, or every task by itself."""
+    """The tasks of a recorded run: means per chunk and kind, or every task by itself.
 
-    absent: Sequence[Absences] = ()
+    Task by task, a pair without a forward in a step was not there in that step, where its chunk may be skipped.
+    """
 
     def __init__(self, timeline: Timeline, *, per_task: bool) -> None:
         self.timeline, self.per_task = timeline, per_task
         self.num_steps = len(timeline.steps()) if per_task else 1
+        self.absent: Sequence[Absences] = _without_forward(timeline) if per_task else ()
 
     def for_graph(self, graph: PipelineGraph) -> Durations:
-        return recorded(self.timeline, graph, per_task=self.per_task)
+        may_lack = _skippable(graph) | dict(graph.absent).keys()
+        if not self.absent or any(chunk not in may_lack for pairs in self.absent for chunk, _ in pairs):
+            return recorded(self.timeline, graph, per_task=self.per_task)  # which names a task that is missing
+        steps = zip(self.timeline.by_step(), self.absent, strict=True)
+        return np.concatenate([recorded(step, graph.skipping(pairs), per_task=True) for step, pairs in steps])
 
     def profile_ms(self) -> Profile:
         by_kind: dict[TaskKind, list[float]] = defaultdict(list)
@@ -98,6 +104,28 @@ class RecordedDurations:
             fmean(by_kind[kind]) if by_kind[kind] else 0.0 for kind in (TaskKind.F, TaskKind.B, TaskKind.I, TaskKind.W)
         )
         return forward, input_gradient or fused, weight_gradient
+
+
+def _without_forward(timeline: Timeline) -> Sequence[Absences]:
+    """For each step the pairs of a recorded chunk and microbatch without a forward; empty: there are none."""
+    steps = [
+        {(s.task.chunk, s.task.microbatch) for s in step.spans if s.task.kind is TaskKind.F}
+        for step in timeline.by_step()
+    ]
+    chunks, microbatches = (range(1 + max(numbers)) for numbers in zip(*set().union(*steps), strict=True))
+    every = {(chunk, m) for chunk in chunks for m in microbatches}
+    missing = [absences(every - present) for present in steps]
+    return missing if any(missing) else ()
+
+
+def _skippable(graph: PipelineGraph) -> set[int]:
+    """The chunks that only lead to optional edges, as encoders of images do."""
+    found: set[int] = set()
+    for chunk in reversed(range(graph.num_chunks)):
+        readers = [s for s in graph.successors(chunk) if chunk not in graph.optional_predecessors(s)]
+        if graph.successors(chunk) and found.issuperset(readers):
+            found.add(chunk)
+    return found
 
 
 def parse_durations_ms(text: str, flag: str = "durations-ms") -> Profile:

@@ -189,9 +189,9 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
     )
     if resolved.adaptive and setting.durations.absent:
         raise ValueError("adaptive plans from steps in which every task exists, and here some lack pairs: leave it out")
+    durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     for pairs in setting.durations.absent:
         resolved.graph.skipping(pairs)
-    durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     return Prepared(
         ordering=resolved,
         arbiters=resolved.arbiters(RULES, dispatch_ahead=dispatch(arguments).ahead),

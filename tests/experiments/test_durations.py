@@ -5,7 +5,7 @@ import pytest
 
 from experiments.durations import RecordedDurations, load_durations, load_trace, parse_durations_ms
 from rrfp_jax.observe.chrome_trace import write_trace
-from rrfp_jax.tasks import chain, linear
+from rrfp_jax.tasks import Edge, PipelineGraph, absences, bits, chain, linear
 from tests.simulation.helpers import by_hint, run
 
 
@@ -55,6 +55,23 @@ def test_a_trace_gives_back_the_run(tmp_path):
     assert source.num_steps == 2
     np.testing.assert_allclose(source.for_graph(graph), durations_ms, atol=1e-5)
     assert source.profile_ms() == pytest.approx(tuple(durations_ms.mean(axis=(0, 1, 2))), abs=1e-5)
+
+
+def test_a_trace_tells_which_pairs_were_not_there(tmp_path):
+    graph = PipelineGraph(3, 4, (Edge(0, 1), Edge(1, 2, is_optional=True)))
+    durations_ms = np.random.default_rng(0).integers(1, 20, (3, 3, 4, 3)).astype(float)
+    durations_ms[..., 2] = 0  # a record does not tell the halves of a whole backward
+    lacking = [absences((c, m) for c in (0, 1) for m in some) for some in ([], [1, 3], [0, 1, 2, 3])]
+    for step, pairs in enumerate(lacking):
+        for chunk, mask in pairs:
+            durations_ms[step, chunk, list(bits(mask))] = 0
+    timeline = run(by_hint(graph, linear(3)), durations_ms, num_steps=3, absent=lacking).timeline
+    write_trace(timeline, tmp_path / "trace.json")
+    source = RecordedDurations(load_trace(str(tmp_path / "trace.json")), per_task=True)
+    assert list(source.absent) == lacking
+    np.testing.assert_allclose(source.for_graph(graph), durations_ms, atol=1e-5)
+    with pytest.raises(ValueError, match="no 0F0 in step 2: record a run of the same pipeline"):
+        source.for_graph(chain(3, 4))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": []}'])
