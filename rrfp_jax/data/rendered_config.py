@@ -41,11 +41,11 @@ class RenderedTextConfig(BatchingConfig):
     """Bytes of the longest text-only samples; the shortest have a quarter."""
     faces: tuple[str, ...] = ("DejaVuSans", "DejaVuSans-Bold")
     """Faces that words are drawn in, by the names of matplotlib's font files."""
-    font_sizes: tuple[int, ...] = (11, 12, 13)
+    font_sizes: tuple[int, ...] = (12,)
     """Sizes of letters, in pixels per em."""
     min_contrast: float = 0.6
     """Ink is between so much and 1; paper is 0."""
-    max_shift: int = 2
+    max_shift: int = 1
     """Words begin up to so many pixels further right and further down."""
     noise: float = 0.1
     """Every pixel is moved by up to so much, either way."""
