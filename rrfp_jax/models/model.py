@@ -87,11 +87,13 @@ def decoder_chunk(
     prefix: str = "",
     merges: tuple[Merge, ...] = (),
     cut_over_devices: Partition | None = None,
+    gives_logits: bool = False,
 ) -> Chunk:
     """One chunk of a decoder whose layers have names that begin with ``prefix``.
 
     With ``merges`` its inputs are their features in order, each ``[rows, features per row, dim]`` or None where the
-    microbatch has none; one alone comes as it is.
+    microbatch has none; one alone comes as it is. With ``gives_logits`` the chunk with the head returns those, float32
+    ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``.
     """
     layers = _layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
@@ -100,6 +102,7 @@ def decoder_chunk(
         _run,
         embeds=plan.embedding,
         is_last=plan.head,
+        gives_logits=gives_logits,
         packed=packed and len(plan.layers) > 0,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
     )
@@ -111,7 +114,7 @@ def decoder_chunk(
         leaves=("tokens",) * plan.embedding
         + indices
         + ("positions", "segments") * (packed and len(plan.layers) > 0)
-        + ("targets", "weights") * plan.head,
+        + ("targets", "weights") * (plan.head and not gives_logits),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
         partition=partial(partition, config) if cut_over_devices is None else cut_over_devices,
@@ -154,6 +157,7 @@ def _run(
     *,
     embeds: bool,
     is_last: bool,
+    gives_logits: bool,
     packed: bool,
     merges: tuple[tuple[str, str | None], ...],
 ) -> Any:
@@ -170,7 +174,8 @@ def _run(
     if not is_last:
         return hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
-    return token_loss(head.logits(modules[FINAL_NORM](hidden)), leaves["targets"], leaves["weights"])
+    logits = head.logits(modules[FINAL_NORM](hidden))
+    return logits if gives_logits else token_loss(logits, leaves["targets"], leaves["weights"])
 
 
 def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:

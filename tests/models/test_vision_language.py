@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import vision_language_model
+from rrfp_jax.models.decoder import token_loss
 from rrfp_jax.models.projector import merged_squares
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.tasks import Edge, PipelineGraph
@@ -87,6 +88,18 @@ def test_every_cut_is_the_same_model():
         params = start(graph)
         chex.assert_trees_all_equal(params, expected_params)
         chex.assert_trees_all_close(jax.jit(partial(run_graph, graph))(params, leaves), expected, rtol=1e-6)
+
+
+def test_logits_are_those_of_the_loss():
+    config = small_model(PACKED, tie_embeddings=True, num_layers=1)
+    leaves, params = make_leaves(config), uneven(start(whole(config)))
+    graph = vision_language_model(config).split(packed=True, gives_logits=True)
+    assert not {"targets", "weights"} & set(graph.chunks[-1].leaves)
+    logits = jax.jit(partial(run_graph, graph))(params, leaves)
+    assert logits.dtype == np.float32
+    loss, weight = token_loss(logits, leaves["targets"], leaves["weights"])
+    expected = jax.jit(partial(run_graph, whole(config)))(params, leaves)
+    np.testing.assert_allclose((loss, weight), expected, rtol=1e-6)
 
 
 def test_names_leaves_and_edges():
