@@ -8,6 +8,7 @@ from typing import cast
 import jax
 
 from experiments.config import TrainConfig
+from experiments.model_parts import cut_language_model
 from experiments.planned import PlannedRun
 from experiments.process import enter
 from experiments.resuming import check_same_training
@@ -15,7 +16,6 @@ from experiments.training_console import TrainingConsole
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.data import prefetched
-from rrfp_jax.models import language_model
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
@@ -28,6 +28,9 @@ from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_directory import CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
+
+_DATA_THREADS = 2
+"""Threads that decode images or draw them."""
 
 
 class Run:
@@ -62,6 +65,11 @@ class Run:
         return self.state.step >= self.config.run.steps
 
     @property
+    def _reads(self) -> dict[str, range]:
+        """What this process reads of a batch."""
+        return self.pipeline.reads(self.config.data_set.num_microbatches)
+
+    @property
     def label(self) -> str:
         """The order, for captions, for example ``bf, window 8``."""
         order = self.pipeline.order
@@ -91,7 +99,8 @@ class Run:
         else:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
-            self.pipeline.prepare(self.dataset.batch(0), progress=progress)
+            first = self.dataset.batch(0, self._reads)
+            self.pipeline.prepare(first, buckets=self.dataset.buckets, progress=progress)
         if self._cache is not None:
             self.console.say(self._cache.describe())
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
@@ -146,7 +155,9 @@ class Run:
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
-        with prefetched(self.dataset, self.state.step) as batches:
+        is_drawn = self.config.data is None
+        num_threads = _DATA_THREADS if is_drawn else 1
+        with prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches:
             self.state = loop.run(self.state, batches, self.config.run.steps)
         # not after an error: closing waits for programs, one of which may hang
         self.finish()
@@ -192,6 +203,7 @@ def assemble(planned: PlannedRun) -> Run:
     pipeline = Pipeline(
         _chunks(planned),
         placement=order.placement,
+        edges=None if planned.cut is None else planned.cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
         ordering=replace(ordering.on(order.table), window=layout.window),
@@ -223,11 +235,7 @@ def _compile_cache(config: TrainConfig) -> CompileCache | None:
 
 def _chunks(planned: PlannedRun) -> list[Chunk]:
     """The model, cut for the order's placement; twice where it runs in both directions."""
-    layout = planned.config.pipeline
-    chunks = language_model(planned.config.model).split(
-        None if layout.layers_per_chunk else planned.num_chunks,
-        layers_per_chunk=layout.layers_per_chunk,
-        embedding_in=layout.embedding_chunk,
-        head_in=layout.head_chunk,
-    )
+    if planned.cut is not None:
+        return planned.cut.chunks
+    chunks = cut_language_model(planned.config, planned.num_chunks)
     return mirrored(chunks) if planned.is_mirrored else chunks

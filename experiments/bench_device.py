@@ -98,7 +98,8 @@ def _setting(device: jax.Device) -> tuple[LanguageModelConfig, tuple[int, int, i
     if device.platform != "cpu":
         return _LARGE, (16, 2, 1024)
     debug = load_train_config(str(_DEBUG), {})
-    return debug.model, (debug.data.num_microbatches, debug.data.batch_size // debug.data.num_microbatches, 128)
+    data = debug.data_set
+    return debug.model, (data.num_microbatches, data.microbatch_size, 128)
 
 
 def _batch(vocab_size: int, num_microbatches: int, rows: int, length: int) -> dict[str, np.ndarray]:

@@ -20,8 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from experiments.options import add_record_options, as_text, flag_of, given_texts, takes_list
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
+from rrfp_jax.data.image_text import ImageTextConfig
+from rrfp_jax.data.rendered_text import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
+from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.run_config import OptimizerConfig, PipelineConfig, RunConfig
@@ -29,22 +32,60 @@ from rrfp_jax.training.run_config import OptimizerConfig, PipelineConfig, RunCon
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides a training run."""
+    """Everything that decides a training run.
+
+    Raises ValueError unless there is one data set, and pictures only for a model that sees.
+    """
 
     model: LanguageModelConfig
-    data: DataConfig
+    """Of a vision-language model, its decoder."""
+    data: DataConfig | None = None
+    rendered_text: RenderedTextConfig | None = None
+    image_text: ImageTextConfig | None = None
+    vision: VisionConfig | None = None
+    """None: a language model."""
+    projector: ProjectorConfig | None = None
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
+    def __post_init__(self) -> None:
+        given = [name for name in DATA_SETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'no data set'} {'are' if given else 'is'} given: give one of the sections "
+                f"{', '.join(DATA_SETS)}"
+            )
+        if self.projector is not None and self.vision is None:
+            raise ValueError("projector is given without vision, whose features it would project: give vision too")
+
+    @property
+    def data_set(self) -> DataConfig | RenderedTextConfig | ImageTextConfig:
+        """The one that is given."""
+        return next(each for name in DATA_SETS if (each := getattr(self, name)) is not None)
+
+    @property
+    def data_section(self) -> str:
+        """Its section's name."""
+        return next(name for name in DATA_SETS if getattr(self, name) is not None)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for YAML."""
-        return {section.name: _plain(asdict(getattr(self, section.name))) for section in fields(self)}
+        given = {section.name: getattr(self, section.name) for section in fields(self)}
+        return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
 
 
-SECTIONS: dict[str, type] = {section.name: section.type for section in fields(TrainConfig)}  # type: ignore[misc]
-_OPTIONAL = ("cluster",)
+def _record_type(kind: Any) -> type:
+    return next(member for member in get_args(kind) or (kind,) if member is not type(None))
+
+
+DATA_SETS = ("data", "rendered_text", "image_text")
+"""Sections of which there is one."""
+SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
+QUALIFIED = ("rendered_text", "image_text", "vision", "projector")
+"""Sections whose options always name them."""
+_OPTIONAL = ("cluster", "data", *QUALIFIED)
 """Sections that a file may leave out."""
 
 
@@ -53,6 +94,10 @@ def choices_of_options() -> dict[str, Sequence[str]]:
     return {
         "model.param_dtype": DTYPES,
         "model.compute_dtype": DTYPES,
+        **{f"vision.{name}": DTYPES for name in ("param_dtype", "compute_dtype")},
+        **{f"{section}.activation": ACTIVATIONS for section in ("vision", "projector")},
+        "vision.norm": NORMS,
+        "pipeline.projector_in": PROJECTOR_PLACES,
         "pipeline.schedule": (*schedule_names(), "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
         "pipeline.hint": tuple(hint_names()),
@@ -70,17 +115,23 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
     type, and values that the records refuse.
     """
-    sections: dict[str, dict[str, Any]] = {name: {} for name in _OPTIONAL} | _read(path)
-    given: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    sections: dict[str, dict[str, Any]] = {"cluster": {}} | _read(path)
+    given: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
-        given[section][field] = value
-    return TrainConfig(**{name: _section(path, name, values, given[name]) for name, values in sections.items()})
+        given.setdefault(section, {})[field] = value
+    records = {
+        name: _section(path, name, sections.get(name, {}), given.get(name, {})) for name in {**sections, **given}
+    }
+    try:
+        return TrainConfig(**records)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def add_overrides(parser: ArgumentParser) -> None:
     """Add an option for every field of every section."""
-    add_record_options(parser, SECTIONS, choices_of_options())
+    add_record_options(parser, SECTIONS, choices_of_options(), QUALIFIED)
 
 
 def overrides_of(arguments: Namespace) -> dict[str, Any]:
@@ -94,9 +145,8 @@ def _parse(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
-        raise ValueError(
-            f"{flag_of(SECTIONS, name)} {text!r} cannot be read as a value: write it as in YAML, text in quotes"
-        ) from None
+        flag = flag_of(SECTIONS, name, QUALIFIED)
+        raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
@@ -129,7 +179,7 @@ def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str
         return _record(name, {**values, **given})
     except ValueError as error:
         flags = _to_blame(name, values, given, str(error))
-        where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}')} {as_text(given[key])}" for key in flags)
+        where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
         raise ValueError(f"{where or path}: {error}") from None
 
 

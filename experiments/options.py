@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -63,22 +63,26 @@ class _Help(HelpFormatter):
 
 
 def add_record_options(
-    parser: ArgumentParser, sections: Mapping[str, type], choices: Mapping[str, Sequence[str]]
+    parser: ArgumentParser,
+    sections: Mapping[str, type],
+    choices: Mapping[str, Sequence[str]],
+    qualified: Collection[str] = (),
 ) -> None:
     """Add an option for every field of every section, ``--field`` where its name is unique and ``--section.field``.
 
-    ``choices`` names the values of some fields, by ``section.field``.
+    ``choices`` names the values of some fields, by ``section.field``; ``qualified`` sections whose options always name
+    them, so that they take no short name from others.
     """
     for section, record in sections.items():
         group = parser.add_argument_group(f"{section}: {field_texts(record)['']}")
         for field in fields(record):
             name = f"{section}.{field.name}"
-            flag, qualified = flag_of(sections, name), f"--{name.replace('_', '-')}"
+            flag, whole = flag_of(sections, name, qualified), f"--{name.replace('_', '-')}"
             text = _help(field, field_texts(record)[field.name], choices.get(name, ())).replace("%", "%%")
             place = "NAME" if name in choices else "|".join(map(_place, _kinds(field.type)))
             group.add_argument(flag, dest=name, metavar=place, default=SUPPRESS, help=text)
-            if flag != qualified:
-                group.add_argument(qualified, dest=name, default=SUPPRESS, help=SUPPRESS)
+            if flag != whole:
+                group.add_argument(whole, dest=name, default=SUPPRESS, help=SUPPRESS)
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:
@@ -86,10 +90,11 @@ def given_texts(arguments: Namespace) -> dict[str, str]:
     return {name: text for name, text in vars(arguments).items() if "." in name}
 
 
-def flag_of(sections: Mapping[str, type], name: str) -> str:
+def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] = ()) -> str:
     """The shortest option of a field ``section.field``."""
-    _, _, key = name.partition(".")
-    is_unique = sum(key == field.name for record in sections.values() for field in fields(record)) == 1
+    section, _, key = name.partition(".")
+    others = (record for other, record in sections.items() if other not in qualified)
+    is_unique = section not in qualified and sum(key == f.name for record in others for f in fields(record)) == 1
     return f"--{key if is_unique else name}".replace("_", "-")
 
 
@@ -100,16 +105,23 @@ def takes_list(kind: Any) -> bool:
 
 @cache
 def field_texts(record: type) -> dict[str, str]:
-    """The docstring below each field of a record, as plain text; under the empty name that of the record, its head."""
+    """The docstring below each field of a record, inherited ones too, as plain text; under the empty name that of the
+    record, its head."""
     texts: dict[str, str] = {}
-    for base in filter(is_dataclass, reversed(record.__mro__)):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        texts[""] = _plain(inspect.getdoc(base) or "").split("\n\n")[0].rstrip(".")
-        for statement, after in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                texts[statement.target.id] = _plain(str(after.value.value)) if is_text else ""  # type: ignore[attr-defined]
+    for owner in reversed(record.__mro__):
+        if is_dataclass(owner):
+            texts |= _own_texts(owner)
+    return texts
+
+
+def _own_texts(record: type) -> dict[str, str]:
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    assert isinstance(body, ast.ClassDef)
+    texts = {"": _plain(inspect.getdoc(record) or "").split("\n\n")[0].rstrip(".")}
+    for statement, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            texts[statement.target.id] = _plain(str(after.value.value)) if is_text else ""  # type: ignore[attr-defined]
     return texts
 
 

@@ -3,17 +3,22 @@
 Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.config import TrainConfig
+from experiments.data_sets import RunData, make_data_set
 from experiments.ordering import Ordering, parse_ordering
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
-from rrfp_jax.data import VOCAB_SIZE, TextBytes
+from rrfp_jax.data import VOCAB_SIZE
 from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.tasks import Placement
 from rrfp_jax.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from experiments.model_parts import CutModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,9 @@ class PlannedRun:
     """As the user said it."""
     order: Order
     """Of one replica."""
-    dataset: TextBytes
+    dataset: RunData
+    cut: "CutModel | None" = None
+    """Of a vision-language model; a language model is cut later."""
 
     @property
     def is_mirrored(self) -> bool:
@@ -41,9 +48,9 @@ class PlannedRun:
 
     @property
     def training(self) -> dict[str, Any]:
-        """What decides the result: the configuration, and in its section ``data`` also which text was found there."""
+        """What decides the result: the configuration, and in its section of data also which data was found there."""
         training = self.config.as_dict()
-        training["data"]["text"] = self.dataset.fingerprint
+        training[self.config.data_section]["text"] = self.dataset.fingerprint
         return training
 
 
@@ -66,16 +73,21 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         read_ahead=layout.read_ahead,
         adaptive=layout.adaptive,
     )
-    order = ordering.resolve(
-        num_stages=layout.num_stages,
-        num_microbatches=microbatches_per_replica(config.data.num_microbatches, layout.data),
-        chunks_per_stage=layout.chunks_per_stage,
-    )
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
         )
-    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=TextBytes(config.data))
+    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    if config.vision is not None:
+        return _with_vision(config, path, ordering, share)
+    _refuse_encoder_options(config)
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=None if layout.stage_of_chunk is None else Placement(layout.stage_of_chunk),
+    )
+    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config))
     if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != run.num_chunks:
         raise ValueError(
             f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {run.num_chunks} chunks: "
@@ -89,3 +101,26 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         head_in=layout.head_chunk,
     )
     return run
+
+
+def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int) -> PlannedRun:
+    """A model that is no chain brings its own graph, for which the table is built."""
+    from experiments.model_parts import cut_vision_language_model
+    from rrfp_jax.programs.model_graph import model_graph
+
+    cut, layout = cut_vision_language_model(config), config.pipeline
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=cut.placement,
+        graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
+    )
+    return PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config), cut=cut)
+
+
+def _refuse_encoder_options(config: TrainConfig) -> None:
+    layout = config.pipeline
+    for name in ("encoder_layers_per_chunk", "encoder_stages"):
+        if getattr(layout, name) is not None:
+            raise ValueError(f"{name} is for models with an encoder: give a section vision, or leave it out")

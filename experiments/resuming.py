@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_DECIDING = ("model", "data", "optimizer")
-_DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite"), "run": ("seed",)}
-_LAYOUT_ONLY = {"data": ("num_microbatches",)}
-"""How a batch is cut changes neither its gradient nor what comes next."""
+_DECIDING = ("model", "vision", "projector", "data", "rendered_text", "image_text", "optimizer")
+_DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run": ("seed",)}
+_OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance")
+_LAYOUT_ONLY = {"data": ("num_microbatches",), "rendered_text": _OF_SAMPLES, "image_text": _OF_SAMPLES}
+"""How a batch is cut and padded changes neither its gradient nor what comes next."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
 
@@ -22,7 +23,7 @@ def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, f
     different = [
         f"{name} was {_at(saved, name)!r} and is {_at(given, name)!r}"
         for name in sorted(names)
-        if _at(saved, name) != _at(given, name)
+        if (_at(saved, name) or None) != (_at(given, name) or None)  # what is empty, earlier checkpoints do not tell
     ]
     if different and not force:
         raise ValueError(

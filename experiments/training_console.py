@@ -17,7 +17,7 @@ from rrfp_jax.training.loop import StepRow
 
 _LINE = (
     "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
-    "bubble {bubble:5.1%}{note}"
+    "{images}bubble {bubble:5.1%}{note}"
 )
 
 
@@ -70,7 +70,7 @@ class TrainingConsole:
             console=self._console,
             disable=is_quiet or not self._console.is_terminal,
         )
-        self._stages_with_foresight = 0
+        self._stages_with_foresight, self._saw_images = 0, False
         self._task = self._progress.add_task("training", total=num_steps, start=False)
 
     @contextmanager
@@ -115,6 +115,7 @@ class TrainingConsole:
                 rate=row.learning_rate,
                 ms=row.step_time_s * 1e3,
                 speed=row.tokens_per_s,
+                images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
                 bubble=row.bubble_fraction,
                 note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
             ),
@@ -122,6 +123,11 @@ class TrainingConsole:
             soft_wrap=True,
         )
         self._progress.advance(self._task)
+
+    def _has_images(self, row: StepRow) -> bool:
+        """Whether this run has seen an image so far."""
+        self._saw_images |= row.images_per_s > 0
+        return self._saw_images
 
     def _ahead(self, row: StepRow) -> str:
         total = self._stages_with_foresight

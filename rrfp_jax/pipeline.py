@@ -240,12 +240,18 @@ class Pipeline:
                 "make all batches alike"
             )
         buckets = running.buckets.numbers(leaves)
-        pairs = running.copies.pairs(self._absent(running, buckets, absent))
+        skipped = self._absent(running, buckets, absent)
+        pairs = running.copies.pairs(skipped)
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
         future = running.runtime.submit(self._step, StepBatch(leaves, buckets), pairs)
         tables_planned = 0 if self._adapting is None else self._adapting.num_planned
-        metrics = StepMetrics(future, has_norm=self.updates.needs_norm, tables_planned=tables_planned)
+        metrics = StepMetrics(
+            future,
+            has_norm=self.updates.needs_norm,
+            tables_planned=tables_planned,
+            forwards_skipped=len(skipped),
+        )
         self._enqueued.append(metrics)
         self._step += 1
         return PipelineState(self._step), metrics

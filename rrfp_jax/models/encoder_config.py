@@ -27,6 +27,9 @@ from rrfp_jax.models.config import ABOVE_0, check_dtypes
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
 """The error function's GELU; its approximation by tanh; and ``x * sigmoid(1.702 x)``."""
 NORMS = ("layer_norm", "rms_norm")
+ENCODER, OWN_CHUNK, DECODER = "encoder", "own", "decoder"
+PROJECTOR_PLACES = (ENCODER, OWN_CHUNK, DECODER)
+"""Where a projector may be: in the last chunk of its encoder, in a chunk of its own, or in the decoder's first."""
 
 
 def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:

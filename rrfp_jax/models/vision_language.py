@@ -18,7 +18,14 @@ import jax
 from rrfp_jax.models.attention import segment_bias
 from rrfp_jax.models.audio import Frames
 from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
-from rrfp_jax.models.encoder_config import AudioConfig, VisionConfig
+from rrfp_jax.models.encoder_config import (
+    DECODER,
+    ENCODER,
+    OWN_CHUNK,
+    PROJECTOR_PLACES,
+    AudioConfig,
+    VisionConfig,
+)
 from rrfp_jax.models.layer_cut import ChunkPlan, CutWords, plan_cut
 from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
 from rrfp_jax.models.named_layers import NamedLayer, chunk_of
@@ -28,10 +35,6 @@ from rrfp_jax.models.vision import Patches
 from rrfp_jax.models.vision_language_config import Modality, VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import Edge
-
-ENCODER, OWN_CHUNK, DECODER = "encoder", "own", "decoder"
-PROJECTOR_PLACES = (ENCODER, OWN_CHUNK, DECODER)
-"""What ``projector_in`` accepts: the last chunk of the encoder, a chunk of its own, or the decoder's first."""
 
 
 @dataclass(frozen=True)

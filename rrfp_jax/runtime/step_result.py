@@ -35,13 +35,18 @@ class StepResult:
     """When the step had ended on all stages (``time.perf_counter``)."""
     tables_planned: int = field(default=0, repr=False)
     """How often an adaptive schedule's table had been planned anew before the step."""
+    forwards_skipped: int = field(default=0, repr=False)
+    """Pairs of a chunk and a microbatch that skipped it, such as encoders' and those without images."""
 
 
 class StepMetrics:
     """The result of an enqueued step; ``result()`` waits for it."""
 
-    def __init__(self, future: "Future[StepOutcome]", *, has_norm: bool, tables_planned: int = 0) -> None:
-        self._future, self._has_norm, self._tables_planned = future, has_norm, tables_planned
+    def __init__(
+        self, future: "Future[StepOutcome]", *, has_norm: bool, tables_planned: int, forwards_skipped: int
+    ) -> None:
+        self._future, self._has_norm = future, has_norm
+        self._tables_planned, self._forwards_skipped = tables_planned, forwards_skipped
 
     def done(self) -> bool:
         return self._future.done()
@@ -63,4 +68,5 @@ class StepMetrics:
             save=verdict.save,
             ended_s=outcome.ended_s,
             tables_planned=self._tables_planned,
+            forwards_skipped=self._forwards_skipped,
         )

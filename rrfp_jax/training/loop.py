@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.runtime import StepMetrics, StepResult
+from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.training.saving import RunSaver
 
@@ -27,6 +28,16 @@ class StepRow:
     step_time_s: float
     """From the end of the step before (the first: from its start) to the end of this one."""
     tokens_per_s: float
+    """Loss weight per second: the tokens that are predicted."""
+    positions_per_s: float
+    """Positions of text, image features among them, padding left out."""
+    images_per_s: float
+    token_padding: float
+    """Which part of all positions is padding, 0 to 1."""
+    patch_padding: float
+    """Which part of all patches is padding, 0 to 1."""
+    forwards_skipped: int
+    """Tasks that did not exist: forwards of chunks for microbatches that lack what they read, such as encoders'."""
     bubble_fraction: float
     looking_ahead: int
     """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
@@ -86,7 +97,7 @@ class TrainingLoop:
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
-        running: StepMetrics | None = None
+        running: tuple[StepMetrics, BatchContents] | None = None
         while state.step < num_steps and not self._stop:
             batch = next(batches)
             if running is None and not self._last_end_s:
@@ -94,14 +105,14 @@ class TrainingLoop:
                 self._last_end_s = time.perf_counter()
             state, enqueued = self._pipeline.step(state, batch)
             if running is not None:
-                self._record(running.result())
-            running = enqueued
+                self._record(*running)
+            running = enqueued, contents_of(batch)
             if self._is_boundary(state.step, num_steps):
-                self._record(running.result())
+                self._record(*running)
                 running = None
                 self._save(state)
         if running is not None:
-            self._record(running.result())
+            self._record(*running)
         self.was_stopped = self._stop and state.step < num_steps
         if self._timelines.maxlen:
             self._whole = self._pipeline.process.whole_timeline(self.timeline())
@@ -128,7 +139,8 @@ class TrainingLoop:
             whole.extend(timeline)
         return whole
 
-    def _record(self, result: StepResult) -> None:
+    def _record(self, metrics: StepMetrics, contents: BatchContents) -> None:
+        result = metrics.result()
         self._stop |= result.stop
         self._asked_to_save |= result.save
         self._timelines.append(result.timeline)
@@ -143,6 +155,11 @@ class TrainingLoop:
             learning_rate=learning_rate,
             step_time_s=step_time_s,
             tokens_per_s=result.weight / step_time_s,
+            positions_per_s=contents.tokens / step_time_s,
+            images_per_s=contents.images / step_time_s,
+            token_padding=contents.token_padding,
+            patch_padding=contents.patch_padding,
+            forwards_skipped=result.forwards_skipped,
             bubble_fraction=result.sums.bubble_fraction(),
             looking_ahead=result.sums.looking_ahead,
             tables_planned=result.tables_planned,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
 _PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))
@@ -19,6 +20,7 @@ _CACHE = Rule(
     "auto, none, or the absolute path of a directory",
     lambda value: value in ("auto", "none") or value[:1] in ("/", "~"),
 )
+_PROJECTOR = Rule(", ".join(PROJECTOR_PLACES), lambda value: value in PROJECTOR_PLACES)
 _DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
@@ -42,6 +44,18 @@ class PipelineConfig:
     """The chunk that holds the embedding."""
     head_chunk: int = -1
     """The chunk that holds the head and computes the loss; negative numbers count from the end."""
+    encoder_layers_per_chunk: tuple[int, ...] | None = None
+    """Layers of each chunk of the encoder; None: as many as it has stages, with about the same number each."""
+    encoder_stages: int | None = None
+    """How many stages, the first ones, the encoder has for itself; None: one for each of its chunks, or 1."""
+    projector_in: str = "encoder"
+    """Where the projector is: ``encoder``, the encoder's last chunk; ``own``, a chunk of its own; ``decoder``, the
+    decoder's first chunk."""
+    stage_of_chunk: tuple[int, ...] | None = None
+    """The stage of every chunk, the encoder's first, where they are to lie otherwise: encoder and decoder may share
+    stages. None: one chunk after another on the stages in turn."""
+    freeze: tuple[str, ...] = ()
+    """Layers that never change: names, what stands before a dot in names (``vision``), or globs."""
     schedule: str | None = None
     """A schedule's name or the path of its CSV table; None: no table."""
     group_size: int | None = None
@@ -91,6 +105,8 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size")
+        check_fields(self, AT_LEAST_1, "encoder_stages")
+        check_fields(self, _PROJECTOR, "projector_in")
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:

@@ -37,7 +37,8 @@ def training_config(folder: Path, **changes: Any) -> Path:
 
 
 def _section_of(name: str) -> str:
-    (section,) = (section for section, record in SECTIONS.items() if name in {field.name for field in fields(record)})
+    known = {section: {field.name for field in fields(SECTIONS[section])} for section in _SETTINGS}
+    (section,) = (section for section, names in known.items() if name in names)
     return section
 
 
