@@ -3,7 +3,7 @@
 Chunks: an image encoder, a sound encoder, a decoder that merges both and holds the embedding, a layer, and the loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,11 +130,22 @@ def all_buckets() -> list[dict[str, np.ndarray]]:
 
 
 def train_plainly(
-    params: Mapping[str, Any], optimizer: optax.GradientTransformation, steps: Sequence[Sequence[Mapping[str, Any]]]
+    params: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    steps: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    clip_norm: float | None = None,
+    frozen: Collection[str] = (),
 ) -> tuple[list[float], list[float], dict[str, Any]]:
     """Losses, gradient norms and the final parameters of the unpipelined model."""
+    if clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+    params, still = (
+        {name: layer for name, layer in params.items() if (name in frozen) == is_frozen} for is_frozen in (False, True)
+    )
 
     def loss_of(params: Any, microbatch: Mapping[str, Any]) -> Any:
+        params = params | jax.tree.map(jnp.asarray, still)
         features = [
             apply_dense(params[name], microbatch[leaf]) if leaf in microbatch else None
             for name, leaf in (("image", "images"), ("sound", "sounds"))
@@ -162,4 +173,4 @@ def train_plainly(
         params, state, norm = update(params, state, grads, weight)
         losses.append(total / weight)
         norms.append(float(norm))
-    return losses, norms, params
+    return losses, norms, params | still

@@ -10,8 +10,10 @@ from jax._src import compiler
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.tasks import Placement, linear
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.tasks import PipelineGraph, Placement, linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
 from tests.ragged import CHUNKS, EDGES, all_buckets, as_batch, make_microbatch, make_steps, train_plainly
@@ -40,11 +42,45 @@ def trained(pipeline: Pipeline, steps: Any) -> tuple[list[float], list[float], A
     return [r.loss for r in results], [r.grad_norm for r in results], initial, params, results
 
 
-@pytest.mark.parametrize("options", [{}, {"hint": "bfw"}, {"window": 1}, {"hint": "fb", "window": 3}], ids=str)
+def table(name: str) -> ScheduleTable:
+    graph = PipelineGraph(len(CHUNKS), NUM_MICROBATCHES, EDGES)
+    request = ScheduleRequest(num_stages=5, num_microbatches=NUM_MICROBATCHES, graph=graph, placement=linear(5))
+    return build_schedule(name, request)
+
+
+FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "embedding", "layer", "head")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hint": "bfw"},
+        {"window": 1},
+        {"hint": "fb", "window": 3},
+        {"schedule": "1f1b", "consume": "strict"},
+        {"schedule": "zb-h1", "consume": "strict"},
+        {"schedule": "zb-h1"},
+        {"schedule": "1f1b-split"},
+        {"hint": "bfw", "frozen": "encoders"},
+        {"schedule": "1f1b", "consume": "strict", "frozen": "encoders"},
+        {"schedule": "zb-h1", "frozen": "all but one"},
+        {"frozen": "all but one"},
+    ],
+    ids=str,
+)
 def test_mixed_microbatches_train_as_the_plain_model(base: Pipeline, options: dict[str, Any]) -> None:
+    options = dict(options)
+    frozen = FROZEN.get(options.pop("frozen", ""), ())
+    if name := options.get("schedule"):
+        options["schedule"] = table(name)
+    if frozen:
+        updates = UpdateRules(clip_norm=1e6)
+        chunks = freeze(CHUNKS, frozen)
+        base = Pipeline(chunks, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER, updates=updates)
     steps = make_steps(NUM_STEPS, NUM_MICROBATCHES)
     losses, norms, initial, params, results = trained(base.reordered(Ordering(**options)), steps)
-    expected_losses, expected_norms, expected = train_plainly(initial, OPTIMIZER, steps)
+    expected_losses, expected_norms, expected = train_plainly(initial, OPTIMIZER, steps, frozen=frozen)
     assert_same_training(losses, params, expected_losses, expected)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
     for microbatches, result in zip(steps, results, strict=True):

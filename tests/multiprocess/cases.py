@@ -25,8 +25,10 @@ class Case:
     model: str = "plain"
     """See :mod:`tests.multiprocess.models`."""
     num_stages: int
-    cut: tuple[int, ...]
+    cut: tuple[int, ...] = ()
     """Layers of each chunk."""
+    stage_of_chunk: tuple[int, ...] = ()
+    """Where the chunks of a model that is no chain lie."""
     frozen: tuple[str, ...] = ()
     """Patterns of layers that never change."""
     data: int = 1
@@ -45,6 +47,8 @@ class Case:
 
     @property
     def placement(self) -> Placement:
+        if self.stage_of_chunk:
+            return Placement(self.stage_of_chunk)
         num_chunks = max(len(self.cut), self.num_stages)
         return (
             linear(self.num_stages)
@@ -59,7 +63,8 @@ class Case:
 def read_cases(folder: Path) -> list[Case]:
     """The cases of a folder."""
     cases = json.loads((folder / _FILE).read_text())
-    return [Case(**{**case, "cut": tuple(case["cut"]), "frozen": tuple(case["frozen"])}) for case in cases]
+    tuples = ("cut", "frozen", "stage_of_chunk")
+    return [Case(**{**case, **{name: tuple(case[name]) for name in tuples}}) for case in cases]
 
 
 def result_file(folder: Path, case: Case, rank: int) -> Path:

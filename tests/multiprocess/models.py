@@ -12,19 +12,22 @@ import optax
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.freezing import freeze
-from tests import long_sums
+from tests import long_sums, ragged
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
 from tests.programs.toys import VOCAB, plain_model
 
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 8, 2, 8
-PLAIN, LONG_SUMS = "plain", "long sums"
+PLAIN, LONG_SUMS, RAGGED = "plain", "long sums", "ragged"
+"""The last has two encoders, and microbatches of several shapes: see :mod:`tests.ragged`."""
 
 
 def make_chunks(case: Case) -> list[Chunk]:
     """The case's model in its cut; parameters start the same whatever the cut."""
     if case.model == LONG_SUMS:
         return long_sums.make_chunks()
+    if case.model == RAGGED:
+        return freeze([_with_constant_init(chunk) for chunk in ragged.CHUNKS], case.frozen)
     if case.model == PLAIN:
         return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import language_model  # takes long to load
@@ -53,8 +56,10 @@ def _with_constant_init(chunk: Chunk) -> Chunk:
     return replace(chunk, init=lambda key: jax.tree.map(jnp.asarray, params))
 
 
-def make_batches(case: Case) -> list[dict[str, np.ndarray]]:
+def make_batches(case: Case) -> list[dict[str, Any]]:
     """Counting sequences; microbatches differ much in weight, and one of the first step weighs nothing."""
+    if case.model == RAGGED:
+        return [ragged.as_batch(step) for step in ragged.make_steps(case.num_steps, NUM_MICROBATCHES)]
     if case.model == LONG_SUMS:
         return [long_sums.make_batch()] * case.num_steps
     rng = np.random.default_rng(0)
@@ -81,8 +86,20 @@ def make_optimizer(case: Case) -> optax.GradientTransformation:
 def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
     """The same without a pipeline."""
     chunks = make_chunks(case)
+    if case.model == RAGGED:
+        return _train_ragged_reference(case, chunks)
     params: dict[str, Any] = {}
     for chunk in chunks:
         params |= chunk.init(jax.random.key(0))
     frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
     return train_plainly(chunks, params, make_optimizer(case), make_batches(case), clip_norm=1.0, frozen=frozen)
+
+
+def _train_ragged_reference(case: Case, chunks: list[Chunk]) -> tuple[list[float], dict[str, Any]]:
+    params: dict[str, Any] = {}
+    for chunk in chunks:
+        params |= chunk.init(jax.random.key(0))
+    steps = ragged.make_steps(case.num_steps, NUM_MICROBATCHES)
+    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
+    losses, _, params = ragged.train_plainly(params, make_optimizer(case), steps, clip_norm=1.0, frozen=frozen)
+    return losses, params

@@ -10,7 +10,7 @@ import pytest
 
 from tests.long_sums import make_pipeline, train
 from tests.multiprocess.cases import Case, train_together
-from tests.multiprocess.models import LONG_SUMS, train_reference
+from tests.multiprocess.models import LONG_SUMS, RAGGED, train_reference
 from tests.plain_loop import assert_same_training
 
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
@@ -53,6 +53,40 @@ FROZEN = [
         options=SHARDED,
     ),
 ]
+MANY_SHAPES = [
+    Case(name="encoders together", model=RAGGED, stage_of_chunk=(0, 0, 1, 2, 3), num_stages=4, num_ranks=4),
+    Case(
+        name="encoders frozen",
+        model=RAGGED,
+        stage_of_chunk=(0, 1, 2, 2, 3),
+        frozen=("image", "sound"),
+        num_stages=4,
+        num_ranks=4,
+        num_steps=20,
+        transport="transfer",
+        options={"schedule": "zb-h1", "consume": "strict"},
+    ),
+    Case(
+        name="encoders with the decoder",
+        model=RAGGED,
+        stage_of_chunk=(0, 1, 0, 1, 1),
+        num_stages=2,
+        data=2,
+        num_ranks=4,
+        num_steps=20,
+        options=SPLIT | SHARDED,
+    ),
+    Case(
+        name="all but the merging layer frozen",
+        model=RAGGED,
+        stage_of_chunk=(0, 0, 0, 1, 1),
+        frozen=("image", "sound", "layer", "head"),
+        num_stages=2,
+        tensor=2,
+        num_ranks=4,
+        options={"schedule": "1f1b"},
+    ),
+]
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
@@ -72,6 +106,22 @@ def test_one_layout_of_each_kind(tmp_path: Path) -> None:
     for case in FROZEN:
         assert_same_training(*results[case.name], *train_reference(case))
     same_as_one_process(LONG, results[LONG.name])
+
+
+def test_microbatches_of_many_shapes_with_and_without_images(tmp_path: Path) -> None:
+    results = train_together(MANY_SHAPES, tmp_path)
+    for case in MANY_SHAPES:
+        assert_same_training(*results[case.name], *train_reference(case))
+
+
+@pytest.mark.slow
+def test_two_hundred_random_steps_of_many_shapes(tmp_path: Path) -> None:
+    cases = [replace(case, num_steps=200) for case in MANY_SHAPES[:2]]
+    results = train_together(cases, tmp_path)
+    for case in cases:
+        losses, params = train_reference(case)
+        np.testing.assert_allclose(results[case.name][0], losses, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), results[case.name][1], params)
 
 
 def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:

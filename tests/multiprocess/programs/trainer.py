@@ -64,7 +64,8 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     import jax
 
     from rrfp_jax.runtime.process import Process
-    from tests.multiprocess.models import make_batches, make_chunks, make_optimizer
+    from tests import ragged
+    from tests.multiprocess.models import RAGGED, make_batches, make_chunks, make_optimizer
     from tests.pipelines import make_pipeline
 
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
@@ -78,14 +79,17 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     pipeline = make_pipeline(
         make_chunks(case),
         placement=case.placement,
+        edges=ragged.EDGES if case.model == RAGGED else None,
         process=process,
         optimizer=make_optimizer(case),
         **({"clip_norm": 1.0} | _options(case)),
     )
     with pipeline:
         state = pipeline.init(jax.random.key(0))
-        results = []
-        for batch in make_batches(case):
+        results, batches = [], make_batches(case)
+        if case.model == RAGGED:
+            pipeline.prepare(batches[0], buckets=ragged.all_buckets())
+        for batch in batches:
             state, metrics = pipeline.step(state, batch)
             results.append(metrics)
         losses = [metrics.result().loss for metrics in results]
@@ -111,9 +115,15 @@ def _options(case: Case) -> dict[str, Any]:
 
 def _table(case: Case, name: str) -> Any:
     from rrfp_jax.schedules import ScheduleRequest, build_schedule
+    from rrfp_jax.tasks import PipelineGraph
+    from tests import ragged
     from tests.multiprocess.models import num_microbatches
 
-    request = ScheduleRequest(num_stages=case.num_stages, num_microbatches=num_microbatches(case) // case.data)
+    share = num_microbatches(case) // case.data
+    request = ScheduleRequest(num_stages=case.num_stages, num_microbatches=share)
+    if case.stage_of_chunk:
+        graph = PipelineGraph(len(case.stage_of_chunk), share, ragged.EDGES)
+        request = replace(request, graph=graph, placement=case.placement)
     return build_schedule(name, request)
 
 
