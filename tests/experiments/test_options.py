@@ -15,7 +15,7 @@ from rrfp_jax.arbitration import check_words
 from rrfp_jax.models.encoder_config import VisionConfig
 from tests.experiments.commands import ROOT
 
-DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
+DEBUG, MULTIMODAL = "tpu_gpu_configs/cpu/debug.yaml", "tpu_gpu_configs/cpu/multimodal.yaml"
 PARSERS = {
     module.__name__.rpartition(".")[2]: module.make_parser
     for module in (emulate, launch, levels, replay, simulate, train)
@@ -65,7 +65,7 @@ def test_the_choices_that_are_shown_are_accepted() -> None:
     for name, choices in choices_of_options().items():
         for choice in choices:
             if name not in ("pipeline.schedule", "pipeline.hint"):
-                load_train_config(DEBUG, {name: choice})
+                load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, {name: choice})
             if name == "pipeline.hint":
                 check_words("ready", choice, None, has_schedule=choice == "schedule")
 

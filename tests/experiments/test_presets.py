@@ -6,6 +6,7 @@ import re
 import shlex
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,23 @@ import yaml
 
 from experiments import launch
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from experiments.model_parts import cut_language_model, cut_vision_language_model
 from experiments.ordering import parse_ordering
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
 from rrfp_jax.launch.settings import LaunchSettings
-from rrfp_jax.models import language_model
 from rrfp_jax.models.tensor_cut import check_divides
 from rrfp_jax.network import RunKey
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.detection import membership_from
 from tests.experiments.commands import ROOT
 
 CONFIGS = ROOT / "tpu_gpu_configs"
 PRESETS = sorted(path.relative_to(CONFIGS) for kind in ("cpu", "gpu", "tpu") for path in CONFIGS.glob(f"{kind}/*.yaml"))
 MACHINE = re.compile(r"# Machine: (\d+) nodes? x (\d+) devices, (\d+) process(?:es)? on each node\.")
+ON_THIS_MACHINE = ("debug", "multimodal")
+"""Presets of one process on any machine."""
 JOB_SETS = {"jobset.yaml": ("nvidia.com/gpu", 8), "jobset_tpu.yaml": ("google.com/tpu", 4)}
 
 
@@ -67,7 +71,7 @@ def check_train(words: list[str]) -> TrainConfig:
 
 def test_there_is_a_preset_for_every_kind_of_machine() -> None:
     assert {path.parts[0] for path in PRESETS} == {"cpu", "gpu", "tpu"}
-    sizes = {Path(path).stem: machine_of(CONFIGS / path)[:2] for path in PRESETS if path.stem != "debug"}
+    sizes = {Path(path).stem: machine_of(CONFIGS / path)[:2] for path in PRESETS if path.stem not in ON_THIS_MACHINE}
     assert sizes["one_node_8"] == (1, 8)
     assert sizes["two_nodes_16"] == (2, 8)
     assert sizes["sixteen_nodes_128_tensor2"] == (16, 8)
@@ -78,6 +82,8 @@ def test_there_is_a_preset_for_every_kind_of_machine() -> None:
 def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
     config = load(CONFIGS / preset)
     pipeline = config.pipeline
+    model = None if config.vision is None else cut_vision_language_model(config)
+    share = microbatches_per_replica(config.data_set.num_microbatches, pipeline.data)
     order = parse_ordering(
         schedule=pipeline.schedule,
         consume=pipeline.consume,
@@ -89,12 +95,12 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         adaptive=pipeline.adaptive,
     ).resolve(
         num_stages=pipeline.num_stages,
-        num_microbatches=microbatches_per_replica(config.data.num_microbatches, pipeline.data),
+        num_microbatches=share,
         chunks_per_stage=pipeline.chunks_per_stage,
+        placement=None if model is None else model.placement,
+        graph=None if model is None else replace(model_graph(model.chunks, model.edges, None), num_microbatches=share),
     )
-    chunks = language_model(config.model).split(
-        None if pipeline.layers_per_chunk else order.placement.num_chunks, layers_per_chunk=pipeline.layers_per_chunk
-    )
+    chunks = cut_language_model(config, order.placement.num_chunks) if model is None else model.chunks
     assert len(chunks) == order.placement.num_chunks
     check_divides(config.model, pipeline.tensor)
     if order.footprints is None:
@@ -103,7 +109,7 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         assert config.run.platform is None
 
 
-@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "debug"], ids=str)
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem not in ON_THIS_MACHINE], ids=str)
 def test_a_preset_uses_all_devices_of_its_machine_evenly(preset: Path) -> None:
     nodes, devices, processes = machine_of(CONFIGS / preset)
     layout = layout_of(load(CONFIGS / preset), nodes * processes)
@@ -118,7 +124,7 @@ def commands_in(text: str) -> list[list[str]]:
     return [shlex.split(line.replace("--node-rank I", "--node-rank 0").replace("HOST", "localhost")) for line in found]
 
 
-@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "debug"], ids=str)
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem not in ON_THIS_MACHINE], ids=str)
 def test_the_commands_of_a_header_start_that_preset_on_that_machine(
     preset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,123 @@
+"""Training of vision-language models by the command: its rows, going on in another layout, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from experiments import train
+from experiments.config import load_train_config
+from experiments.planned import plan_run
+from tests.experiments.commands import run_afresh
+
+MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
+SMALL = (
+    *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
+    *("--vision.mlp-dim", 16, "--rendered-text.batch-size", 16, "--rendered-text.max-bytes", 200_000),
+    *("--rendered-text.text-buckets", 1, "--rendered-text.image-buckets", 1, "--rendered-text.text-only", 0.5),
+)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = ("--config", MULTIMODAL, *SMALL)
+    assert run_afresh("train", *options, "--steps", 6, "--run-dir", whole).returncode == 0
+    first = run_afresh("train", *options, "--steps", 3, "--run-dir", halves)
+    assert first.returncode == 0, first.stderr
+    assert "images/s" in first.stdout
+    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--rendered-text.num-microbatches", 4)
+    more = run_afresh("train", *options, *together, "--steps", 6, "--learning-rate", 4e-3, "--run-dir", halves)
+    assert more.returncode == 0, more.stderr
+    straight, resumed = rows_of(whole), rows_of(halves)
+    assert [row["step"] for row in resumed] == [*range(6)]
+    rates = [row["learning_rate"] for row in straight]
+    assert [row["learning_rate"] for row in resumed] == pytest.approx(rates)
+    np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
+    assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
+    assert sum(row["forwards_skipped"] for row in straight) > 0
+
+
+def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
+    """A configuration like the preset's with other values; None leaves a section out."""
+    config = yaml.safe_load(Path(MULTIMODAL).read_text())
+    for name, values in sections.items():
+        if values is None:
+            del config[name]
+        else:
+            config[name] = config.get(name, {}) | values
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "answer"),
+    [
+        ({"vision": {"patch_dim": 32}}, "vision.patch_dim is 32, and the data has 64: give vision.patch_dim 64"),
+        ({"vision": {"max_columns": 3}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
+        ({"projector": {"patches_per_feature": 1}}, "projector.patches_per_feature is 1, and the data has 4"),
+        (
+            {"vision": None, "projector": None, "pipeline": {"encoder_stages": None}},
+            "rendered_text draws pictures, and the model has no vision",
+        ),
+        ({"vision": None}, "projector is given without vision"),
+        ({"rendered_text": None}, "no data set is given: give one of the sections data, rendered_text, image_text"),
+        ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and rendered_text are given: give one"),
+        ({"pipeline": {"encoder_stages": 4}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
+        ({"pipeline": {"stage_of_chunk": [0, 1]}}, "stage_of_chunk names 2 stages and num_stages is 4"),
+        ({"pipeline": {"freeze": ["vison"]}}, "no layer matches 'vison'"),
+        ({"pipeline": {"freeze": ["*"]}}, "every layer of the model is frozen"),
+        ({"pipeline": {"projector_in": "head"}}, "projector_in is head: give encoder, own, decoder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    tmp_path: Path, sections: dict[str, dict[str, Any] | None], answer: str
+) -> None:
+    with pytest.raises(ValueError, match=r"(?s)^[^\n]*$") as refused:
+        plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
+    assert answer in str(refused.value)
+
+
+def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path) -> None:
+    config = load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.encoder_stages": 1})
+    with pytest.raises(ValueError, match="encoder_stages is for models with an encoder"):
+        plan_run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"encoder_stages": None, "projector_in": "own"}, (0, 0, 1, 2, 3)),
+        ({"chunks_per_stage": 2, "layers_per_chunk": [0, 1, 1, 0, 0, 0]}, None),
+        ({"num_stages": 2, "stage_of_chunk": [0, 0, 1]}, (0, 0, 1)),
+        (
+            {"projector_in": "decoder", "schedule": "1f1b", "hint": None, "consume": "strict", "window": None},
+            (0, 1, 2, 3),
+        ),
+    ],
+    ids=str,
+)
+def test_chunks_lie_where_the_configuration_says(
+    tmp_path: Path, pipeline: dict[str, Any], stages: tuple[int, ...] | None
+) -> None:
+    config = load_train_config(changed(tmp_path, {"pipeline": pipeline}), {})
+    if stages is None:
+        with pytest.raises(ValueError, match="holds no layer, no embedding and no head"):
+            plan_run(config, tmp_path / "run")
+    else:
+        assert plan_run(config, tmp_path / "run").order.placement.stage_of_chunk == stages
+
+
+def test_the_help_names_the_sections_of_encoders() -> None:
+    shown = train.make_parser().format_help()
+    assert "--vision.hidden N" in shown
+    assert "--hidden N" in shown
