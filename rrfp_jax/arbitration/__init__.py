@@ -64,4 +64,5 @@ from rrfp_jax.arbitration.step_plan import StepPlan as StepPlan
 from rrfp_jax.arbitration.story import IllegalTransition as IllegalTransition
 from rrfp_jax.arbitration.story import Waiting as Waiting
 from rrfp_jax.arbitration.window import Window as Window
+from rrfp_jax.arbitration.window import check_weights as check_weights
 from rrfp_jax.arbitration.window import check_windows as check_windows

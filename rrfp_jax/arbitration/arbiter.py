@@ -68,13 +68,14 @@ from rrfp_jax.arbitration.events import (
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.foresight import Foresight, ForesightRules
 from rrfp_jax.arbitration.hints import Choice, Heads
-from rrfp_jax.arbitration.plan import FINISHED, gates, own_tasks, stage_plan
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan, gates, own_tasks, stage_plan
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD, ReadySet
+from rrfp_jax.arbitration.reserve import Reserve
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import DUE, RUNNING, IllegalTransition, Waiting
-from rrfp_jax.arbitration.window import Window
+from rrfp_jax.arbitration.window import Window, check_weights
 from rrfp_jax.tasks import Absences, Task, TaskKind
 from rrfp_jax.timeline import IdleReason
 
@@ -91,6 +92,8 @@ class StageArbiter:
         """How many activations the stage may hold; None: :attr:`limit` counts."""
         self.limit = None if self.consumption.is_strict or setup.footprint is not None else setup.window
         """How many microbatches the stage may hold; None: as many as come."""
+        self.capacity = setup.capacity
+        """What the microbatches held may weigh together, in steps with weights."""
         self.read_ahead = () if self.consumption.is_strict else setup.read_ahead
         """How far chunks that run F only may run ahead."""
         self.step: int | None = None
@@ -103,6 +106,7 @@ class StageArbiter:
             self._row.check_limit(setup.footprint or 0, self.stage)
         self._foresight = None if setup.foresight is None else setup.foresight.make()
         self._early: dict[int, tuple[InputArrived, ...]] = {}
+        self._weights: tuple[int, ...] = ()
         self._begin(self._full)
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -132,9 +136,17 @@ class StageArbiter:
         twin._foresight = self._foresight and self._foresight.copy()
         return twin
 
-    def plan_without(self, absent: Absences) -> StepPlan:
-        """The plan of a step without these pairs, beyond those of the graph; from any thread, at any time."""
-        return self._full.without(absent, self.graph, self.rules, self.consumption)
+    def plan_without(self, absent: Absences, weights: tuple[int, ...] = ()) -> StepPlan:
+        """The plan of a step without these pairs, beyond those of the graph; from any thread, at any time.
+
+        ``weights``: what each microbatch of the stage weighs, for a stage with a capacity. Raises ValueError for
+        weights that do not fit it.
+        """
+        plan = self._full.without(absent, self.graph, self.rules, self.consumption)
+        if not weights:
+            return plan
+        check_weights(weights, len(plan.plan.tasks_per_microbatch), self.capacity, self.stage)
+        return plan.weighing(weights)
 
     def prepare(self, plan: StepPlan) -> None:
         """Take what :meth:`plan_without` made for the next step, so that its start has nothing to make.
@@ -150,7 +162,7 @@ class StageArbiter:
         """
         twin = self.copy()
         twin.step, twin.is_active = after, False
-        twin._early, twin._prepared = {}, self._full
+        twin._early, twin._prepared, twin._weights = {}, self._full, ()
         twin._foresight = self._foresight and self._foresight.fresh(estimates or Estimates())
         twin._begin(self._full)
         return twin
@@ -191,6 +203,7 @@ class StageArbiter:
             early,
             seen,
             self._ranked.absent,
+            self._weights,
             tuple(self._waiting),
             frozenset(self._arrived),
             self._hint_state,
@@ -252,7 +265,7 @@ class StageArbiter:
         self._ready = ReadySet(len(self.read_ahead))
         self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
         self._footprint = None if self._row is None else Footprint(self._row, self.footprint or 0)
-        self._window = Window(self.limit, plan.tasks_per_microbatch, plan.first_microbatch)
+        self._window = self._new_window(plan)
         self._running: list[int] = []
         self._due: int | None = None
         self._capacity = 1 + self.dispatch_ahead
@@ -262,6 +275,13 @@ class StageArbiter:
         self._num_started = 0
         if self._foresight is not None:
             self._foresight.begin(-1 if self.step is None else self.step)
+
+    def _new_window(self, plan: StagePlan) -> Window | Reserve:
+        ends, first = plan.tasks_per_microbatch, plan.first_microbatch
+        if not self._weights:
+            return Window(self.limit, ends, first)
+        assert self.capacity is not None
+        return Reserve(self.capacity, ends, first, weights=self._weights)
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
         """Take an event in; tells whether the stage may have something to do."""
@@ -314,7 +334,13 @@ class StageArbiter:
         raise IllegalTransition(f"stage {self.stage}, step {step}: member {member} said {note}, which is not expected")
 
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
-        self.step, self.is_active = event.step, True
+        if event.weights:
+            try:
+                num_microbatches = len(self._full.plan.tasks_per_microbatch)
+                check_weights(event.weights, num_microbatches, self.capacity, self.stage)
+            except ValueError as error:
+                raise IllegalTransition(f"step {event.step} was started with wrong weights: {error}") from None
+        self.step, self.is_active, self._weights = event.step, True, event.weights
         is_prepared = self._prepared.absent == event.absent
         self._begin(self._prepared if is_prepared else self.plan_without(event.absent))
         self._prepared = self._full

@@ -43,11 +43,13 @@ class Message(NamedTuple):
 
 
 class StepStarted(NamedTuple):
-    """A step's batch is here. ``absent`` holds the pairs that it lacks beyond those of the graph."""
+    """A step's batch is here. ``absent`` holds the pairs that it lacks beyond those of the graph; ``weights`` what each
+    microbatch of the stage weighs while it is held, from the stage's first one on (empty: microbatches are counted)."""
 
     step: int
     time_s: float
     absent: Absences = ()
+    weights: tuple[int, ...] = ()
 
 
 class InputArrived(NamedTuple):
@@ -100,9 +102,10 @@ class ClockTick(NamedTuple):
 
 
 class MemberStarted(NamedTuple):
-    """To the leader: the step's batch is here too. ``absent`` as in :class:`StepStarted`."""
+    """To the leader: the step's batch is here too. ``absent`` and ``weights`` as in :class:`StepStarted`."""
 
     absent: Absences
+    weights: tuple[int, ...] = ()
 
 
 class MemberReceived(NamedTuple):

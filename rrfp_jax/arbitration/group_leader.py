@@ -90,8 +90,8 @@ class LeadingMember(GroupMember[Note, int]):
         for other in self._kept[step]:
             if isinstance(other, MemberStarted) and other != note:
                 raise IllegalTransition(
-                    f"stage {self.stage}: step {step} started on member {member} without {_pairs(note)}, "
-                    f"elsewhere without {_pairs(other)}: the members must be given the same batch"
+                    f"stage {self.stage}: step {step} started on member {member} {_batch(note)}, "
+                    f"elsewhere {_batch(other)}: the members must be given the same batch"
                 )
 
     def _dispatch(self, out: list[Instruction]) -> None:
@@ -100,7 +100,7 @@ class LeadingMember(GroupMember[Note, int]):
 
     def _has_started_everywhere(self) -> bool:
         assert self.step is not None
-        start = MemberStarted(self._ranked.absent)
+        start = MemberStarted(self._ranked.absent, self._weights)
         return self._kept[self.step].get(start) == (1 << self.num_members) - 1
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
@@ -171,8 +171,9 @@ class FollowingMember(GroupMember[int, TaskChosen]):
 def _as_note(event: InputArrived | StepStarted) -> MemberReceived | MemberStarted:
     if isinstance(event, InputArrived):
         return MemberReceived(event.message)
-    return MemberStarted(event.absent)
+    return MemberStarted(event.absent, event.weights)
 
 
-def _pairs(start: MemberStarted) -> list[tuple[int, int]]:
-    return [(chunk, m) for chunk, mask in start.absent for m in bits(mask)]
+def _batch(start: MemberStarted) -> str:
+    pairs = [(chunk, m) for chunk, mask in start.absent for m in bits(mask)]
+    return f"without {pairs}" + (f" and with weights {start.weights}" if start.weights else "")

@@ -77,10 +77,24 @@ def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) ->
     assert window.held == held
     assert window.left == of_microbatch
     assert arbiter._tasks_left == num_left
-    if arbiter.limit is not None:
+    if arbiter._weights:
+        _check_weights(arbiter, held, of_microbatch)
+    elif arbiter.limit is not None:
         assert len(held) <= arbiter.limit
         oldest = next((first + place for place, num_left in enumerate(of_microbatch) if num_left), None)
         assert oldest is None or oldest in held or len(held) < arbiter.limit
+
+
+def _check_weights(arbiter: "StageArbiter", held: set[int], num_left: list[int]) -> None:
+    """What is held fits, and every other one that is left will, once all older ones have gone."""
+    first, capacity = arbiter._ranked.plan.first_microbatch, arbiter.capacity
+    assert capacity is not None
+    weights = {first + place: weight for place, weight in enumerate(arbiter._weights)}
+    assert sum(weights[m] for m in held) <= capacity
+    for place, left in enumerate(num_left):
+        if left and first + place not in held:
+            younger = [m for m in held if m > first + place]
+            assert sum(map(weights.__getitem__, [*younger, first + place])) <= capacity
 
 
 def _check_read_ahead(arbiter: "StageArbiter", ahead: ReadAhead) -> None:

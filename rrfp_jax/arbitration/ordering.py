@@ -52,6 +52,9 @@ class Order:
     """One per stage."""
     windows: tuple[int, ...]
     """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
+    capacities: tuple[int, ...] | None = None
+    """One per stage: what the microbatches that it holds may weigh, in steps that say what each weighs; None: they are
+    counted in all steps. Not with strict consumption or footprints."""
     is_bf: bool
     """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
     foresight: ForesightRules | None = None
@@ -113,6 +116,7 @@ class Order:
                 stage,
                 consumption=self.consumptions[stage],
                 window=self.windows[stage],
+                capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
                 dispatch_ahead=dispatch_ahead,
                 foresight=foresight,

@@ -4,7 +4,8 @@ The forwards lie in two lists, those of microbatches that the stage holds and th
 restrains only the latter. Either all fresh forwards are admissible, or those of one microbatch, or none; so the first
 admissible one is found without a walk over those that wait behind a full window. The forwards of a chunk whose
 read-ahead is bounded (:mod:`rrfp_jax.arbitration.read_ahead`) have a list of their own, and are walked over only while
-that bound has room.
+that bound has room. Where microbatches have weights, a light one may fit where a heavy one does not: then all fresh
+ones are walked over, while there is room for the lightest.
 """
 
 from bisect import bisect_left, insort
@@ -60,7 +61,9 @@ class ReadySet:
                 del fresh[bisect_left(fresh, position)]
                 insort(held, position)
 
-    def heads(self, window: Window, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]) -> Heads:
+    def heads(
+        self, window: Window | Reserve, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]
+    ) -> Heads:
         """The first admissible position of each lane, bounded chunks apart; only forwards can be inadmissible.
 
         Args:
@@ -72,6 +75,8 @@ class ReadySet:
         if fresh and (forward is None or fresh[0] < forward):
             if window.admits(microbatch_at[fresh[0]]):
                 forward = fresh[0]
+            elif isinstance(window, Reserve):
+                forward = _first_that_fits(fresh, window, microbatch_at, forward)
             elif window.admits(window.oldest):
                 oldest = [p for p in forwards_of[window.oldest] if _holds(fresh, p)]
                 forward = min([*oldest, *held[:1]], default=None)
@@ -82,7 +87,9 @@ class ReadySet:
             last[0] if last else None,
         )
 
-    def first_ahead(self, reserves: Sequence[Reserve], window: Window, microbatch_at: tuple[int, ...]) -> int | None:
+    def first_ahead(
+        self, reserves: Sequence[Reserve], window: Window | Reserve, microbatch_at: tuple[int, ...]
+    ) -> int | None:
         """The first admissible forward of the bounded chunks, in the order of their numbers."""
         best: int | None = None
         for waiting, reserve in zip(self.lanes[AHEAD:], reserves, strict=True):
@@ -96,6 +103,25 @@ class ReadySet:
                     best = position
                     break
         return best
+
+
+def _first_that_fits(
+    fresh: Sequence[int], window: Reserve, microbatch_at: tuple[int, ...], held: int | None
+) -> int | None:
+    """The first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
+    if window.is_full:
+        return held
+    refused: dict[int, int] = {}
+    for position in fresh:
+        if held is not None and position > held:
+            break
+        m = microbatch_at[position]
+        weight = window.weight(m)
+        if m < refused.get(weight, m + 1):  # younger ones of the same weight are refused too
+            if window.admits(m):
+                return position
+            refused[weight] = m
+    return held
 
 
 def _holds(positions: list[int], position: int) -> bool:

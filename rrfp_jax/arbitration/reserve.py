@@ -60,7 +60,19 @@ class Reserve:
     Raises ValueError where the order alone holds more than the limit.
     """
 
-    __slots__ = ("_events", "_next", "_peak", "_turn", "_weights", "first", "held", "left", "limit", "load")
+    __slots__ = (
+        "_events",
+        "_lightest",
+        "_next",
+        "_peak",
+        "_turn",
+        "_weights",
+        "first",
+        "held",
+        "left",
+        "limit",
+        "load",
+    )
 
     def __init__(
         self, limit: int, ends: Sequence[int], first: int = 0, order: Sequence[int] = (), weights: Sequence[int] = ()
@@ -73,6 +85,7 @@ class Reserve:
         self._weights = tuple(weights) or (1,) * len(ends)
         self._events = turns(microbatches, order)
         self._turn = {m: place for place, (m, is_start) in enumerate(self._events) if is_start}
+        self._lightest = min((w for w, left in zip(self._weights, ends, strict=True) if left), default=0)
         self._peak = peak(self._events, dict(zip(microbatches, self._weights, strict=True)))
         if self._peak > limit:
             raise ValueError(
@@ -96,7 +109,10 @@ class Reserve:
     @property
     def is_full(self) -> bool:
         """Whether nothing is admitted that is not held."""
-        return self.load >= self.limit
+        return self.load + self._lightest > self.limit
+
+    def weight(self, microbatch: int) -> int:
+        return self._weights[microbatch - self.first]
 
     def admits(self, microbatch: int) -> bool:
         """Whether this microbatch is held, or may be from now on."""

@@ -30,6 +30,8 @@ class SavedArbiter:
     """The stage's row of the table that the hint ranks by, or that is consumed strictly."""
     window: int | None
     """Microbatches; None under strict consumption, and where a footprint counts."""
+    capacity: int | None
+    """What microbatches held may weigh, where steps say what each weighs."""
     rules: StepRules
     dispatch_ahead: int
     footprint: int | None
@@ -52,6 +54,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         hint=hint.name,
         row=hint.row,
         window=arbiter.limit,
+        capacity=arbiter.capacity,
         rules=arbiter.rules,
         dispatch_ahead=arbiter.dispatch_ahead,
         footprint=arbiter.footprint,
@@ -73,6 +76,7 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         saved.stage,
         consumption=_consumption(saved),
         window=1 if saved.window is None else saved.window,  # ignored where it is None
+        capacity=saved.capacity,
         rules=saved.rules,
         dispatch_ahead=saved.dispatch_ahead,
         footprint=saved.footprint,

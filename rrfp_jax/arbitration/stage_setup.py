@@ -25,6 +25,9 @@ class StageSetup:
     """:func:`ready` with a hint, or :func:`strict` with a table's row."""
     window: int
     """How many microbatches the stage may hold; strict consumption, and a footprint, take its place."""
+    capacity: int | None = None
+    """What the microbatches held may weigh together, in steps that say what each weighs
+    (:attr:`rrfp_jax.arbitration.events.StepStarted.weights`); None: no step does."""
     rules: StepRules = StepRules()  # noqa: RUF009 - frozen
     """What a step consists of beyond the graph's tasks."""
     dispatch_ahead: int = 0
@@ -41,6 +44,12 @@ class StageSetup:
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
         if not has_row and (self.foresight is not None or self.footprint is not None):
             raise ValueError("foresight and footprint need a table as hint, whose row they follow")
+        if self.capacity is not None and (self.consumption.is_strict or self.footprint is not None):
+            raise ValueError(
+                "a capacity takes the place of the window: strict consumption and a footprint heed neither"
+            )
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"capacity of stage {self.stage} is {self.capacity}: it must hold at least 1")
         for bound in self.read_ahead:
             if bound.chunk not in self.placement.chunks_of_stage[self.stage]:
                 raise ValueError(f"chunk {bound.chunk}, whose read-ahead is bounded, is not on stage {self.stage}")

@@ -14,10 +14,12 @@ from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
-    __slots__ = ("absent", "at", "forwards_of", "microbatch_at", "plan", "position")
+    __slots__ = ("absent", "at", "forwards_of", "microbatch_at", "plan", "position", "weights")
 
     def __init__(self, plan: StagePlan, consumption: Consumption, absent: Absences = ()) -> None:
         self.plan, self.absent = plan, absent
+        self.weights: tuple[int, ...] = ()
+        """What each microbatch weighs, for the event that starts the step."""
         self.at = consumption.order(plan)
         position = [-1] * len(plan.tasks)
         for place, node in enumerate(self.at):
@@ -36,8 +38,15 @@ class StepPlan:
         plan = _Removal(self.plan, graph, rules).of(dict(absent))
         if consumption.is_strict:  # which counts positions through its row
             return StepPlan(plan, consumption, absent)
+        return self._with(plan, absent, ())
+
+    def weighing(self, weights: tuple[int, ...]) -> "StepPlan":
+        """The plan of a step in which microbatches weigh so much."""
+        return self._with(self.plan, self.absent, weights)
+
+    def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         twin = object.__new__(StepPlan)
-        twin.plan, twin.absent = plan, absent
+        twin.plan, twin.absent, twin.weights = plan, absent, weights
         twin.at, twin.position = self.at, self.position
         twin.microbatch_at, twin.forwards_of = self.microbatch_at, self.forwards_of
         return twin

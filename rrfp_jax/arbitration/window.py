@@ -24,6 +24,13 @@ and holds for the next oldest or stays free. As m, the oldest, holds none, a slo
 condition 2 as well. So in every state with work left some task is ready and admissible or on its way, and since each
 task runs once, the step ends. Hints only choose among admissible tasks, so none can break this.
 
+Where microbatches differ in size, a step may say what each of them weighs on the stage, and the stage's *capacity*
+bounds what is held together, in bytes for example. The rule is then that of :mod:`rrfp_jax.arbitration.reserve`, in
+which m is admitted if it fits, and if every older unfinished microbatch that is not held would still fit beside all
+that is held and younger than itself; equal weights make it the rule above. The argument stays, but that no microbatch
+may weigh more than the capacity: m, the oldest unfinished one, finds nothing held that is older, and the younger ones
+leave room for it.
+
 Counting forwards minus backwards instead (as appendix C of the RRFP paper does for BF) lacks condition 2: with general
 hints, unequal windows or a graph, younger microbatches can take every slot that the oldest needs.
 """
@@ -80,6 +87,21 @@ class Window:
         while place < len(left) and not left[place]:
             place += 1
         self.oldest = self.first + place
+
+
+def check_weights(weights: Sequence[int], num_microbatches: int, capacity: int | None, stage: int) -> None:
+    """Raise ValueError for weights that a stage cannot take; ``capacity`` None: it counts microbatches."""
+    if capacity is None:
+        raise ValueError(f"stage {stage} is given weights of microbatches and no capacity: it counts them")
+    if len(weights) != num_microbatches:
+        raise ValueError(f"stage {stage} has {num_microbatches} microbatches and is given {len(weights)} weights")
+    if min(weights, default=0) < 0:
+        raise ValueError(f"stage {stage} is given a negative weight of a microbatch, {min(weights)}")
+    if max(weights, default=0) > capacity:
+        raise ValueError(
+            f"a microbatch weighs {max(weights)} on stage {stage}, which may hold {capacity}: give at least that as "
+            "window, or make microbatches smaller"
+        )
 
 
 def check_windows(window: int | Sequence[int], num_stages: int) -> tuple[int, ...]:

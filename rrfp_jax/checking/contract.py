@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind, StepStarted
+from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind
 from rrfp_jax.checking.packets import Packets
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.tasks import Task, TaskKind
@@ -49,6 +49,8 @@ class Contract(NamedTuple):
     """The packet that starts this step."""
     of_microbatch: tuple[int, ...]
     """The tasks of each microbatch."""
+    weights: tuple[int, ...]
+    """What each microbatch weighs; empty: they are counted."""
     taken: dict[int, dict[int, Needs]]
     """For each chunk that runs F only for others, and each of its microbatches: what must come before nobody waits for
     its output any more."""
@@ -72,7 +74,7 @@ def wiring(setting: Setting) -> Wiring:
     for place in range(setting.num_places):
         start, own = 0, []
         for step, demand in enumerate(demands):
-            start = packets.bit(place, StepStarted(step, 0.0, setting.absences[step]), after=start)
+            start = packets.bit(place, setting.start_of(step), after=start)
             own.append(demand.contract(place, start))
         contracts.append(tuple(own))
     return Wiring(packets, tuple(contracts), sum(contract.start for own in contracts for contract in own))
@@ -248,6 +250,7 @@ class _StepDemands:
             of_microbatch=tuple(
                 task_bits({t for t in tasks if t.microbatch == m}) for m in range(self.graph.num_microbatches)
             ),
+            weights=self.setting.start_of(self.step).weights,
             taken={
                 c: {m: self._taken(c, m, task_bits, packet_bits) for m in self.graph.microbatches(c)}
                 for c in self.placement.chunks_of_stage[stage]

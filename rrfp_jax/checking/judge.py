@@ -6,7 +6,8 @@ contract:
 * a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once. Of the stage's
   own tasks those count as done that have finished, and the one that is due: the last one handed over, from when the
   stage is told that it is about to end. One task more may run then. Messages and the step's end wait for real ends;
-* the stage holds more microbatches than its window, counted from the tasks that started and finished;
+* the stage holds more microbatches than its window, or more than its capacity where these have weights, counted from
+  the tasks that started and finished;
 * a chunk that runs F only has produced more than its bound of what its readers have not taken;
 * strict consumption leaves its row;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
@@ -63,6 +64,7 @@ class StageJudge:
         self.window = None if isinstance(policy, tuple) or setting.footprints else setting.windows[stage]
         bounds = () if isinstance(policy, tuple) else setting.ahead(stage)
         self.read_ahead = {bound.chunk: bound for bound in bounds}
+        self.most_weight = setting.capacities[stage] if setting.capacities else 0
         self.guidance = Guidance(setting, place, self.contracts)
         self.has_foresight = setting.foresight is not None
         """Of the setting; a follower hears announcements too, and does nothing about them."""
@@ -200,8 +202,10 @@ class StageJudge:
 
     def _check_memory(self, contract: Contract, account: Account, task: Task) -> None:
         limit = self.guidance.limit
-        if self.window is not None and len(self._held(contract, account)) > self.window:
-            held = sorted(self._held(contract, account))
+        held = [] if self.window is None else sorted(self._held(contract, account))
+        if contract.weights and (weight := sum(contract.weights[m] for m in held)) > self.most_weight:
+            raise Violation(f"{self.name} runs {task} and holds microbatches {held}, {weight} of {self.most_weight}")
+        if not contract.weights and self.window is not None and len(held) > self.window:
             raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
         if limit is not None and (activations := self.guidance.held(contract, account)) > limit:
             raise Violation(f"{self.name} runs {task} and holds {activations} activations of {limit}")
@@ -355,8 +359,17 @@ class StageJudge:
             return self.guidance.limit is None or self.guidance.admits(contract, account, place)
         held = self._held(contract, account)
         after = held | {microbatch}
+        if contract.weights:
+            return microbatch in held or self._fits(contract, account, after)
         oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done)
         return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
+
+    def _fits(self, contract: Contract, account: Account, held: set[int]) -> bool:
+        """Whether these may be held: the capacity suffices, also for each that is left once all older ones are gone."""
+        weights = contract.weights
+        left = {m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done}
+        later = [sum(weights[m] for m in held if m > other) + weights[other] for other in left - held]
+        return max([sum(weights[m] for m in held), *later]) <= self.most_weight
 
 
 def stuck(setting: Setting, unfinished: Iterable[int]) -> str:

@@ -118,9 +118,9 @@ class _Walk:
 
     def _schedule_starts(self, place: int) -> None:
         at_s = 0
-        for step, absent in enumerate(self.setting.absences):
+        for step in range(self.setting.num_steps):
             at_s += self._delay_s() * START_STRETCHES[self.draw(len(START_STRETCHES))]
-            self._schedule(at_s, place, StepStarted(step, 0.0, absent))
+            self._schedule(at_s, place, self.setting.start_of(step))
 
     def _take(self, place: int, known: Event, event: Event) -> None:
         if isinstance(event, TaskFinished):

@@ -18,6 +18,7 @@ from rrfp_jax.arbitration import (
     StageArbiter,
     StageSetup,
     StepRules,
+    StepStarted,
     check_windows,
     group_arbiter,
     ready,
@@ -55,6 +56,10 @@ class Setting:
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     footprints: tuple[int, ...] = ()
     """Per stage how many activations it may hold, in place of the windows; empty: these count."""
+    capacities: tuple[int, ...] = ()
+    """Per stage what the microbatches that it holds may weigh; empty: they are counted."""
+    weights: tuple[tuple[int, ...], ...] = ()
+    """Per step what each microbatch weighs, on every stage the same; empty: they are counted."""
     read_ahead: tuple[AheadBound, ...] = ()
     """How far chunks that run F only may run ahead of those that read them."""
     foresight: ForesightRules | None = None
@@ -80,6 +85,8 @@ class Setting:
             raise ValueError(f"{len(self.footprints)} footprints for {self.num_stages} stages: give one for each stage")
         if self.footprints or self.foresight is not None:
             self._check_rows()
+        if self.weights and (len(self.weights) != self.num_steps or len(self.capacities) != self.num_stages):
+            raise ValueError("weights need an entry for each step, and capacities one for each stage")
         if not self.absences:
             raise ValueError("absences has no entry, so no step would run: give one set of pairs for each step")
 
@@ -153,6 +160,7 @@ class Setting:
             stage,
             consumption=_consumption(self.policies[stage]),
             window=self.windows[stage],
+            capacity=self.capacities[stage] if self.capacities else None,
             rules=self.rules,
             dispatch_ahead=self.dispatch_ahead,
             foresight=self.foresight,
@@ -164,13 +172,23 @@ class Setting:
 
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
-        return (self.graph, self.placement, self.rules, self.absences, self.groups)
+        return (self.graph, self.placement, self.rules, self.absences, self.groups, self.weights)
+
+    def start_of(self, step: int) -> StepStarted:
+        """The event that starts a step, on every place alike."""
+        return StepStarted(step, 0.0, self.absences[step], self.weights[step] if self.weights else ())
 
     def place_key(self, place: int) -> Hashable:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
         stage = self.places[place].stage
         memory = self.footprints[stage] if self.footprints else None, self.windows[stage]
-        ways = (self.policies[stage], self.dispatch_ahead, self.decides_early, self.foresight)
+        ways = (
+            self.capacities[stage] if self.capacities else None,
+            self.policies[stage],
+            self.dispatch_ahead,
+            self.decides_early,
+            self.foresight,
+        )
         own = (place, memory, self.ahead(stage), *ways)
         if self.group_size(stage) == 1:
             return (*own, self.arbiter)
@@ -187,6 +205,7 @@ class Setting:
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
+            f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
             f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"
             f"{self._describe_groups()}"
         )
