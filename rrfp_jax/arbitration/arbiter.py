@@ -63,11 +63,11 @@ from rrfp_jax.arbitration.events import (
     StepStarted,
     TaskAnnounced,
     TaskFinished,
-    WakeAt,
 )
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
-from rrfp_jax.arbitration.foresight import Foresight, ForesightRules
+from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.hints import Choice, Heads
+from rrfp_jax.arbitration.lookout import Lookout
 from rrfp_jax.arbitration.plan import FINISHED, StagePlan, gates, own_tasks, stage_plan
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD, ReadySet
@@ -82,7 +82,7 @@ from rrfp_jax.timeline import IdleReason
 _RUNNING_OR_DUE = (RUNNING, DUE)
 
 
-class StageArbiter:
+class StageArbiter(Lookout):
     """Decides what one stage runs next."""
 
     def __init__(self, setup: StageSetup) -> None:
@@ -526,53 +526,6 @@ class StageArbiter:
         if forward.microbatch not in self._window.held:
             self._window.start_forward(forward.microbatch)
             self._ready.hold(self._ranked.forwards_of[forward.microbatch])
-
-    # -- foresight ---------------------------------------------------------------------------------------------------
-
-    def _hear_announcement(self, event: TaskAnnounced) -> bool:
-        """Take in what only foresight hears; tells whether it may end a hold."""
-        foresight, (step, time_s, message) = self._foresight, event
-        if foresight is None:
-            return False
-        if step != self.step or not self.is_active:
-            is_ahead = self.step is None or step > self.step
-            if is_ahead and all(message != early.message for early in self._early.get(step, ())):
-                foresight.hear_early(step, message, time_s)
-            return False
-        if message not in self._arrived and message in self._ranked.plan.arrivals:
-            foresight.hear(message, time_s)
-        return foresight.held_since_s is not None
-
-    def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
-        """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
-        at, waiting, place = self._ranked.at, self._waiting, foresight.next
-        while waiting[at[place]] < 0:
-            place += 1
-        foresight.next = place
-        if place == best:
-            return best
-        missing = self._missing(place)
-        if not missing:
-            return best
-        if len(self._running) > (self._due is not None):
-            return None  # ahead of a running task only the next entry goes; its end decides on others
-        tasks, free_s = self._ranked.plan.tasks, self._now_s
-        if self._due is not None:
-            free_s = max(free_s, foresight.expected_end_s(tasks[self._due]))
-        candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
-        candidates.sort()  # ``best`` is the first
-        chosen = foresight.choose(candidates, missing, self._now_s, free_s)
-        if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
-            out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
-        return chosen
-
-    def _missing(self, position: int) -> list[Message]:
-        """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
-        node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
-        missing = [message for message in plan.messages_for[node] if message not in arrived]
-        if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
-            return []
-        return missing
 
     def validate(self) -> None:
         """Check every invariant from first principles; raises AssertionError. For tests: it is slow."""

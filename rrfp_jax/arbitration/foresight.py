@@ -6,9 +6,10 @@ high-ranked one although nobody has begun to produce it. Foresight takes the mid
 
 Rule
 ----
-Let *next* be the first entry of the hint's order that this stage has not started, and *best* the best-ranked task that
-is ready and admissible. *Usual* is the moving average of what a task of a kind and chunk took here; *lead* that of the
-time from an announcement to the arrival, for each edge.
+Let *next* be the first entry of the hint's order that this stage has not started, those apart that wait for others to
+take what a bounded chunk has read ahead, and *best* the best-ranked task that is ready and admissible. *Usual* is the
+moving average of what a task of a kind and chunk took here; *lead* that of the time from an announcement to the
+arrival, for each edge.
 
 1. Best is next, or next is not admissible, or it lacks something of this stage's own: run best.
 2. All that next lacks is announced: it is *in sight*, and expected a lead after it was heard of. Run the best-ranked
@@ -28,10 +29,11 @@ first lead of an edge is expected to be the least of other edges, and where noth
 Why never slower where nothing varies
 -------------------------------------
 Let durations and links be constant, averages exact, ``fit`` at most 1 but for rounding, ``patience`` at least 1, the
-footprint at least the row's peak, and no task longer than the lead of an input that it could delay (so it is where F, I
-and W take equally long). Then each task starts no later than if the row were consumed strictly. By induction along the
-table's order of all tasks: let y be next on its stage. What produces its inputs starts no later than under strict
-consumption, so y's inputs arrive no later. The stage can then be busy only with a task x that was started out of order.
+footprint at least the row's peak, read-ahead never less than the row's, and no task longer than the lead of an input
+that it could delay (so it is where F, I and W take equally long). Then each task starts no later than if the row were
+consumed strictly. By induction along the table's order of all tasks: let y be next on its stage. What produces its
+inputs starts no later than under strict consumption, so y's inputs arrive no later. The stage can then be busy only
+with a task x that was started out of order.
 Either y was in sight: then x ends before y's inputs arrive, exactly as expected. Or it was not yet announced: then it
 arrives at least a lead, so at least the length of x, after x started. Every entry before y has ended no later than
 under strict consumption; y is admissible, as the footprint always admits the row's next entry. And x, which was started

@@ -85,7 +85,7 @@ class ReadAhead:
         return twin
 
     def admits(self, task: Task) -> bool:
-        """Whether an F may start as far as read-ahead goes."""
+        """Whether a task may start as far as read-ahead goes; bounded chunks have nothing but F."""
         number = self.number.get(task.chunk)
         return number is None or self.reserves[number].admits(task.microbatch)
 

@@ -13,7 +13,7 @@ All of it follows from the row and from what has started, finished and arrived; 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind, RunTask
 from rrfp_jax.checking.account import Account, places_of
@@ -68,9 +68,9 @@ class Guidance:
 
     # -- announcements and holds -------------------------------------------------------------------------------------
 
-    def next_entry(self, account: Account) -> int | None:
-        """The best-ranked entry of the row that has not started."""
-        return next((p for p in self._orders[account.step] if not account.started >> p & 1), None)
+    def entries_left(self, account: Account) -> Iterator[int]:
+        """The entries of the row that have not started, the best-ranked first."""
+        return (place for place in self._orders[account.step] if not account.started >> place & 1)
 
     def wrong_announcement(self, account: Account, instructions: Sequence[Instruction]) -> str | None:
         """What is wrong with the announcements of an answer, if anything is."""

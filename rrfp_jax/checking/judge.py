@@ -341,8 +341,9 @@ class StageJudge:
         return None
 
     def _may_hold(self, contract: Contract, account: Account) -> bool:
-        """Whether the row's next entry lacks nothing but packets."""
-        place = self.guidance.next_entry(account)
+        """Whether the row's next entry, those apart that read-ahead restrains, lacks nothing but packets."""
+        entries = self.guidance.entries_left(account)
+        place = next((p for p in entries if self._may_run_ahead(contract, account, contract.tasks[p])), None)
         if place is None or account.missing(contract.needs[place]) or not self._admits(contract, account, place):
             return False
         lacks_packets = bool(contract.needs[place].packets & ~account.delivered)

@@ -1,0 +1,86 @@
+"""What an arbiter asks its foresight: which entry is next, what that lacks, and what may run meanwhile.
+
+A part of :class:`rrfp_jax.arbitration.arbiter.StageArbiter`, apart because it reads the arbiter's state and changes
+nothing but the foresight's; the rules are in :mod:`rrfp_jax.arbitration.foresight`.
+"""
+
+from rrfp_jax.arbitration.events import InputArrived, Instruction, Message, TaskAnnounced, WakeAt
+from rrfp_jax.arbitration.foresight import Foresight
+from rrfp_jax.arbitration.hints import Heads
+from rrfp_jax.arbitration.read_ahead import ReadAhead
+from rrfp_jax.arbitration.step_plan import StepPlan
+
+
+class Lookout:
+    """An arbiter as far as foresight sees it."""
+
+    step: int | None
+    is_active: bool
+    _ahead: ReadAhead | None
+    _arrived: set[Message]
+    _due: int | None
+    _early: dict[int, tuple[InputArrived, ...]]
+    _foresight: Foresight | None
+    _now_s: float
+    _ranked: StepPlan
+    _running: list[int]
+    _waiting: list[int]
+
+    def _admits(self, position: int) -> bool:
+        """Whether the F at this position may start as far as memory goes."""
+        raise NotImplementedError
+
+    def _hear_announcement(self, event: TaskAnnounced) -> bool:
+        """Take in what only foresight hears; tells whether it may end a hold."""
+        foresight, (step, time_s, message) = self._foresight, event
+        if foresight is None:
+            return False
+        if step != self.step or not self.is_active:
+            is_ahead = self.step is None or step > self.step
+            if is_ahead and all(message != early.message for early in self._early.get(step, ())):
+                foresight.hear_early(step, message, time_s)
+            return False
+        if message not in self._arrived and message in self._ranked.plan.arrivals:
+            foresight.hear(message, time_s)
+        return foresight.held_since_s is not None
+
+    def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
+        """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
+        place = self._next_place(foresight)
+        if place == best:
+            return best
+        missing = self._missing(place)
+        if not missing:
+            return best
+        due = self._due
+        if len(self._running) > (due is not None):
+            return None  # ahead of a running task only the next entry goes; its end decides on others
+        at, tasks, free_s = self._ranked.at, self._ranked.plan.tasks, self._now_s
+        if due is not None:
+            free_s = max(free_s, foresight.expected_end_s(tasks[due]))
+        candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
+        candidates.sort()  # ``best`` is the first
+        chosen = foresight.choose(candidates, missing, self._now_s, free_s)
+        if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
+            out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
+        return chosen
+
+    def _next_place(self, foresight: Foresight) -> int:
+        """The first entry that has not started and that read-ahead does not restrain, where something is admissible."""
+        at, waiting, place = self._ranked.at, self._waiting, foresight.next
+        while waiting[at[place]] < 0:
+            place += 1
+        foresight.next = place
+        if self._ahead is not None:
+            tasks = self._ranked.plan.tasks
+            while waiting[at[place]] < 0 or not self._ahead.admits(tasks[at[place]]):
+                place += 1
+        return place
+
+    def _missing(self, position: int) -> list[Message]:
+        """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
+        node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
+        missing = [message for message in plan.messages_for[node] if message not in arrived]
+        if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
+            return []
+        return missing
