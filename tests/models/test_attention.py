@@ -17,7 +17,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from experiments.config import TrainConfig, load_train_config
-from rrfp_jax.models import attention, language_model
+from rrfp_jax.models import LanguageModelConfig, attention, language_model
 from rrfp_jax.models.attention import causal_attention, even_attention, full_attention, implementation, segment_bias
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
@@ -123,6 +123,22 @@ def test_all_that_models_ask_is_fused(length: int, window: int | None, is_packed
         text = backward_text(function, bias, heads)
         assert ("fmhaScaleBiasSoftmax" if is_packed else "fmhaSoftmax") in text
         assert ("fmhaScaleBiasSoftmaxBackward" if is_packed else "fmhaSoftmaxBackward") in text
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("is_split", [False, True])
+def test_packed_layers_keep_one_bias_for_all(is_split: bool):
+    config = LanguageModelConfig(
+        vocab_size=16, hidden=64, num_layers=2, num_heads=2, mlp_dim=64, compute_dtype="bfloat16"
+    )
+    chunks = language_model(config).split(layers_per_chunk=[0, 2, 0], packed=True)
+    names = ("tokens", "targets", "positions", "segments")
+    leaves = {name: jax.ShapeDtypeStruct((3, 128), np.int32) for name in names}
+    leaves["weights"] = jax.ShapeDtypeStruct((3, 128), np.float32)
+    graph = replace(model_graph(chunks, None, None), split=frozenset({1} if is_split else ()))
+    plan = plan_chunk(1, chunks, graph, derive_shapes(chunks, graph, leaves))
+    large = [leaf.shape for leaf in jax.tree.leaves(plan.stash.specs) if leaf.shape[-2:] == (128, 128)]
+    assert large == [(3, 1, 128, 128)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
