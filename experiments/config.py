@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from experiments.options import add_record_options, as_text, flag_of, given_texts, takes_list
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
-from rrfp_jax.data.image_text import ImageTextConfig
-from rrfp_jax.data.rendered_text import RenderedTextConfig
+from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
