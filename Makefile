@@ -8,6 +8,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= tpu_gpu_configs/cpu/debug.yaml
+MULTIMODAL := tpu_gpu_configs/cpu/multimodal.yaml
+# Where train-multimodal leaves its run; beside it, with -blind, the one to compare with.
+READING ?= runs/reading
 # Extra arguments, for example: make train ARGS="--steps 20"   make test ARGS="-k window"
 ARGS ?=
 
@@ -55,9 +58,16 @@ dev: $(VENV)/.installed-dev ## the same with the tools for tests, lint and types
 
 # -------------------------------------------------------------------------------------------------------- use
 
-.PHONY: train bench bench-gpu bench-tpu
+.PHONY: train train-multimodal bench bench-gpu bench-tpu
 train: setup ## train a byte-level language model through a 4-stage pipeline on 4 virtual CPU devices
 	@$(BIN)/python -m experiments.train --config "$(CONFIG)" $(ARGS)
+
+train-multimodal: setup ## train a small model to read words in pictures, beside one that sees nothing (5 minutes)
+	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING) $(ARGS)
+	@echo "the same with all pixels zeroed:"
+	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING)-blind --rendered-text.blind true $(ARGS)
+	@$(BIN)/python -m experiments.read $(READING) --beside $(READING)-blind --picture $(READING)/words.png
+	@echo "what it reads in some of them: $(READING)/words.png"
 
 bench: setup ## measure what the runtime itself costs
 	@$(BIN)/python -m experiments.bench $(ARGS)

@@ -47,7 +47,8 @@ class Run:
         self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
         self._training, self._cache = planned.training, cache
-        self.console = TrainingConsole(self.config.run.steps, is_quiet=not self.is_first)
+        settings = self.config.run
+        self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
         self._saver: RunSaver | None = None

@@ -35,6 +35,14 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
     return freeze(chunks, layout.freeze)
 
 
+def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
+    """The shape of a model with an encoder."""
+    assert config.vision is not None
+    return VisionLanguageConfig(
+        vision=config.vision, projector=config.projector or ProjectorConfig(), decoder=config.model
+    )
+
+
 def cut_vision_language_model(config: TrainConfig) -> CutModel:
     """Encoder and decoder on the stages that the configuration gives them.
 
@@ -44,9 +52,6 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
     layout = config.pipeline
     if layout.embedding_chunk:
         raise ValueError("embedding_chunk says where a language model embeds: leave it out for one with an encoder")
-    shape = VisionLanguageConfig(
-        vision=config.vision, projector=config.projector or ProjectorConfig(), decoder=config.model
-    )
     placement, num_encoder_chunks = _placement(layout)
     has_own = layout.projector_in == OWN_CHUNK
     num_decoder_chunks = placement.num_chunks - num_encoder_chunks - has_own
@@ -55,7 +60,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             f"{placement.num_chunks} chunks leave the decoder none beside the encoder's {num_encoder_chunks}: give "
             "more stages, or fewer of them to the encoder"
         )
-    graph = vision_language_model(shape).split(
+    graph = vision_language_model(vision_language_config(config)).split(
         encoder_layers_per_chunk=layout.encoder_layers_per_chunk
         or balanced_counts(config.vision.num_layers_run, num_encoder_chunks),
         decoder_layers_per_chunk=layout.layers_per_chunk

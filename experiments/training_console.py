@@ -59,7 +59,8 @@ class CompileReport:
 class TrainingConsole:
     """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
 
-    def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
+    def __init__(self, num_steps: int, *, report_every: int = 1, is_quiet: bool = False) -> None:
+        self._num_steps, self._report_every = num_steps, report_every
         self._console = make_console(is_quiet=is_quiet)
         self._progress = Progress(
             TextColumn("training"),
@@ -107,6 +108,12 @@ class TrainingConsole:
         self._console.print(table)
 
     def show_step(self, row: StepRow) -> None:
+        is_due = not row.step % self._report_every or row.step == self._num_steps - 1
+        if is_due or row.skipped:
+            self._show_row(row)
+        self._progress.advance(self._task)
+
+    def _show_row(self, row: StepRow) -> None:
         self._console.print(
             _LINE.format(
                 step=row.step,
@@ -122,7 +129,6 @@ class TrainingConsole:
             markup=False,
             soft_wrap=True,
         )
-        self._progress.advance(self._task)
 
     def _has_images(self, row: StepRow) -> bool:
         """Whether this run has seen an image so far."""

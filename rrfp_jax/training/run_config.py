@@ -152,6 +152,8 @@ class RunConfig:
     """Of the initial parameters and all random keys."""
     run_dir: str | None = None
     """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
+    report_every: int = 1
+    """Every so many steps a line is printed; also for the last step and for those that are left out."""
     timeline_steps: int = 1
     """How many of the last steps the timeline shows."""
     platform: str | None = None
@@ -183,6 +185,6 @@ class RunConfig:
             raise ValueError(
                 f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"
             )
-        check_fields(self, AT_LEAST_1, "steps", "timeline_steps")
+        check_fields(self, AT_LEAST_1, "steps", "timeline_steps", "report_every")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")

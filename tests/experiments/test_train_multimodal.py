@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import train
+from experiments import read, train
 from experiments.config import load_train_config
+from experiments.errors import run_command
 from experiments.planned import plan_run
 from tests.experiments.commands import run_afresh
 
@@ -42,6 +43,26 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
     assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
     assert sum(row["forwards_skipped"] for row in straight) > 0
+    told = run_afresh("read", whole, "--beside", halves, "--samples", 32, "--picture", tmp_path / "words.png")
+    assert told.returncode == 0, told.stderr
+    assert [line.split()[:2] for line in told.stdout.splitlines() if "%" in line] == [["whole", "6"], ["halves", "6"]]
+    assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_reading_refuses_what_is_no_run_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            run_command(lambda: read.main([str(word) for word in words]))
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "config.yaml").write_text(Path(MULTIMODAL).read_text())
+    assert "holds no checkpoint: train first" in refused(tmp_path)
+    assert "samples is 7: give a multiple of 32" in refused(tmp_path, "--samples", 7)
+    assert "is no run directory, it has no config.yaml" in refused(tmp_path / "elsewhere")
+    assert "let the name end in .png" in refused(tmp_path, "--picture", "words.jpg")
+    (tmp_path / "config.yaml").write_text(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
+    assert "was not trained to read pictures" in refused(tmp_path)
 
 
 def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
