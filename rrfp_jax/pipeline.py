@@ -244,7 +244,7 @@ class Pipeline:
         pairs = running.copies.pairs(skipped)
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
-        future = running.runtime.submit(self._step, StepBatch(leaves, buckets), pairs)
+        future = running.runtime.submit(self._step, StepBatch(leaves, buckets), pairs, running.weights.of(buckets))
         tables_planned = 0 if self._adapting is None else self._adapting.num_planned
         metrics = StepMetrics(
             future,

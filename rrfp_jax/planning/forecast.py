@@ -5,7 +5,8 @@ A stage's peak is the sum of
 * what it holds all the time: parameters, gradient accumulators, optimizer state, values derived from parameters;
 * what each microbatch in flight holds, ``window`` of them at most: per chunk the stash from F to the backward or, where
   the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
-  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks;
+  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks. Where
+  microbatches differ in size and the window is given in bytes, it is that many bytes;
 * its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
   microbatch that the sender may have in flight;
 * the temporaries of its largest program, and one output on its way out.
@@ -71,6 +72,8 @@ class StageForecast:
     """Activations of one chunk and microbatch at most, where these are bounded instead of microbatches."""
     in_footprint: int = 0
     """What so many take at most, with all that waits beside them."""
+    capacity: int | None = None
+    """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
 
     @property
     def peak(self) -> int:
@@ -83,11 +86,15 @@ class StageForecast:
         """What the stage holds at most, in words."""
         if self.footprint is not None:
             return f"{self.footprint} activations of a chunk"
+        if self.capacity is not None:
+            return f"{format_bytes(self.capacity)} of microbatches in flight"
         return f"{self.window} microbatches in flight"
 
     def _peak(self, window: int) -> int:
-        waiting = self.num_microbatches - window
-        return self.fixed + window * self.per_microbatch + waiting * self.per_waiting + self.temporaries
+        waiting, in_flight = self.num_microbatches - window, window * self.per_microbatch
+        if self.capacity is not None and window == self.window:  # small ones may take what is left beside large ones
+            in_flight = min(self.capacity, self.num_microbatches * self.per_microbatch)
+        return self.fixed + in_flight + waiting * self.per_waiting + self.temporaries
 
     def largest_window(self, limit: int) -> int:
         """The most microbatches in flight, up to the present window, that fit into ``limit`` bytes; 0 if none does."""
@@ -95,9 +102,14 @@ class StageForecast:
 
 
 def forecast_stage(
-    chunks: Sequence[ChunkBytes], window: int, num_microbatches: int, footprint: int | None = None
+    chunks: Sequence[ChunkBytes],
+    window: int,
+    num_microbatches: int,
+    *,
+    footprint: int | None = None,
+    capacity: int | None = None,
 ) -> StageForecast:
-    """The peak of a stage with these chunks; ``footprint``, where given, counts in place of the window.
+    """The peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the window.
 
     Activations may wait for every microbatch that is not in flight here yet: the senders' own windows bound them, but
     may be larger.
@@ -112,6 +124,7 @@ def forecast_stage(
         temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
         footprint=footprint,
         in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches),
+        capacity=capacity,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
@@ -198,15 +199,24 @@ class PipelineRuntime:
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def submit(self, step: int, batch: StepBatch, absent: Absences = ()) -> "Future[StepOutcome]":
+    def submit(
+        self,
+        step: int,
+        batch: StepBatch,
+        absent: Absences = (),
+        weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> "Future[StepOutcome]":
         """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps.
 
-        The plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed after
+        ``weights`` has, for stages whose capacity bounds what they hold, what each of their microbatches weighs. The
+        plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed after
         ``close``, and ValueError for pairs that cannot be absent.
         """
         graph = self._graph.skipping(absent)
         starts = [
-            partial(actor.start_step, step, batch, graph, actor.arbiter.plan_without(absent))
+            partial(
+                actor.start_step, step, batch, graph, actor.arbiter.plan_without(absent, weights.get(actor.stage, ()))
+            )
             for actor in self._actors.values()
         ]
         future: Future[StepOutcome] = Future()

@@ -31,7 +31,7 @@ from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.memory_meter import MemoryMeter, Weights, chunk_bytes, device_limits, forecast_memory
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage
@@ -56,6 +56,8 @@ class Prepared:
     forecast: tuple[StageForecast, ...]
     """The predicted memory of every unit."""
     runtime: PipelineRuntime
+    weights: Weights
+    """Of microbatches, where their bytes are bounded."""
     make_arbiters: Callable[[Order], list[StageArbiter]]
     """Fresh arbiters of the stages that this process hosts, for an order."""
 
@@ -87,6 +89,8 @@ def prepare(
         programs = model.compile(graph, buckets, progress, max_programs=options.max_programs)
         sizes, devices = _gather_sizes(process, programs)
         order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
+        if ordering.window_bytes is not None and len(buckets) > 1 and _counts_microbatches(ordering):
+            order = replace(order, capacities=(ordering.window_bytes,) * process.layout.num_units)
         forecast = forecast_memory(order, sizes, graph.num_microbatches)
         limit = options.memory_limit_bytes
         check_fits(
@@ -126,6 +130,7 @@ def prepare(
         copies=copies,
         forecast=tuple(forecast),
         runtime=runtime,
+        weights=Weights(order, programs.chunks, process.units),
         make_arbiters=make_arbiters,
     )
 
@@ -191,6 +196,11 @@ def _in_microbatches(
         held = ",".join(map(str, windows))
         raise ValueError(f"window {ordering.window} has room for {held} microbatches: {error}") from None
     return in_microbatches
+
+
+def _counts_microbatches(ordering: Ordering) -> bool:
+    """Whether it is microbatches in flight that the window bounds."""
+    return ordering.consume != STRICT and not ordering.has_footprint
 
 
 def _stage_maker(

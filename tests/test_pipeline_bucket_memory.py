@@ -1,0 +1,108 @@
+"""Memory with microbatches of several sizes: forecast by the largest, bounded and measured by their own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.tasks import linear
+from rrfp_jax.testing import DelayedStage
+from tests import ragged
+from tests.ragged import CHUNKS, EDGES, LENGTHS, as_batch, make_microbatch
+
+NUM_MICROBATCHES = 12
+OPTIMIZER = optax.adamw(1e-2)
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Pipeline]:
+    pipeline = Pipeline(CHUNKS, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER)
+    yield pipeline
+    pipeline.close()
+
+
+def microbatches(sizes: list[str]) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    shapes = {"large": (max(LENGTHS), 4, True), "small": (min(LENGTHS), 0, False)}
+    return [
+        make_microbatch(rng, length, num_images, has_sound=has_sound)
+        for length, num_images, has_sound in map(shapes.__getitem__, sizes)
+    ]
+
+
+def run(pipeline: Pipeline, sizes: list[str]) -> Any:
+    """A step's result."""
+    batch = as_batch(microbatches(sizes))
+    with pipeline:
+        state = pipeline.init(jax.random.key(0))
+        pipeline.prepare(batch, buckets=ragged.all_buckets())
+        _, metrics = pipeline.step(state, batch)
+        return metrics.result()
+
+
+@pytest.mark.parametrize("options", [{"hint": "f-priority", "window": 3}, {"hint": "bfw", "window": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [["large"] * 12, ["small"] * 12, ["large", "small", "small"] * 4], ids=lambda s: s[1])
+def test_what_is_measured_never_exceeds_what_was_predicted(
+    base: Pipeline, options: dict[str, Any], sizes: list[str]
+) -> None:
+    pipeline = base.reordered(Ordering(**options))
+    result = run(pipeline, sizes)
+    for forecast, peak in zip(pipeline.forecast, result.peak_memory_bytes, strict=True):
+        assert forecast.fixed <= peak <= forecast.peak
+
+
+def test_small_microbatches_take_less_memory_than_large_ones(base: Pipeline) -> None:
+    order = Ordering(hint="f-priority", window=3)
+    small, large = (run(base.reordered(order), [size] * 12).peak_memory_bytes for size in ("small", "large"))
+    assert all(one < other for one, other in zip(small[2:], large[2:], strict=True))
+
+
+def held_at_most(result: Any, chunk: int) -> int:
+    """The most microbatches that a chunk held at a time, from the start of F to the end of B."""
+    changes = []
+    for span in result.timeline.spans:
+        if span.task.chunk == chunk and span.task.kind in ("F", "B"):
+            is_first = span.task.kind == "F"
+            changes.append((span.start_s if is_first else span.end_s, 1 if is_first else -1))
+    held = np.cumsum([change for _, change in sorted(changes)])
+    return int(held.max())
+
+
+def test_a_window_in_bytes_admits_more_small_microbatches_than_large_ones(base: Pipeline) -> None:
+    counted = base.reordered(Ordering(hint="f-priority", window=2))
+    run(counted, ["large"] * NUM_MICROBATCHES)
+    room = 2 * max(forecast.per_microbatch for forecast in counted.forecast)
+    order = Ordering(hint="f-priority", window=f"{room}B")
+    slow_loss = base.options.__class__(wrap_stage=lambda stage: DelayedStage(stage, lambda *_: 2e-3))
+    held = {}
+    for size in ("large", "small"):
+        pipeline = base.reordered(order, options=slow_loss)
+        result = run(pipeline, [size] * NUM_MICROBATCHES)
+        held[size] = held_at_most(result, 2)
+        for forecast, peak in zip(pipeline.forecast, result.peak_memory_bytes, strict=True):
+            assert peak <= forecast.peak
+        assert pipeline.order.capacities == (room,) * 5
+    assert held["large"] == 2
+    assert held["small"] > 2
+
+
+def test_logs_of_weighed_microbatches_can_be_replayed(base: Pipeline) -> None:
+    counted = base.reordered(Ordering(hint="f-priority", window=2))
+    run(counted, ["large"] * NUM_MICROBATCHES)
+    room = 2 * max(forecast.per_microbatch for forecast in counted.forecast)
+    pipeline = base.reordered(Ordering(hint="f-priority", window=f"{room}B"))
+    run(pipeline, ["large", "small", "small"] * 4)
+    for log in pipeline.runtime.logs().values():
+        assert all(segment.replay() == segment.entries for segment in log.segments)
+
+
+def test_a_window_that_holds_no_large_microbatch_is_refused(base: Pipeline) -> None:
+    with base.reordered(Ordering(window="100B")) as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match=r"window of 100 B holds no microbatch on stage \d"):
+            pipeline.prepare(as_batch(microbatches(["small"] * 2)), buckets=ragged.all_buckets())
