@@ -9,10 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.arbitration import Message, MessageKind, Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.runtime.mailbox import Mailbox
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.tasks import Edge, TaskKind, linear
+from rrfp_jax.testing import DelayedStage
 
 WIDTH, NUM_MICROBATCHES = 16, 64
 
@@ -78,3 +81,39 @@ def test_never_further_ahead_than_it_may(trained: dict[int, tuple[list[float], l
 def test_the_same_training_whatever_the_bound(trained: dict[int, tuple[list[float], list[int]]]) -> None:
     for (losses, _), (others, _) in pairwise(trained.values()):
         np.testing.assert_allclose(losses, others, rtol=1e-5)
+
+
+def test_the_inbox_holds_no_more_bytes_than_the_bound_has_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, rows, held = 4, 32, [0]
+    accept, take = Mailbox.accept, Mailbox.take
+
+    def is_feature(message: Message) -> bool:
+        return message.kind is MessageKind.ACTIVATION and message.target == 1
+
+    def counted_accept(self: Mailbox, step: int, message: Message, payload: Any) -> None:
+        if is_feature(message):
+            held.append(held[-1] + payload.nbytes)
+        accept(self, step, message, payload)
+
+    def counted_take(self: Mailbox, step: int, message: Message) -> Any:
+        value = take(self, step, message)
+        if is_feature(message):
+            held.append(held[-1] - value.nbytes)
+        return value
+
+    monkeypatch.setattr(Mailbox, "accept", counted_accept)
+    monkeypatch.setattr(Mailbox, "take", counted_take)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(NUM_MICROBATCHES, rows, WIDTH)).astype(np.float32) for name in ("image", "target")}
+    slow = RuntimeOptions(wrap_stage=lambda stage: DelayedStage(stage, lambda _, task: 3e-3 * (task.chunk > 0)))
+    order = Ordering(hint="f-priority", window=2, read_ahead=bound)
+    with Pipeline(
+        CHUNKS, placement=linear(3), edges=EDGES, optimizer=optax.sgd(1e-3), ordering=order, options=slow
+    ) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        for _ in range(2):
+            state, metrics = pipeline.step(state, batch)
+        metrics.result()
+    features = rows * WIDTH * 4
+    assert held[-1] == 0
+    assert features < max(held) <= bound * features
