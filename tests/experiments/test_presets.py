@@ -15,11 +15,12 @@ import yaml
 
 from experiments import launch
 from experiments.config import TrainConfig, add_overrides, load_train_config, overrides_of
-from experiments.model_parts import cut_language_model, cut_vision_language_model
+from experiments.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
 from experiments.ordering import parse_ordering
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
 from rrfp_jax.launch.settings import LaunchSettings
+from rrfp_jax.models.presets import MODELS
 from rrfp_jax.models.tensor_cut import check_divides
 from rrfp_jax.network import RunKey
 from rrfp_jax.planning.layout import Layout
@@ -144,6 +145,11 @@ def test_the_commands_of_a_header_start_that_preset_on_that_machine(
             config, num_ranks = command[command.index("--config") + 1], settings.num_ranks
         assert ROOT / config == CONFIGS / preset
         assert layout_of(load(config), num_ranks).num_devices == nodes * devices
+
+
+def test_the_multimodal_preset_is_a_pair_of_the_models_that_are_known_by_name() -> None:
+    config = load(CONFIGS / "gpu/one_node_8_multimodal.yaml")
+    assert vision_language_config(config) == MODELS["qwen3-1.7b+vit-h"]
 
 
 # -- SLURM -----------------------------------------------------------------------------------------------------------
