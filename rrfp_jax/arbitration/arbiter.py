@@ -80,6 +80,7 @@ from rrfp_jax.tasks import Absences, Task, TaskKind
 from rrfp_jax.timeline import IdleReason
 
 _RUNNING_OR_DUE = (RUNNING, DUE)
+_TAKEN = MessageKind.TAKEN
 
 
 class StageArbiter(Lookout):
@@ -240,7 +241,7 @@ class StageArbiter(Lookout):
     def _untaken(self, ahead: ReadAhead) -> dict[int, tuple[Message, ...]]:
         """For each ready F that only its chunk's read-ahead restrains, the word of its readers that is missing."""
         plan = self._ranked.plan
-        told = [m for m in plan.arrivals if m.kind is MessageKind.TAKEN and m not in self._arrived]
+        told = [m for m in plan.arrivals if m.kind is _TAKEN and m not in self._arrived]
         restrained = {}
         for chunk, number in ahead.number.items():
             reserve = ahead.reserves[number]
@@ -366,7 +367,7 @@ class StageArbiter(Lookout):
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
         self._arrived.add(message)
-        if self._ahead is not None and message.kind is MessageKind.TAKEN:
+        if self._ahead is not None and message.kind is _TAKEN:
             self._ahead.hear(message)
         if self._foresight is not None:
             self._foresight.arrived(message, event.time_s)
@@ -439,8 +440,11 @@ class StageArbiter(Lookout):
         ranked = self._ranked
         if node < len(ranked.position):
             lane, position = ranked.plan.lanes[node], ranked.position[node]
-            if not lane and (self._ahead is not None or ranked.microbatch_at[position] in self._window.held):
-                lane = self._list_of(ranked.plan.tasks[node])
+            if not lane:
+                if self._ahead is not None:
+                    lane = self._list_of(ranked.plan.tasks[node])
+                elif ranked.microbatch_at[position] in self._window.held:
+                    lane = HELD
             self._ready.add(lane, position)
         else:
             self._finish_node(node, ranked.plan.dependents[node], out)
@@ -454,10 +458,9 @@ class StageArbiter(Lookout):
 
     def _free(self, node: int) -> None:
         """A task with a microbatch has ended, or counts as ended: so does what it held."""
-        microbatch = self._ranked.plan.tasks[node].microbatch
-        self._window.finish(microbatch)
+        self._window.finish(self._ranked.plan.tasks[node].microbatch)
         if self._ahead is not None:
-            self._ahead.finish(node, microbatch)
+            self._ahead.finish(node, self._ranked.plan.tasks[node].microbatch)
         if self._footprint is not None:
             self._footprint.finish(self._ranked.position[node])
 
@@ -479,8 +482,8 @@ class StageArbiter(Lookout):
     def _heads(self) -> Heads:
         ranked = self._ranked
         heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
-        footprint = self._footprint
-        if footprint is not None and heads[0] is not None and not footprint.admits(heads[0], self._waiting):
+        footprint, first = self._footprint, heads[0]
+        if footprint is not None and first is not None and not footprint.admits(first, self._waiting):
             lanes = self._ready.lanes
             heads = (footprint.first_costless(lanes[0], lanes[HELD]), *heads[1:])
         if self._ahead is not None:
@@ -502,11 +505,14 @@ class StageArbiter(Lookout):
         lane, task = plan.lanes[node], plan.tasks[node]
         if lane:
             self._ready.remove(lane, position)
-        elif self._ahead is None and task.microbatch in self._window.held:
+        elif self._ahead is not None:
+            self._start_beside(self._ahead, task, position)
+        elif task.microbatch in self._window.held:
             self._ready.remove(HELD, position)
         else:
-            self._ready.remove(lane if self._ahead is None else self._list_of(task), position)
-            self._start_holding(task)
+            self._ready.remove(lane, position)
+            self._window.start_forward(task.microbatch)
+            self._ready.hold(self._ranked.forwards_of[task.microbatch])
         if self._footprint is not None:
             self._footprint.start(position)
         self._waiting[node] = RUNNING
@@ -517,12 +523,13 @@ class StageArbiter(Lookout):
             self._foresight.start(task, self._now_s)
             if self._foresight.is_awake:
                 for message, stage in plan.sends[node]:
-                    if message.kind is not MessageKind.TAKEN:
+                    if message.kind is not _TAKEN:
                         out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
 
-    def _start_holding(self, forward: Task) -> None:
-        if self._ahead is not None:
-            self._ahead.start(forward)
+    def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:
+        """Start an F of a stage with bounds of read-ahead."""
+        self._ready.remove(self._list_of(forward), position)
+        ahead.start(forward)
         if forward.microbatch not in self._window.held:
             self._window.start_forward(forward.microbatch)
             self._ready.hold(self._ranked.forwards_of[forward.microbatch])

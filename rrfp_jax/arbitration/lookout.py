@@ -46,7 +46,12 @@ class Lookout:
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
-        place = self._next_place(foresight)
+        at, waiting, place = self._ranked.at, self._waiting, foresight.next
+        while waiting[at[place]] < 0:
+            place += 1
+        foresight.next = place
+        if self._ahead is not None:
+            place = self._unrestrained(self._ahead, place)
         if place == best:
             return best
         missing = self._missing(place)
@@ -55,7 +60,7 @@ class Lookout:
         due = self._due
         if len(self._running) > (due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
-        at, tasks, free_s = self._ranked.at, self._ranked.plan.tasks, self._now_s
+        tasks, free_s = self._ranked.plan.tasks, self._now_s
         if due is not None:
             free_s = max(free_s, foresight.expected_end_s(tasks[due]))
         candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
@@ -65,16 +70,11 @@ class Lookout:
             out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
         return chosen
 
-    def _next_place(self, foresight: Foresight) -> int:
-        """The first entry that has not started and that read-ahead does not restrain, where something is admissible."""
-        at, waiting, place = self._ranked.at, self._waiting, foresight.next
-        while waiting[at[place]] < 0:
+    def _unrestrained(self, ahead: ReadAhead, place: int) -> int:
+        """The first entry from this one on that has not started and that read-ahead does not restrain."""
+        at, tasks, waiting = self._ranked.at, self._ranked.plan.tasks, self._waiting
+        while waiting[at[place]] < 0 or not ahead.admits(tasks[at[place]]):
             place += 1
-        foresight.next = place
-        if self._ahead is not None:
-            tasks = self._ranked.plan.tasks
-            while waiting[at[place]] < 0 or not self._ahead.admits(tasks[at[place]]):
-                place += 1
         return place
 
     def _missing(self, position: int) -> list[Message]:

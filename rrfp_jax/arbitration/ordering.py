@@ -338,7 +338,7 @@ def read_ahead_of(order: Order, asked: int | None = None) -> tuple[tuple[int, in
         twice = {chunk: 2 * of_chunk for chunk, of_chunk in held.items() if graph.reads_ahead(chunk)}
         bounds = replace(order, read_ahead=tuple(twice.items())).ahead_bounds()
         limits = {bound.chunk: max(bound.limit, bound.needed(graph)) for bound in bounds}
-    found = replace(order, read_ahead=tuple(limits.items()))
+    found = replace(order, read_ahead=tuple(sorted(limits.items())))
     for bound in found.ahead_bounds():
         bound.check(graph)
     return found.read_ahead
