@@ -1,4 +1,4 @@
-"""The parameters of a run's newest checkpoint, whole and on one device, for what looks at a model after its training."""
+"""The parameters of a run's newest checkpoint, whole and on one device, to look at a model after its training."""
 
 from pathlib import Path
 from typing import Any

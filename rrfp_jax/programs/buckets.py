@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.programs.batches import Bucket, Leaf, buckets_of
+from rrfp_jax.programs.batches import Bucket, Leaf, buckets_of, num_microbatches
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import describe_chunk
 from rrfp_jax.programs.specs import describe
@@ -54,17 +54,18 @@ class Buckets:
 
     def numbers(self, leaves: Mapping[str, Leaf]) -> tuple[int, ...]:
         """The bucket of every microbatch of a batch; raises ValueError, naming the microbatch, where it has none."""
-        alike = {name: _one_key(name, entries) for name, entries in leaves.items()}
-        if None not in alike.values():  # the shapes of arrays that hold all microbatches
-            key = tuple(sorted(key for key in alike.values() if key is not None))
-            if key in self._numbers:
-                return (self._numbers[key],) * len(next(iter(leaves.values())))
+        known, names = self._numbers, sorted(leaves)
+        if all(isinstance(leaves[name], np.ndarray) for name in names):  # of which all microbatches are alike
+            key = tuple([(name, leaves[name].shape[1:], leaves[name].dtype) for name in names])
+            if key in known:
+                return (known[key],) * len(leaves[names[0]])
         found = []
-        for microbatch, bucket in enumerate(buckets_of(leaves)):
-            number = self._numbers.get(_key(bucket))
-            if number is None:
-                raise ValueError(self._refusal(microbatch, bucket))
-            found.append(number)
+        for microbatch in range(num_microbatches(leaves)):
+            entries = [(name, leaves[name][microbatch]) for name in names]
+            key = tuple([(name, entry.shape, entry.dtype) for name, entry in entries if entry is not None])
+            if key not in known:
+                raise ValueError(self._refusal(microbatch, buckets_of(leaves)[microbatch]))
+            found.append(known[key])
         return tuple(found)
 
     def _refusal(self, microbatch: int, bucket: Bucket) -> str:
@@ -122,14 +123,7 @@ def _runs_with(leaves: Collection[str], chunks: Sequence[Chunk], graph: Pipeline
 
 
 def _key(bucket: Bucket) -> Any:
-    return tuple(sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in bucket.items()))
-
-
-def _one_key(name: str, entries: Leaf) -> Any:
-    """The part of a key that all microbatches of a leaf share, where that is seen at a glance."""
-    if isinstance(entries, np.ndarray):
-        return name, entries.shape[1:], str(entries.dtype)
-    return None if isinstance(entries, list) else (name, entries[0].shape, str(entries[0].dtype))
+    return tuple(sorted([(name, leaf.shape, leaf.dtype) for name, leaf in bucket.items()]))
 
 
 def _text(bucket: Bucket) -> str:

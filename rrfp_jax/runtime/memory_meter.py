@@ -55,35 +55,6 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
     ]
 
 
-class Weights:
-    """What the microbatches of a step weigh on the units hosted here, in bytes, where these are bounded.
-
-    A microbatch weighs what it holds in flight on the unit: nothing where it skips all its chunks.
-    """
-
-    def __init__(self, order: Order, programs: Mapping[int, CompiledChunk], units: Sequence[int]) -> None:
-        self._of_bucket: dict[int, list[int]] = {}
-        self._range = {}
-        for unit in units if order.capacities is not None else ():
-            chunks = order.placement.chunks_of_stage[unit]
-            columns = [_weights_of_buckets(programs[chunk]) for chunk in chunks]
-            self._of_bucket[unit] = [sum(of_chunks) for of_chunks in zip(*columns, strict=True)]
-            ranges = [order.graph.range_of(chunk) for chunk in chunks]
-            self._range[unit] = range(min(r.start for r in ranges), max(r.stop for r in ranges))
-
-    def of(self, buckets: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """By unit; ``buckets`` are those of all microbatches of the step."""
-        return {
-            unit: tuple([of_bucket[buckets[microbatch]] for microbatch in self._range[unit]])
-            for unit, of_bucket in self._of_bucket.items()
-        }
-
-
-def _weights_of_buckets(programs: CompiledChunk) -> list[int]:
-    held = [chunk_bytes(sizes).per_microbatch for sizes in programs.sizes_of_variants]
-    return [0 if variant is None else held[variant] for variant in programs.variant_of]
-
-
 def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
     """The memory of every stage's device in bytes, an equal part where stages share one; None where it is unknown."""
     limits: list[int | None] = []

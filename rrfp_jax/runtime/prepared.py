@@ -31,12 +31,13 @@ from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter, Weights, chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits, forecast_memory
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.weights import Weights
 from rrfp_jax.tasks import PipelineGraph
 
 
