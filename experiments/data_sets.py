@@ -1,7 +1,5 @@
 """The data set of a run, and whether the model can read what is in it."""
 
-from functools import partial
-
 from experiments.config import TrainConfig
 from rrfp_jax.data import ImageText, ImageTextConfig, RenderedText, RenderedTextConfig, TextBytes
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
@@ -18,7 +16,7 @@ def make_data_set(config: TrainConfig) -> RunData:
         return TextBytes(config.data)
     from experiments.model_parts import sample_cost
 
-    cost = partial(sample_cost, config)
+    cost = sample_cost(config)
     if config.image_text is not None:
         images = ImageText(config.image_text, cost=cost)
         if images.num_images and config.vision is None:

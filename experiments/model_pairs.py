@@ -3,6 +3,7 @@
 import difflib
 from dataclasses import dataclass
 
+from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.flops import DecoderSizes, EncoderSizes, ProjectorSizes
@@ -45,13 +46,18 @@ def sizes_of(config: VisionLanguageConfig) -> ModelPair:
             inner_dim=projector.mlp_dim or decoder.hidden,
             out_dim=decoder.hidden,
         ),
-        decoder=DecoderSizes(
-            hidden=decoder.hidden,
-            num_layers=decoder.num_layers,
-            num_heads=decoder.num_heads,
-            num_kv_heads=decoder.num_key_value_heads,
-            head_dim=decoder.size_per_head,
-            mlp_dim=decoder.mlp_dim,
-            vocab_size=decoder.vocab_size,
-        ),
+        decoder=decoder_sizes(decoder),
+    )
+
+
+def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
+    """The sizes of a decoder alone."""
+    return DecoderSizes(
+        hidden=config.hidden,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.size_per_head,
+        mlp_dim=config.mlp_dim,
+        vocab_size=config.vocab_size,
     )

@@ -1,13 +1,15 @@
 """The model of a run as its configuration describes it: shape, cut into chunks, where these lie, what is frozen."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from experiments.config import TrainConfig
+from experiments.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.layer_cut import balanced_counts
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.planning.flops import DecoderSizes, EncoderSizes, pairs
+from rrfp_jax.planning.flops import pairs
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.tasks import Edge, Placement
@@ -103,26 +105,18 @@ def _placement(layout: PipelineConfig) -> tuple[Placement, int]:
     return Placement(tuple(stages)), num_encoder_chunks
 
 
-def sample_cost(config: TrainConfig, tokens: int, patches: "tuple[int, ...] | list[int]") -> float:
-    """Forward operations of a sample, for balancing: its tokens, and the patches of each of its images."""
-    model = config.model
-    decoder = DecoderSizes(
-        hidden=model.hidden,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.size_per_head,
-        mlp_dim=model.mlp_dim,
-        vocab_size=model.vocab_size,
+def sample_cost(config: TrainConfig) -> Callable[[int, Sequence[int]], float]:
+    """What a sample costs, for balancing: forward operations for its tokens, and for the patches of each image."""
+    if config.vision is None:
+        decoder = decoder_sizes(config.model)
+        return lambda tokens, patches: decoder.whole(tokens, pairs([tokens])).forward
+    sizes, merged = (
+        sizes_of(vision_language_config(config)),
+        (config.projector or ProjectorConfig()).patches_per_feature,
     )
-    total = decoder.whole(tokens, pairs([tokens]))
-    if config.vision is not None and patches:
-        encoder = EncoderSizes(
-            hidden=config.vision.hidden,
-            num_layers=config.vision.num_layers_run,
-            num_heads=config.vision.num_heads,
-            mlp_dim=config.vision.mlp_dim,
-            patch_dim=config.vision.patch_dim,
-        )
-        total += encoder.whole(sum(patches), pairs(patches))
-    return total.forward
+
+    def cost(tokens: int, patches: Sequence[int]) -> float:
+        seen = sizes.encoder.whole(sum(patches), pairs(patches)) + sizes.projector.whole(sum(patches) / merged)
+        return (sizes.decoder.whole(tokens, pairs([tokens])) + seen).forward
+
+    return cost

@@ -61,7 +61,7 @@ TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
 IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
     IdleReason.FILL: IdleLook("#f2f2f2", "#c4c4c4", "/", "pipeline fills: no input has come yet"),
     IdleReason.INPUT: IdleLook("#fff4b3", "#d9bf3f", ".", "waits for an input from another stage"),
-    IdleReason.WINDOW: IdleLook("#ded0f2", "#9c7bcb", "|", "window or footprint full: forwards are ready"),
+    IdleReason.WINDOW: IdleLook("#ded0f2", "#9c7bcb", "|", "window, footprint or read-ahead full: forwards are ready"),
     IdleReason.ORDER: IdleLook("#ffc9c4", "#dd6f66", "x", "fixed order: others are ready, the next is not"),
     IdleReason.HOLD: IdleLook("#f7d9ec", "#c77fb0", "", "holds for the table's next entry, which is in sight"),
     IdleReason.AGREEMENT: IdleLook("#d9edc8", "#86b35a", "+", "waits for the other processes of its stage"),
