@@ -49,6 +49,25 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
+    """Without vision: rows of few lengths, each sample attending to itself alone."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "abc " * (1 + number % 9)}) + "\n" for number in range(40)))
+    config = yaml.safe_load(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
+    del config["data"]
+    config["model"] |= {"hidden": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": None, "mlp_dim": 16}
+    config["pipeline"] |= {"num_stages": 2, "window": 4}
+    config["image_text"] = {"path": str(texts), "batch_size": 8, "num_microbatches": 4, "pack": False}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    ended = run_afresh("train", "--config", path, "--steps", 3, "--run-dir", tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["images_per_s"] == 0 and row["forwards_skipped"] == 0 for row in rows)
+    assert 0 < rows[0]["token_padding"] < 0.5
+
+
 def test_reading_refuses_what_is_no_run_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: object) -> str:
         with pytest.raises(SystemExit) as ended:
