@@ -33,7 +33,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     first = run_afresh("train", *options, "--steps", 3, "--run-dir", halves)
     assert first.returncode == 0, first.stderr
     assert "images/s" in first.stdout
-    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--rendered-text.num-microbatches", 4)
+    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--rendered-text.num-microbatches", 8)
     more = run_afresh("train", *options, *together, "--steps", 6, "--learning-rate", 4e-3, "--run-dir", halves)
     assert more.returncode == 0, more.stderr
     straight, resumed = rows_of(whole), rows_of(halves)
