@@ -138,6 +138,7 @@ def test_shared_programs_train_the_bits_of_programs_for_each_chunk(split: bool) 
     chunks = language_model(CONFIG).split(4)
     options: dict[str, Any] = {"backward": "split"} if split else {}
     one = Process(Layout(num_stages=4), devices=jax.devices()[:1] * 4)
+    trained(chunks, process=one, **options)  # zeros and the like are compiled once in a process
     losses, params, shared = trained(chunks, process=one, **options)
     expected_losses, expected, apart = trained([alone(chunk) for chunk in chunks], process=one, **options)
     assert losses == expected_losses
