@@ -65,17 +65,19 @@ def end_with(error: Exception) -> NoReturn:
 
 def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and text of what went wrong after the input was accepted."""
-    code = _code_of(error) if isinstance(error, RuntimeError) else INTERNAL_ERROR
+    code = _code_of(error) if isinstance(error, (RuntimeError, ValueError)) else INTERNAL_ERROR
     if code == INTERNAL_ERROR:
         return code, "".join(traceback.format_exception(error)).rstrip()
     return code, "\n".join([f"error: {error}", *_notes(error)])
 
 
-def _code_of(error: RuntimeError) -> int:
+def _code_of(error: RuntimeError | ValueError) -> int:
+    from rrfp_jax.data import BrokenData
     from rrfp_jax.runtime.cluster import StartFailed
     from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed
 
     codes = {StartFailed: START_FAILED, NoProgress: NO_PROGRESS, PeerLost: PEER_LOST, RunFailed: TASK_FAILED}
+    codes |= {BrokenData: BAD_INPUT}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), INTERNAL_ERROR)
 
 

@@ -72,6 +72,7 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
 
 
 def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
+    from rrfp_jax.data import BrokenData
     from rrfp_jax.runtime import RunFailed
 
     with checking_input():
@@ -88,7 +89,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         try:
             with run.console:
                 run.train(loop)
-        except (RunFailed, KeyboardInterrupt) as end:
+        except (RunFailed, KeyboardInterrupt, BrokenData) as end:
             if isinstance(end, RunFailed):
                 _leave_report(run, end)
             _leave_timeline(run, loop, name)

@@ -5,7 +5,7 @@ code  meaning
 ====  =========================================================================================
 0     done
 1     an error of this program: the traceback is on stderr; or the last state could not be saved
-2     bad input: the sentence on stderr says what to change; nothing was started
+2     bad input: the sentence on stderr says what to change; nothing was started, or data cannot be read
 3     the run was given up because no task finished within the progress deadline
 4     the run was given up because a task failed
 5     the run was given up because another of its processes was lost

@@ -22,6 +22,11 @@ Bucket = dict[str, Any]
 """The leaves of a microbatch as ``jax.ShapeDtypeStruct``, those that it lacks left out."""
 
 
+class BrokenData(ValueError):
+    """What the data set holds cannot be read, which shows only when it is needed: the message names it, in a sentence
+    with the remedy."""
+
+
 class Dataset(Protocol):
     """Any object that can make the batch of a given step.
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.batching import Batching, Cost, Limits
-from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
 from rrfp_jax.data.epochs import items_of
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
@@ -185,7 +185,7 @@ class ImageText:
         """The batch of ``step`` (0, 1, ...), a list of microbatches for each leaf; what is not read is not decoded.
 
         Leaves as those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
-        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Raises ValueError, naming file
+        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Raises BrokenData, naming file
         and line, for an image that cannot be decoded.
         """
         numbers = self._numbers(step)
@@ -207,7 +207,7 @@ class ImageText:
                 max_pixels=config.max_pixels,
             )
         except ValueError as error:
-            raise self._of_file(line.number, line.files[image], error) from error
+            raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
         normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
         return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rrfp_jax.data import ImageText, ImageTextConfig, contents_of, image_text
+from rrfp_jax.data import BrokenData, ImageText, ImageTextConfig, contents_of, image_text
 from rrfp_jax.data.image_files import fitting_grid
 
 
@@ -213,7 +213,7 @@ def test_a_file_that_breaks_off_is_named_when_it_is_read(folder):
     content = (folder / "small.png").read_bytes()
     (folder / "small.png").write_bytes(content[: len(content) // 2])
     data = dataset(folder)
-    with pytest.raises(ValueError, match=r"^image .*small\.png, of line \d of .*data\.jsonl, cannot be decoded \(.+\)"):
+    with pytest.raises(BrokenData, match=r"^image .*small\.png, of line \d of .*data\.jsonl, cannot be decoded \(.+\)"):
         data.batch(0)
     data.batch(0, reads={})
 

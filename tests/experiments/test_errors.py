@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from experiments.errors import BadInput, checking_input, end_with, run_command
+from rrfp_jax.data import BrokenData
 from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
 from rrfp_jax.runtime.cluster import StartFailed
 from rrfp_jax.runtime.report import PeerLost
@@ -51,6 +52,13 @@ def test_a_value_error_is_bad_input_only_while_input_is_checked(monkeypatch, cap
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert "ValueError: broken" in shown
+
+
+def test_data_that_turn_out_broken_are_bad_input_whenever_that_is(monkeypatch, capsys):
+    error = BrokenData("image a.png cannot be decoded: mend or remove it")
+    error.add_note("nothing was saved")
+    assert ending(raising(error), monkeypatch) == 2
+    assert capsys.readouterr().err == "error: image a.png cannot be decoded: mend or remove it\nnothing was saved\n"
 
 
 def test_bad_input_passes_through_a_check_unchanged():
