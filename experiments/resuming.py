@@ -5,7 +5,7 @@ from typing import Any
 
 _DECIDING = ("model", "vision", "projector", "data", "rendered_text", "image_text", "optimizer")
 _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run": ("seed",)}
-_OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance")
+_OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
 _LAYOUT_ONLY = {"data": ("num_microbatches",), "rendered_text": _OF_SAMPLES, "image_text": _OF_SAMPLES}
 """How a batch is cut and padded changes neither its gradient nor what comes next."""
 _ONLY_IF_SAVED = "data.text"
