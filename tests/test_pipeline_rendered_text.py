@@ -53,7 +53,22 @@ def expected() -> tuple[list[float], Any]:
     return trained(gather_text=False, balance=False, num_microbatches=1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"pack": False, "balance": False, "gather_text": False}], ids=str)
+IN_ORDER = {"balance": False, "gather_text": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pack": False, **IN_ORDER},
+        pytest.param({"pack": False}, marks=pytest.mark.slow),
+        pytest.param({"pack": False, "num_microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"pack": False, "num_microbatches": 8, **IN_ORDER}, marks=pytest.mark.slow),
+        pytest.param({"num_microbatches": 8, "text_buckets": 1}, marks=pytest.mark.slow),
+        pytest.param({"num_microbatches": 2, "image_buckets": 3, **IN_ORDER}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_microbatches_of_any_cut_train_alike(expected: tuple[list[float], Any], changes: dict[str, Any]) -> None:
     losses, params = trained(**changes)
     assert_same_training(losses, params, *expected)
