@@ -171,8 +171,11 @@ FAST: list[dict[str, Any]] = [
 SLOW: list[dict[str, Any]] = [
     {"hint": "fb", "window": 3},
     {"hint": "f-priority", "window": 1},
+    {"hint": "b-priority"},
+    {"hint": "bf-deep", "stages": (0, 1, 0, 1)} | OWN,
     SPLIT,
     {"schedule": "zb-h1"} | STRICT,
+    {"schedule": "zb-h2"} | STRICT,
     {"schedule": "1f1b-split"},
     {"schedule": "gpipe"} | STRICT,
     {"tensor": 2},
@@ -220,18 +223,25 @@ def test_training_is_that_of_one_jitted_model(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "split"])
-def test_every_order_computes_the_same_bits(kind: str) -> None:
-    base = pipeline_of(deterministic=True)
-    orders: dict[str, list[dict[str, Any]]] = {
-        "fused": [{}, {"hint": "fb"}, {"window": 1}, {"schedule": table("1f1b", base)} | STRICT],
-        "split": [
-            {"hint": "bfw"},
-            SPLIT,
-            {"schedule": table("zb-h1", base)},
-            {"schedule": table("zb-h1", base)} | STRICT,
-        ],
-    }
-    params, results = zip(*(trained(base.reordered(Ordering(**order)), drawn()) for order in orders[kind]), strict=True)
-    for other in range(1, len(orders[kind])):
-        assert [result.loss for result in results[other]] == [result.loss for result in results[0]]
-        jax.tree.map(np.testing.assert_array_equal, params[other], params[0])
+@pytest.mark.parametrize(
+    "built",
+    [
+        {},
+        {"hears": True, "stages": (0, 1, 0, 1)},
+        {"freeze": ("vision",), "data": 2},
+        {"stages": (0, 1, 2, 1)} | OWN | ALL_BUT_PROJECTOR,
+        {"tensor": 2},
+    ],
+    ids=str,
+)
+def test_every_order_computes_the_same_bits(built: dict[str, Any], kind: str) -> None:
+    base, data = pipeline_of(deterministic=True, **built), with_sounds() if "hears" in built else drawn()
+    fused, split = {"schedule": table("1f1b", base)}, {"schedule": table("zb-h1", base)}
+    orders: list[dict[str, Any]] = {
+        "fused": [{}, {"hint": "fb"}, {"hint": "b-priority", "window": 1}, fused, fused | STRICT],
+        "split": [{"hint": "bfw"}, SPLIT, split, split | STRICT],
+    }[kind]
+    first, *others = (trained(base.reordered(Ordering(**order)), data) for order in orders)
+    for params, results in others:
+        assert [result.loss for result in results] == [result.loss for result in first[1]]
+        jax.tree.map(np.testing.assert_array_equal, params, first[0])
