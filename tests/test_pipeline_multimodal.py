@@ -1,11 +1,7 @@
-"""A vision-language model on drawn words, 0 to 4 per sample: the same training as one jitted model's, however it runs.
-
-The microbatches of a step have several shapes, some have no picture, and one step has none at all.
-"""
+"""A vision-language model on drawn words, 0 to 4 per sample: one jitted model's training, however it runs."""
 
 from functools import cache
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,81 +9,17 @@ import optax
 import pytest
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.data import RenderedText, RenderedTextConfig
-from rrfp_jax.models import AudioConfig, LanguageModelConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig
-from rrfp_jax.models.vision_language import ChunkGraph, vision_language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.freezing import freeze as frozen
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, linear
+from tests.drawn_words import NUM_MICROBATCHES, NUM_STEPS, Data, drawn, model, with_sounds
 from tests.models.graph_of_chunks import start
 from tests.pipelines import make_pipeline
-from tests.plain_graph import Microbatch, batch_of, microbatches_of, train_plainly
+from tests.plain_graph import Microbatch, batch_of, train_plainly
 from tests.plain_loop import assert_same_training
-from tests.programs.toys import with_cheap_init
 
-NUM_STEPS, NUM_MICROBATCHES, CLIP_NORM = 20, 4, 1.0
-OPTIMIZER = optax.adamw(1e-3)
-# Biases of keys change nothing: their gradients would be rounding, and Adam would make steps of them.
-ENCODER: dict[str, Any] = {"hidden": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 12, "qkv_bias": False}
-MODEL: dict[str, Any] = {
-    "vision": VisionConfig(**ENCODER, qk_norm=True, patch_dim=64, max_rows=2, max_columns=8),
-    "projector": ProjectorConfig(patches_per_feature=4),
-    "decoder": LanguageModelConfig(vocab_size=256, hidden=8, num_layers=2, num_heads=2, mlp_dim=12),
-}
-AUDIO = AudioConfig(**ENCODER, bins=5, frames_per_position=2, is_packed=True)
-CUT: dict[str, Any] = {"decoder_layers_per_chunk": [1, 1], "packed": True}
-
-
-class Data(NamedTuple):
-    """What a run trains on."""
-
-    steps: list[list[Microbatch]]
-    buckets: list[dict[str, Any]]
-
-
-@cache
-def drawn() -> Data:
-    """Some steps, the last one without any picture."""
-    config = RenderedTextConfig(
-        batch_size=8, num_microbatches=NUM_MICROBATCHES, words=("am", "Be", "do", "up", "ink", "wax"), held_out=0.0,
-        max_images=4, text_only=0.5, text_length=24, text_buckets=2, image_buckets=2, balance=False, max_bytes=2**14,
-    )  # fmt: skip
-    data = RenderedText(config)
-    of_text = next(step for step in count() if not any(sample.images for sample in data.samples(step)))
-    numbers = [*range(NUM_STEPS - 1), of_text]
-    assert {len(sample.images) for step in numbers for sample in data.samples(step)} == {0, 1, 2, 3, 4}
-    return Data([microbatches_of(data.batch(step)) for step in numbers], data.buckets)
-
-
-@cache
-def with_sounds() -> Data:
-    """The same with a sound here and there, whose two features stand in the place of the first two tokens."""
-    data, rng = drawn(), np.random.default_rng(0)
-
-    def heard(microbatch: Microbatch) -> Microbatch:
-        index = np.full(microbatch["tokens"].shape, -1, np.int32)
-        is_free = microbatch.get("image_index", index)[0] < 0
-        index[0, np.flatnonzero(is_free)[:2]] = [0, 2]
-        segments = np.array([[1] * 8 + [2] * 4], np.int32)
-        frames = rng.normal(size=(1, 12, AUDIO.bins)).astype(np.float32)
-        return microbatch | {"frames": frames, "frame_segments": segments, "audio_index": index}
-
-    steps = [[heard(each) if rng.integers(2) else each for each in step] for step in data.steps]
-    leaf = {name: array for step in steps for each in step for name, array in each.items()}
-    sounds = {name: leaf[name] for name in ("frames", "frame_segments")}
-    loud = [bucket | sounds | {"audio_index": bucket["tokens"]} for bucket in data.buckets]
-    return Data(steps, [*data.buckets, *loud])
-
-
-@cache
-def model(*, projector_in: str = "encoder", hears: bool = False) -> ChunkGraph:
-    config = VisionLanguageConfig(
-        **MODEL, audio=AUDIO if hears else None, audio_projector=ProjectorConfig(patches_per_feature=2)
-    )
-    graph = vision_language_model(config).split(**CUT, projector_in=projector_in)
-    graph.chunks[:] = map(with_cheap_init, graph.chunks)
-    return graph
+CLIP_NORM, OPTIMIZER = 1.0, optax.adamw(1e-3)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Small models and their batches, made alike in the test and in every rank."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,16 @@ import optax
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.tasks import Edge
 from tests import long_sums, ragged
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
 from tests.programs.toys import VOCAB, plain_model
 
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 8, 2, 8
-PLAIN, LONG_SUMS, RAGGED = "plain", "long sums", "ragged"
-"""The last has two encoders, and microbatches of several shapes: see :mod:`tests.ragged`."""
+PLAIN, LONG_SUMS, RAGGED, DRAWN = "plain", "long sums", "ragged", "drawn"
+"""The last two have microbatches of several shapes: two encoders (:mod:`tests.ragged`), and a vision-language model
+(:mod:`tests.drawn_words`)."""
 
 
 def make_chunks(case: Case) -> list[Chunk]:
@@ -28,6 +31,8 @@ def make_chunks(case: Case) -> list[Chunk]:
         return long_sums.make_chunks()
     if case.model == RAGGED:
         return freeze([_with_constant_init(chunk) for chunk in ragged.CHUNKS], case.frozen)
+    if case.model == DRAWN:
+        return freeze([_with_constant_init(chunk) for chunk in _drawn_words().model().chunks], case.frozen)
     if case.model == PLAIN:
         return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import language_model  # takes long to load
@@ -56,10 +61,32 @@ def _with_constant_init(chunk: Chunk) -> Chunk:
     return replace(chunk, init=lambda key: jax.tree.map(jnp.asarray, params))
 
 
+def _drawn_words() -> Any:
+    from tests import drawn_words  # takes long to load
+
+    return drawn_words
+
+
+def edges_of(case: Case) -> Sequence[Edge] | None:
+    """Which chunk feeds which; None: a chain."""
+    if case.model == DRAWN:
+        return _drawn_words().model().edges
+    return ragged.EDGES if case.model == RAGGED else None
+
+
+def buckets_of(case: Case) -> Sequence[Any] | None:
+    """The shapes of microbatches; None: that of the first batch."""
+    if case.model == DRAWN:
+        return _drawn_words().drawn().buckets
+    return ragged.all_buckets() if case.model == RAGGED else None
+
+
 def make_batches(case: Case) -> list[dict[str, Any]]:
     """Counting sequences; microbatches differ much in weight, and one of the first step weighs nothing."""
     if case.model == RAGGED:
         return [ragged.as_batch(step) for step in ragged.make_steps(case.num_steps, NUM_MICROBATCHES)]
+    if case.model == DRAWN:
+        return [ragged.as_batch(step) for step in _drawn_words().drawn().steps[-case.num_steps :]]
     if case.model == LONG_SUMS:
         return [long_sums.make_batch()] * case.num_steps
     rng = np.random.default_rng(0)
@@ -76,6 +103,8 @@ def make_batches(case: Case) -> list[dict[str, Any]]:
 
 def num_microbatches(case: Case) -> int:
     """Of a batch, over all replicas."""
+    if case.model == DRAWN:
+        return int(_drawn_words().NUM_MICROBATCHES)
     return long_sums.NUM_MICROBATCHES if case.model == LONG_SUMS else NUM_MICROBATCHES
 
 
@@ -86,20 +115,20 @@ def make_optimizer(case: Case) -> optax.GradientTransformation:
 def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
     """The same without a pipeline."""
     chunks = make_chunks(case)
+    params: dict[str, Any] = {}
+    for chunk in chunks:
+        params |= chunk.init(jax.random.key(0))
+    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
     if case.model == RAGGED:
-        return _train_ragged_reference(case, chunks)
-    params: dict[str, Any] = {}
-    for chunk in chunks:
-        params |= chunk.init(jax.random.key(0))
-    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
+        steps = ragged.make_steps(case.num_steps, NUM_MICROBATCHES)
+        losses, _, params = ragged.train_plainly(params, make_optimizer(case), steps, clip_norm=1.0, frozen=frozen)
+        return losses, params
+    if case.model == DRAWN:
+        from tests import plain_graph
+
+        graph, steps = _drawn_words().model(), _drawn_words().drawn().steps[-case.num_steps :]
+        losses, _, params = plain_graph.train_plainly(
+            graph, params, make_optimizer(case), steps, clip_norm=1.0, frozen=frozen
+        )
+        return losses, params
     return train_plainly(chunks, params, make_optimizer(case), make_batches(case), clip_norm=1.0, frozen=frozen)
-
-
-def _train_ragged_reference(case: Case, chunks: list[Chunk]) -> tuple[list[float], dict[str, Any]]:
-    params: dict[str, Any] = {}
-    for chunk in chunks:
-        params |= chunk.init(jax.random.key(0))
-    steps = ragged.make_steps(case.num_steps, NUM_MICROBATCHES)
-    frozen = frozenset().union(*(chunk.frozen for chunk in chunks))
-    losses, _, params = ragged.train_plainly(params, make_optimizer(case), steps, clip_norm=1.0, frozen=frozen)
-    return losses, params

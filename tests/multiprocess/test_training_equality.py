@@ -10,7 +10,7 @@ import pytest
 
 from tests.long_sums import make_pipeline, train
 from tests.multiprocess.cases import Case, train_together
-from tests.multiprocess.models import LONG_SUMS, RAGGED, train_reference
+from tests.multiprocess.models import DRAWN, LONG_SUMS, RAGGED, train_reference
 from tests.plain_loop import assert_same_training
 
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
@@ -87,6 +87,39 @@ MANY_SHAPES = [
         options={"schedule": "1f1b"},
     ),
 ]
+VISION = [
+    Case(
+        name="a stage for each",
+        model=DRAWN,
+        stage_of_chunk=(0, 1, 2),
+        num_stages=3,
+        num_ranks=3,
+        num_steps=20,
+        options={"schedule": "zb-h1"},
+    ),
+    Case(
+        name="replicas",
+        model=DRAWN,
+        stage_of_chunk=(0, 1, 1),
+        num_stages=2,
+        data=2,
+        num_ranks=4,
+        num_steps=20,
+        transport="transfer",
+        options=SHARDED,
+    ),
+    Case(
+        name="the projector alone",
+        model=DRAWN,
+        stage_of_chunk=(0, 1, 0),
+        frozen=("vision", "decoder"),
+        num_stages=2,
+        tensor=2,
+        num_ranks=4,
+        num_steps=20,
+        options=SPLIT,
+    ),
+]
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
@@ -111,6 +144,14 @@ def test_one_layout_of_each_kind(tmp_path: Path) -> None:
 def test_microbatches_of_many_shapes_with_and_without_images(tmp_path: Path) -> None:
     results = train_together(MANY_SHAPES, tmp_path)
     for case in MANY_SHAPES:
+        assert_same_training(*results[case.name], *train_reference(case))
+
+
+@pytest.mark.slow
+def test_a_vision_language_model_on_drawn_words(tmp_path: Path) -> None:
+    cases = sorted(VISION, key=lambda case: -case.num_ranks)
+    results = train_together(cases, tmp_path)
+    for case in cases:
         assert_same_training(*results[case.name], *train_reference(case))
 
 

@@ -64,8 +64,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     import jax
 
     from rrfp_jax.runtime.process import Process
-    from tests import ragged
-    from tests.multiprocess.models import RAGGED, make_batches, make_chunks, make_optimizer
+    from tests.multiprocess.models import buckets_of, edges_of, make_batches, make_chunks, make_optimizer
     from tests.pipelines import make_pipeline
 
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
@@ -79,7 +78,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     pipeline = make_pipeline(
         make_chunks(case),
         placement=case.placement,
-        edges=ragged.EDGES if case.model == RAGGED else None,
+        edges=edges_of(case),
         process=process,
         optimizer=make_optimizer(case),
         **({"clip_norm": 1.0} | _options(case)),
@@ -87,8 +86,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     with pipeline:
         state = pipeline.init(jax.random.key(0))
         results, batches = [], make_batches(case)
-        if case.model == RAGGED:
-            pipeline.prepare(batches[0], buckets=ragged.all_buckets())
+        pipeline.prepare(batches[0], buckets=buckets_of(case))
         for batch in batches:
             state, metrics = pipeline.step(state, batch)
             results.append(metrics)
@@ -116,13 +114,12 @@ def _options(case: Case) -> dict[str, Any]:
 def _table(case: Case, name: str) -> Any:
     from rrfp_jax.schedules import ScheduleRequest, build_schedule
     from rrfp_jax.tasks import PipelineGraph
-    from tests import ragged
-    from tests.multiprocess.models import num_microbatches
+    from tests.multiprocess.models import edges_of, num_microbatches
 
     share = num_microbatches(case) // case.data
     request = ScheduleRequest(num_stages=case.num_stages, num_microbatches=share)
     if case.stage_of_chunk:
-        graph = PipelineGraph(len(case.stage_of_chunk), share, ragged.EDGES)
+        graph = PipelineGraph(len(case.stage_of_chunk), share, tuple(edges_of(case) or ()))
         request = replace(request, graph=graph, placement=case.placement)
     return build_schedule(name, request)
 
