@@ -1,5 +1,6 @@
 """A real pipeline whose encoder gets no gradient: it never runs further ahead than it may, and trains the same."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -117,3 +118,19 @@ def test_the_inbox_holds_no_more_bytes_than_the_bound_has_features(monkeypatch: 
     features = rows * WIDTH * 4
     assert held[-1] == 0
     assert features < max(held) <= bound * features
+
+
+def test_what_waits_for_a_chunk_that_runs_forward_only_is_forecast() -> None:
+    frozen = [replace(chunk, frozen=frozenset({chunk.name})) for chunk in CHUNKS[:2]]
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(8, 512, WIDTH)).astype(np.float32) for name in ("image", "target")}
+    slow = RuntimeOptions(wrap_stage=lambda stage: DelayedStage(stage, lambda _, task: 3e-3 * (task.chunk > 0)))
+    order = Ordering(hint="f-priority", window=8)
+    with Pipeline(
+        [*frozen, CHUNKS[2]], placement=linear(3), optimizer=optax.sgd(1e-3), ordering=order, options=slow
+    ) as pipeline:
+        _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), batch)
+        measured = metrics.result().peak_memory_bytes
+        features = 512 * WIDTH * 4
+        assert measured[1] > pipeline.forecast[1].fixed + 2 * features
+        assert all(peak <= forecast.peak for forecast, peak in zip(pipeline.forecast, measured, strict=True))

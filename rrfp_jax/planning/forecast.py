@@ -8,7 +8,8 @@ A stage's peak is the sum of
   Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks. Where
   microbatches differ in size and the window is given in bytes, it is that many bytes;
 * its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
-  microbatch that the sender may have in flight;
+  microbatch that the sender may have in flight. A chunk that runs F only holds nothing in flight, but all microbatches
+  may wait for it;
 * the temporaries of its largest program, and one output on its way out.
 
 All of it is an upper bound: not everything peaks at once.
@@ -54,6 +55,11 @@ class ChunkBytes:
         """How much more a microbatch takes in flight than before its F; 0 where it takes no more."""
         return max(0, self.per_microbatch - self.inputs)
 
+    @property
+    def less_than_waiting(self) -> int:
+        """How much more a microbatch takes before its F than in flight, as where a chunk runs F only; else 0."""
+        return max(0, self.inputs - self.per_microbatch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageForecast:
@@ -74,6 +80,8 @@ class StageForecast:
     """What so many take at most, with all that waits beside them."""
     capacity: int | None = None
     """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
+    less_than_waiting: int = 0
+    """How much more a microbatch in flight may take while it waits in the inbox of some chunk of the stage."""
 
     @property
     def peak(self) -> int:
@@ -94,7 +102,8 @@ class StageForecast:
         waiting, in_flight = self.num_microbatches - window, window * self.per_microbatch
         if self.capacity is not None and window == self.window:  # small ones may take what is left beside large ones
             in_flight = min(self.capacity, self.num_microbatches * self.per_microbatch)
-        return self.fixed + in_flight + waiting * self.per_waiting + self.temporaries
+        in_inbox = waiting * self.per_waiting + window * self.less_than_waiting
+        return self.fixed + in_flight + in_inbox + self.temporaries
 
     def largest_window(self, limit: int) -> int:
         """The most microbatches in flight, up to the present window, that fit into ``limit`` bytes; 0 if none does."""
@@ -125,6 +134,7 @@ def forecast_stage(
         footprint=footprint,
         in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches),
         capacity=capacity,
+        less_than_waiting=sum(chunk.less_than_waiting for chunk in chunks),
     )
 
 

@@ -22,6 +22,15 @@ def test_a_window_beyond_the_microbatches_costs_nothing_more() -> None:
     assert forecast_stage([CHUNK], 32, 4) == forecast_stage([CHUNK], 4, 4)
 
 
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_all_microbatches_may_wait_for_a_chunk_that_holds_less_in_flight(window: int) -> None:
+    runs_forward = replace(CHUNK, stash=0, owed=0, output_grads=0)
+    assert forecast_stage([runs_forward], window, 8).peak == 1000 + 8 * 10 + 60
+    assert forecast_stage([runs_forward, CHUNK], window, 8).peak == 2000 + window * 160 + (8 - window) * 10 + 80 + 60
+    of_bytes = forecast_stage([runs_forward, CHUNK], window, 8, capacity=window * 160)
+    assert of_bytes.peak == forecast_stage([runs_forward, CHUNK], window, 8).peak
+
+
 def test_a_window_in_bytes_reserves_whole_microbatches() -> None:
     assert window_of_bytes(160 * 5 + 159, [CHUNK], 0, 8) == 5
     assert window_of_bytes(2**40, [CHUNK], 0, 8) == 8
