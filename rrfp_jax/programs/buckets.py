@@ -85,22 +85,16 @@ class Buckets:
 def absent_chunks(chunks: Sequence[Chunk], graph: PipelineGraph, leaves: Collection[str]) -> frozenset[int]:
     """The chunks that a microbatch with these leaves skips. Raises ValueError where another chunk then lacks its input,
     or has nobody to read its output."""
-    absent: set[int] = set()
-    for index, chunk in enumerate(chunks):
-        required = graph.required_predecessors(index)
-        gone = [p for p in required if p in absent]
-        if not set(chunk.leaves) <= {*leaves, *chunk.optional_leaves} or (gone and len(gone) == len(required)):
-            absent.add(index)
-        elif gone:
+    absent = _skipped(chunks, graph, leaves)
+    for index in range(len(chunks)):
+        gone = [p for p in graph.required_predecessors(index) if p in absent]
+        if gone and index not in absent:
             raise ValueError(
                 f"a microbatch with {_names(leaves)} skips {describe_chunk(chunks, gone[0])}, whose output "
                 f"{describe_chunk(chunks, index)} needs: make that edge optional, or give the microbatch all leaves"
             )
     for index in range(len(chunks)):
-        successors = graph.successors(index)
-        if (index in absent and not successors) or (
-            index not in absent and successors and absent.issuperset(successors)
-        ):
+        if _is_unread(index, graph, absent) or (index in absent and not graph.successors(index)):
             raise ValueError(
                 f"a microbatch with {_names(leaves)} has no loss, as nothing follows {describe_chunk(chunks, index)}: "
                 "give it the leaves that the last chunks read"
@@ -108,13 +102,39 @@ def absent_chunks(chunks: Sequence[Chunk], graph: PipelineGraph, leaves: Collect
     return frozenset(absent)
 
 
+def _skipped(chunks: Sequence[Chunk], graph: PipelineGraph, leaves: Collection[str]) -> set[int]:
+    """The chunks that lack a leaf, or all inputs that they need."""
+    absent: set[int] = set()
+    for index, chunk in enumerate(chunks):
+        required = graph.required_predecessors(index)
+        if not set(chunk.leaves) <= {*leaves, *chunk.optional_leaves} or (required and absent.issuperset(required)):
+            absent.add(index)
+    return absent
+
+
+def _is_unread(index: int, graph: PipelineGraph, absent: Collection[int]) -> bool:
+    """Whether a chunk runs for nobody."""
+    successors = graph.successors(index)
+    return index not in absent and bool(successors) and set(successors) <= set(absent)
+
+
 def leaves_to_lack(chunks: Sequence[Chunk], graph: PipelineGraph) -> frozenset[str]:
-    """The leaves without which a microbatch still runs, on the chunks that are left."""
+    """The leaves without which, alone or with others, a microbatch still runs, on the chunks that are left."""
     every = {name for chunk in chunks for name in chunk.leaves}
-    return frozenset(name for name in every if _runs_with(every - {name}, chunks, graph))
+    return frozenset(name for name in every if _runs_without(name, every, chunks, graph))
 
 
-def _runs_with(leaves: Collection[str], chunks: Sequence[Chunk], graph: PipelineGraph) -> bool:
+def _runs_without(name: str, every: set[str], chunks: Sequence[Chunk], graph: PipelineGraph) -> bool:
+    """Without the leaf, and without those that are read only by chunks which then run for nobody."""
+    leaves = every - {name}
+    while True:
+        skipped = _skipped(chunks, graph, leaves)
+        unread = {c for c in range(len(chunks)) if _is_unread(c, graph, skipped)}
+        read = {leaf for c in set(range(len(chunks))) - skipped - unread for leaf in chunks[c].leaves}
+        rest = leaves - {leaf for c in unread for leaf in chunks[c].leaves if leaf not in read}
+        if rest == leaves:
+            break
+        leaves = rest
     try:
         absent_chunks(chunks, graph, leaves)
     except ValueError:
