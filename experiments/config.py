@@ -207,8 +207,9 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         raise ValueError(_sentence(name, error)) from None
     for key, value in asdict(record).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}.{key} is {value}: give a finite number")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name}.{key} is {as_text(value)}: give a finite number")
     return record
 
 

@@ -25,6 +25,11 @@ def make_data_set(config: TrainConfig) -> RunData:
                 "vision, or text alone"
             )
         if config.vision is not None:
+            if not images.num_images:
+                raise ValueError(
+                    f"{config.image_text.path} has no images, and the model has vision: leave out the sections vision "
+                    "and projector, or give lines with images"
+                )
             _check_sees(config.image_text, config, images.largest_grid, config.image_text.channels)
         return images
     assert config.rendered_text is not None

@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 from rrfp_jax.data.samples import Grid
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+"""Modes of grey with values up to 65535."""
 _ORIENTATION = 0x0112
 _ON_ITS_SIDE = (5, 6, 7, 8)
 """Values of a photograph's orientation that swap width and height."""
@@ -38,6 +40,13 @@ def _is_photograph(image: Image.Image) -> bool:
     return image.format in {"JPEG", "MPO"}
 
 
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits in 8; ``convert`` would make white of all but the darkest."""
+    if image.mode not in _SIXTEEN_BITS:
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 0xFFFF) // 257).astype(np.uint8))
+
+
 @contextmanager
 def _opened(path: Path, max_pixels: int, failure: str) -> Iterator[Image.Image]:
     try:
@@ -45,6 +54,8 @@ def _opened(path: Path, max_pixels: int, failure: str) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is our own
             image = Image.open(path, formats=_FORMATS)
         with image:
+            if image.mode == "F" or (image.mode == "I" and image.format not in {"PNG", "PPM"}):
+                raise ValueError(f"pixels of 32 bits, mode {image.mode}, whose range is not known")
             if image.width * image.height > max_pixels:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
             yield image
@@ -81,7 +92,7 @@ def read_pixels(path: Path, grid: Grid, *, patch_size: int, channels: int, max_p
     size = (grid.columns * patch_size, grid.rows * patch_size)
     with _opened(path, max_pixels, "cannot be decoded") as image:
         image.draft(None, size)  # a large JPEG is decoded at a fraction of its size
-        upright = ImageOps.exif_transpose(image) if _is_photograph(image) else image
+        upright = ImageOps.exif_transpose(image) if _is_photograph(image) else _in_8_bits(image)
         colours = upright.convert("L" if channels == 1 else "RGB")
         resized = colours.resize(size, Image.Resampling.BICUBIC)
     return (np.asarray(resized, np.float32) / np.float32(255)).reshape(size[1], size[0], channels)

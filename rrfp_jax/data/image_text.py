@@ -70,10 +70,11 @@ class ImageText:
                 f"{path} holds {self.num_samples} samples, fewer than batch_size {config.batch_size}: give more lines, "
                 "or a smaller batch_size"
             )
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self._samples = [make_sample(line.parts, config.merge) for line in self._lines]
         grids = [grid for sample in self._samples for grid in sample.images] or [Grid(0, 0)]
+        # With the images' sizes, which decide how samples are divided: files may change while the text stays.
+        digest = hashlib.sha256(content + repr([tuple(grid) for grid in grids]).encode()).hexdigest()[:16]
+        self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
         self._check_lengths()
         self._format = PatchFormat(

@@ -52,6 +52,13 @@ class ImageTextConfig(BatchingConfig):
                 f"image_size is {self.image_size}: give a multiple of {block}, patch_size x merge, for example "
                 f"{self.image_size + -self.image_size % block}"
             )
+        if self.image_size is not None and self.image_length is not None:
+            num_patches = (self.image_size // self.patch_size) ** 2
+            if self.image_length != num_patches:
+                raise ValueError(
+                    f"image_length is {self.image_length}, and images of one size have a row each, of {num_patches} "
+                    f"patches: give {num_patches}, or leave image_length out"
+                )
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in {1, self.channels}:
                 raise ValueError(f"{name} has {len(getattr(self, name))} numbers: give 1, or {self.channels}")

@@ -70,6 +70,10 @@ class RenderedTextConfig(BatchingConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 to 1")
         if not self.faces or not self.font_sizes:
             raise ValueError("faces or font_sizes is empty, so nothing could be drawn: give at least one of each")
+        if min(self.font_sizes) < 1:
+            raise ValueError(f"font_sizes has {min(self.font_sizes)}: give at least 1")
+        if self.seed >= 2**64:
+            raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**64 - 1}")
         if HEIGHT % (self.patch_size * self.merge):
             raise ValueError(
                 f"patch_size {self.patch_size} x merge {self.merge} does not divide the height of a picture, {HEIGHT}: "

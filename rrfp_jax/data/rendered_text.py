@@ -163,7 +163,12 @@ class RenderedText:
         return patches_of(pixels[:, :, None], self.config.patch_size, self.config.merge)
 
     def held_out(self, num_samples: int, *, rows: int = 32) -> list[HeldOut]:
-        """The first samples of held-out words, none of them text only, in batches of ``rows`` and of one shape."""
+        """The first samples of held-out words, none of them text only, in batches of ``rows`` and of one shape.
+
+        Raises ValueError where there are no such words, or the samples do not divide.
+        """
+        if not self.held_out_words:
+            raise ValueError("held_out is 0, so all words are trained on: give a run that holds some out")
         if num_samples % rows or num_samples < rows:
             raise ValueError(f"{num_samples} samples do not divide into batches of {rows}: give a multiple of {rows}")
         places = [Place(0, number, is_held_out=True) for number in range(num_samples)]

@@ -232,6 +232,33 @@ def test_a_photograph_is_turned_as_it_is_to_be_seen(folder):
     assert sample.images == ((8, 2),)
 
 
+@pytest.mark.parametrize("name", ["grey.png", "grey.pgm", "grey.tiff"])
+def test_grey_of_16_bits_keeps_its_shades(folder, name):
+    shades = np.arange(256, dtype=np.uint16).repeat(16 * 4).reshape(256, 64).T[:, ::4] * 257
+    Image.fromarray(shades).save(folder / name)
+    write(folder, [{"text": "a", "images": [name]}])
+    config = {"batch_size": 1, "num_microbatches": 1, "channels": 1, "mean": (0.0,), "std": (1.0,)}
+    leaf = dataset(folder, **config).batch(0)["patches"][0]
+    pixels = leaf[0, :, :].reshape(-1)
+    assert (pixels.min(), pixels.max()) == pytest.approx((0, 1), abs=0.05)
+    assert pixels.mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_pixels_of_an_unknown_range_are_refused(folder):
+    Image.fromarray(np.zeros((16, 16), np.float32)).save(folder / "depth.tiff")
+    write(folder, [{"text": "a", "images": ["depth.tiff"]}])
+    with pytest.raises(
+        ValueError, match=r"depth\.tiff, of line 1 .* \(pixels of 32 bits, mode F, whose range is not known"
+    ):
+        dataset(folder, batch_size=1, num_microbatches=1)
+
+
+def test_other_sizes_of_images_are_other_data(folder):
+    before = dataset(folder).fingerprint
+    gradient(32, 32).save(folder / "small.png")
+    assert dataset(folder).fingerprint != before
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -257,6 +284,10 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         ({"batch_size": 9}, r"holds 6 samples, fewer than batch_size 9"),
         ({"image_length": 12}, r"line 1 .* is 16 patches large in one of its images, more than image_length 12"),
         ({"image_size": 20}, r"image_size is 20: give a multiple of 16, patch_size x merge, for example 32"),
+        (
+            {"image_size": 32, "image_length": 32},
+            r"images of one size have a row each, of 16 patches: give 16, or leave",
+        ),
         ({"max_patches": 3}, r"max_patches is 3: give at least 4, one feature"),
         ({"row_order": True}, r"row_order is for images of one size: give image_size"),
         ({"channels": 4}, r"channels is 4: give 3 for colours or 1 for grey"),

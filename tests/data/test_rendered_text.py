@@ -285,6 +285,8 @@ def test_words_fit_their_pictures(face):
         ({"faces": ("Comic",)}, r"there is no face 'Comic' beside matplotlib: give some of DejaVuSans,"),
         ({"faces": ()}, r"faces or font_sizes is empty"),
         ({"font_sizes": (30,)}, r"letters of DejaVuSans in size 30 are \d+ pixels high, .* give smaller font_sizes"),
+        ({"font_sizes": (12, 0)}, r"font_sizes has 0: give at least 1"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616: give a number from 0 to 18446744073709551615"),
         ({"words": ("ab", "c d")}, r"the word 'c d' cannot be drawn"),
         ({"words": ("ab",)}, r"of 1 words 0 are held out, and 1 are left"),
         ({"length": 10}, r"length is 10, but rows must hold \d+ tokens, the longest sample: give at least that"),
@@ -297,6 +299,11 @@ def test_words_fit_their_pictures(face):
 def test_bad_values_are_refused_with_a_remedy(text, changes, message):
     with pytest.raises(ValueError, match=message):
         dataset(text, **changes)
+
+
+def test_words_that_are_not_held_out_cannot_be_asked_for(text):
+    with pytest.raises(ValueError, match=r"held_out is 0, so all words are trained on"):
+        dataset(text, held_out=0.0).held_out(32)
 
 
 def test_a_negative_step_is_refused(text):

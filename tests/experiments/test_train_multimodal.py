@@ -101,6 +101,13 @@ def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
     ("sections", "answer"),
     [
         ({"vision": {"patch_dim": 32}}, "vision.patch_dim is 32, and the data has 64: give vision.patch_dim 64"),
+        (
+            {
+                "rendered_text": None,
+                "image_text": {"path": "x", "batch_size": 1, "num_microbatches": 1, "mean": [float("nan")]},
+            },
+            "image_text.mean is nan: give a finite number",
+        ),
         ({"vision": {"max_columns": 3}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
         ({"projector": {"patches_per_feature": 1}}, "projector.patches_per_feature is 1, and the data has 4"),
         (
@@ -124,6 +131,15 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     with pytest.raises(ValueError, match=r"(?s)^[^\n]*$") as refused:
         plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
     assert answer in str(refused.value)
+
+
+def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "abc"}) + "\n")
+    values = {"path": str(texts), "batch_size": 1, "num_microbatches": 1}
+    config = load_train_config(changed(tmp_path, {"rendered_text": None, "image_text": values}), {})
+    with pytest.raises(ValueError, match="has no images, and the model has vision: leave out the sections vision"):
+        plan_run(config, tmp_path / "run")
 
 
 def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path) -> None:
