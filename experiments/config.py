@@ -120,6 +120,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     for name, value in overrides.items():
         section, _, field = name.partition(".")
         given.setdefault(section, {})[field] = value
+    _refuse_other_data_set(path, sections, overrides)
     records = {
         name: _section(path, name, sections.get(name, {}), given.get(name, {})) for name in {**sections, **given}
     }
@@ -127,6 +128,20 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
         return TrainConfig(**records)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _refuse_other_data_set(path: str, sections: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Options without a section's name are of ``data``, which is easily overlooked beside another data set."""
+    held = [name for name in DATA_SETS if name in sections]
+    for name in overrides:
+        section, _, key = name.partition(".")
+        if section in DATA_SETS and held and section not in held:
+            is_known = key in {field.name for field in fields(SECTIONS[held[0]])}
+            advice = flag_of(SECTIONS, f"{held[0]}.{key}", QUALIFIED) if is_known else f"another file than {path}"
+            raise ValueError(
+                f"{flag_of(SECTIONS, name, QUALIFIED)} is of the section {section}, and the data of {path} is "
+                f"{held[0]}: give {advice}"
+            )
 
 
 def add_overrides(parser: ArgumentParser) -> None:
@@ -234,7 +249,7 @@ def _sentence(section: str, error: ValidationError) -> str:
         return f"{section}: {cause}"
     field = str(first["loc"][0])
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{section}.{field} is missing: add it"
+        return f"{section}.{'.'.join(map(str, first['loc']))} is missing: add it"
     if first["type"] == "unexpected_keyword_argument":
         return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
     # a field of several types gives one entry per type
@@ -252,6 +267,7 @@ def _wanted(kind: str) -> str:
         "bool": "true or false",
         "string": "text",
         "tuple": "a list",
+        "dataclass": "a mapping",
     }
     return names.get(kind.split("_", maxsplit=1)[0], "a value of another type")
 

@@ -1,6 +1,7 @@
 """The model of a run as its configuration describes it: shape, cut into chunks, where these lie, what is frozen."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 from experiments.config import TrainConfig
@@ -62,15 +63,19 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             f"{placement.num_chunks} chunks leave the decoder none beside the encoder's {num_encoder_chunks}: give "
             "more stages, or fewer of them to the encoder"
         )
-    graph = vision_language_model(vision_language_config(config)).split(
-        encoder_layers_per_chunk=layout.encoder_layers_per_chunk
-        or balanced_counts(config.vision.num_layers_run, num_encoder_chunks),
-        decoder_layers_per_chunk=layout.layers_per_chunk
-        or balanced_counts(config.model.num_layers, num_decoder_chunks),
-        projector_in=layout.projector_in,
-        head_in=layout.head_chunk,
-        packed=True,
-    )
+    try:
+        graph = vision_language_model(vision_language_config(config)).split(
+            encoder_layers_per_chunk=layout.encoder_layers_per_chunk
+            or balanced_counts(config.vision.num_layers_run, num_encoder_chunks),
+            decoder_layers_per_chunk=layout.layers_per_chunk
+            or balanced_counts(config.model.num_layers, num_decoder_chunks),
+            projector_in=layout.projector_in,
+            head_in=layout.head_chunk,
+            packed=True,
+        )
+    except ValueError as error:
+        words = {"decoder_layers_per_chunk": "layers_per_chunk", "head_in": "head_chunk"}
+        raise ValueError(reduce(lambda text, word: text.replace(*word), words.items(), str(error))) from None
     if len(graph.chunks) != placement.num_chunks:
         raise ValueError(
             f"layers_per_chunk cuts the model into {len(graph.chunks)} chunks, and the stages take "
@@ -99,6 +104,15 @@ def _placement(layout: PipelineConfig) -> tuple[Placement, int]:
         )
     num_encoder_chunks = num_counts or encoder_stages
     num_decoder_chunks = len(layout.layers_per_chunk or ()) or decoder_stages * (layout.chunks_per_stage or 1)
+    for key, num_chunks, num_stages, part in (
+        ("encoder_layers_per_chunk", num_encoder_chunks, encoder_stages, "encoder"),
+        ("layers_per_chunk", num_decoder_chunks, decoder_stages, "decoder"),
+    ):
+        if num_chunks + (part == "encoder" and layout.projector_in == OWN_CHUNK) < num_stages:
+            raise ValueError(
+                f"{key} has {num_chunks} numbers, and the {part} {num_stages} stages: give one for each stage or more, "
+                "or other numbers of stages"
+            )
     stages = [chunk % encoder_stages for chunk in range(num_encoder_chunks)]
     stages += [encoder_stages - 1] * (layout.projector_in == OWN_CHUNK)
     stages += [encoder_stages + chunk % decoder_stages for chunk in range(num_decoder_chunks)]

@@ -13,6 +13,7 @@ from experiments.ordering import Ordering, parse_ordering
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.data import VOCAB_SIZE
+from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.tasks import Placement
 from rrfp_jax.training.run_directory import RunDirectory
@@ -124,3 +125,8 @@ def _refuse_encoder_options(config: TrainConfig) -> None:
     for name in ("encoder_layers_per_chunk", "encoder_stages"):
         if getattr(layout, name) is not None:
             raise ValueError(f"{name} is for models with an encoder: give a section vision, or leave it out")
+    if layout.projector_in != ENCODER:
+        raise ValueError(
+            f"projector_in is {layout.projector_in}, and the model has no encoder: give a section vision, or leave it "
+            "out"
+        )

@@ -43,11 +43,13 @@ class PipelineConfig:
     embedding_chunk: int = 0
     """The chunk that holds the embedding."""
     head_chunk: int = -1
-    """The chunk that holds the head and computes the loss; negative numbers count from the end."""
+    """The chunk that holds the head and computes the loss; negative numbers count from the end. Beside an encoder the
+    decoder's chunks are counted."""
     encoder_layers_per_chunk: tuple[int, ...] | None = None
     """Layers of each chunk of the encoder; None: as many as it has stages, with about the same number each."""
     encoder_stages: int | None = None
-    """How many stages, the first ones, the encoder has for itself; None: one for each of its chunks, or 1."""
+    """How many stages, the first ones, the encoder has for itself; None: one for each of its chunks, or 1. With
+    ``stage_of_chunk`` how many chunks it has, unless ``encoder_layers_per_chunk`` says that."""
     projector_in: str = "encoder"
     """Where the projector is: ``encoder``, the encoder's last chunk; ``own``, a chunk of its own; ``decoder``, the
     decoder's first chunk."""
@@ -107,6 +109,13 @@ class PipelineConfig:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size")
         check_fields(self, AT_LEAST_1, "encoder_stages")
         check_fields(self, _PROJECTOR, "projector_in")
+        if self.stage_of_chunk is not None:
+            if self.chunks_per_stage is not None:
+                raise ValueError("stage_of_chunk says how many chunks a stage has: leave chunks_per_stage out")
+            if min(self.stage_of_chunk, default=-1) < 0:
+                raise ValueError(
+                    f"stage_of_chunk is {list(self.stage_of_chunk)}: give the stage of every chunk, from 0"
+                )
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:

@@ -119,6 +119,17 @@ def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
         ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and rendered_text are given: give one"),
         ({"pipeline": {"encoder_stages": 4}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
         ({"pipeline": {"stage_of_chunk": [0, 1]}}, "stage_of_chunk names 2 stages and num_stages is 4"),
+        ({"pipeline": {"stage_of_chunk": [0, 1, 2, -3]}}, "stage_of_chunk is [0, 1, 2, -3]: give the stage of every"),
+        ({"pipeline": {"stage_of_chunk": [0, 1, 2, 3], "chunks_per_stage": 2}}, "leave chunks_per_stage out"),
+        ({"pipeline": {"layers_per_chunk": [1, 1]}}, "layers_per_chunk has 2 numbers, and the decoder 3 stages"),
+        ({"pipeline": {"layers_per_chunk": [1, 1, 1]}}, "layers_per_chunk [1, 1, 1] sums to 3 but the model has 2"),
+        (
+            {"pipeline": {"encoder_layers_per_chunk": [1], "encoder_stages": 2}},
+            "encoder_layers_per_chunk has 1 numbers, and the encoder 2 stages",
+        ),
+        ({"pipeline": {"head_chunk": 7}}, "head_chunk is 7 but there are 3 chunks"),
+        ({"model": {"rope_scaling": {"low_freq_factor": 2}}}, "model.rope_scaling.factor is missing: add it"),
+        ({"model": {"rope_scaling": 8}}, "model.rope_scaling is 8: give a mapping"),
         ({"pipeline": {"freeze": ["vison"]}}, "no layer matches 'vison'"),
         ({"pipeline": {"freeze": ["*"]}}, "every layer of the model is frozen"),
         ({"pipeline": {"projector_in": "head"}}, "projector_in is head: give encoder, own, decoder"),
@@ -131,6 +142,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     with pytest.raises(ValueError, match=r"(?s)^[^\n]*$") as refused:
         plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
     assert answer in str(refused.value)
+    assert "decoder_layers_per_chunk" not in str(refused.value)  # no key of a configuration
 
 
 def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
@@ -142,10 +154,33 @@ def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
         plan_run(config, tmp_path / "run")
 
 
-def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path) -> None:
-    config = load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.encoder_stages": 1})
-    with pytest.raises(ValueError, match="encoder_stages is for models with an encoder"):
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("encoder_stages", 1, "encoder_stages is for models with an encoder"),
+        ("projector_in", "own", "projector_in is own, and the model has no encoder"),
+    ],
+)
+def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: str, value: Any, answer: str) -> None:
+    config = load_train_config("tpu_gpu_configs/cpu/debug.yaml", {f"pipeline.{name}": value})
+    with pytest.raises(ValueError, match=answer):
         plan_run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (
+            "data.batch_size",
+            "--batch-size is of the section data, .* is rendered_text: give --rendered-text.batch-size",
+        ),
+        ("data.path", "--path is of the section data, .* is rendered_text: give --rendered-text.path"),
+        ("image_text.channels", "--image-text.channels is of .* is rendered_text: give another file than"),
+    ],
+)
+def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        load_train_config(MULTIMODAL, {name: 8})
 
 
 @pytest.mark.parametrize(
@@ -155,6 +190,7 @@ def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path) -> None:
         ({"encoder_stages": None, "projector_in": "own"}, (0, 0, 1, 2, 3)),
         ({"chunks_per_stage": 2, "layers_per_chunk": [0, 1, 1, 0, 0, 0]}, None),
         ({"num_stages": 2, "stage_of_chunk": [0, 0, 1]}, (0, 0, 1)),
+        ({"encoder_stages": 2, "encoder_layers_per_chunk": [1], "projector_in": "own"}, (0, 1, 2, 3)),
         (
             {"projector_in": "decoder", "schedule": "1f1b", "hint": None, "consume": "strict", "window": None},
             (0, 1, 2, 3),
