@@ -76,6 +76,10 @@ class Chunk:
         """Those of ``shared`` that change: the gradients of their copies are added up."""
         return self.shared - self.frozen
 
+    def __post_init__(self) -> None:
+        for name in ("shared", "optional_leaves", "frozen"):  # any collection of names will do
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
+
     @cached_property
     def _param_specs(self) -> Any:
         return specs_of(self.init)
