@@ -44,7 +44,7 @@ def plain_inputs(outputs: list[Any], chunk: int) -> Any:
     ("patterns", "hint", "forwards_only", "passing"),
     [
         (["vision", "decoder"], "bfw", {0}, {3, 4}),
-        (["vision", "audio", "projector", "decoder.layers.1"], "bf", {0, 1}, set()),
+        pytest.param(["vision", "audio", "projector", "decoder.layers.1"], "bf", {0, 1}, set(), marks=pytest.mark.slow),
     ],
     ids=["the encoder and the decoder", "both encoders"],
 )

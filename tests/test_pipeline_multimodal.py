@@ -97,10 +97,10 @@ STRICT, SPLIT = {"consume": "strict"}, {"hint": "bfw", "window": 2}
 FAST: list[dict[str, Any]] = [
     {},
     {"schedule": "1f1b"} | STRICT,
-    {"schedule": "zb-h1"},
     {"data": 2, "stages": (0, 1, 0, 1)} | OWN,
 ]
 SLOW: list[dict[str, Any]] = [
+    {"schedule": "zb-h1"},
     {"hint": "fb", "window": 3},
     {"hint": "f-priority", "window": 1},
     {"hint": "b-priority"},

@@ -141,9 +141,12 @@ def test_one_layout_of_each_kind(tmp_path: Path) -> None:
     same_as_one_process(LONG, results[LONG.name])
 
 
-def test_microbatches_of_many_shapes_with_and_without_images(tmp_path: Path) -> None:
-    results = train_together(MANY_SHAPES, tmp_path)
-    for case in MANY_SHAPES:
+@pytest.mark.parametrize(
+    "cases", [MANY_SHAPES[1:3], pytest.param(MANY_SHAPES, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_microbatches_of_many_shapes_with_and_without_images(cases: list[Case], tmp_path: Path) -> None:
+    results = train_together(cases, tmp_path)
+    for case in cases:
         assert_same_training(*results[case.name], *train_reference(case))
 
 
