@@ -130,3 +130,16 @@ def test_a_microbatch_without_any_encoder_is_refused_and_nothing_has_changed(str
             pipeline.step(state, batches[0], absent={(0, 1), (1, 1)})
         state, metrics = pipeline.step(state, batches[0])
         assert np.isfinite(metrics.result().loss)
+
+
+def test_zeros_for_what_microbatches_may_skip_are_forecast() -> None:
+    batch = make_batches()[0]
+    fixed = {}
+    for is_optional in (False, True):  # whose place holds None instead
+        edges = [edge._replace(is_optional=is_optional and edge.target == 2) for edge in EDGES]
+        with Pipeline(CHUNKS, placement=linear(4), edges=edges, optimizer=OPTIMIZER) as pipeline:
+            pipeline.init(jax.random.key(0))
+            pipeline.prepare(batch)
+            fixed[is_optional] = [forecast.fixed for forecast in pipeline.forecast]
+    one = batch["image"][0].nbytes
+    assert [a - b for a, b in zip(fixed[False], fixed[True], strict=True)] == [0, 0, 2 * one, 0]

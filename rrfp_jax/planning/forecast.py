@@ -26,7 +26,7 @@ class ChunkBytes:
     """What one chunk holds, in bytes."""
 
     fixed: int
-    """Parameters, accumulators, optimizer state and values derived from parameters."""
+    """Parameters, accumulators, optimizer state, values derived from parameters, and zeros for what is skipped."""
     stash: int
     """Per microbatch, from F to B or I; inputs that the stash keeps alive included."""
     owed: int

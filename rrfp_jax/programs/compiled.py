@@ -61,6 +61,8 @@ class ChunkSizes:
     """Optimizer state, once, of the layers that train."""
     derived_bytes: int
     """What ``prepare`` derives from the parameters, once."""
+    zeros_bytes: int
+    """Zeros that stand for what microbatches of any bucket skip, once."""
     inputs_bytes: int
     """What arrives for the forward of one microbatch from all predecessors."""
     outputs_bytes: int
@@ -234,6 +236,7 @@ class CompiledChunk:
             accumulators_bytes=num_bytes(self._sums),
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
             derived_bytes=num_bytes(self._derived.specs),
+            zeros_bytes=sum(each.zeros_bytes for each in self.variants),
             inputs_bytes=num_bytes(variant.shapes.inputs),
             outputs_bytes=num_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),

@@ -23,6 +23,7 @@ from rrfp_jax.programs.chunk import Chunk, Params, counters
 from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import Owed, Stash
 from rrfp_jax.programs.shapes import ChunkShapes
+from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.tasks import PipelineGraph
 
@@ -72,14 +73,24 @@ class MicrobatchPrograms:
     ) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
         """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
 
-        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs.
+        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs;
+        and in place of an optional predecessor, of which the chunk expects nothing where it does not run.
         """
         inputs = grads = None
-        if len(self.shapes.inputs) > 1:
-            inputs = tuple(zeros(spec, sharding) for spec in self.shapes.inputs)
+        required = graph.required_predecessors(self._index)
+        if len(required) > 1:
+            inputs = tuple(
+                zeros(spec, sharding) if p in required else None
+                for p, spec in zip(graph.predecessors(self._index), self.shapes.inputs, strict=True)
+            )
         if len(graph.successors(self._index)) > 1 and self.plan.output_grads:
             grads = (zeros(self.plan.output_grads[0], sharding),) * len(self.plan.output_grads)
         return inputs, grads
+
+    @property
+    def zeros_bytes(self) -> int:
+        """Bytes of the zeros that stand for what microbatches skip."""
+        return num_bytes((self._absent_inputs, (self._absent_grads or ())[:1]))
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """The derived values that these programs take."""
