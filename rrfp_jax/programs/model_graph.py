@@ -32,8 +32,18 @@ def model_graph(
     """The table's graph, or the model's own for one microbatch, with the parameters that are shared and frozen.
 
     ``edges`` None means the table's, or a chain. Raises ValueError where table, edges and chunks differ, and where
-    nothing is left to train.
+    layers are frozen and nothing is left to train.
     """
+    graph = _joined(chunks, edges, table)
+    if any(chunk.frozen for chunk in chunks) and not any(map(graph.trains, range(graph.num_chunks))):
+        raise ValueError(
+            "no gradient reaches a layer that is not frozen, and nothing is left to train: freeze fewer layers, or let "
+            "the edges to them carry gradients"
+        )
+    return graph
+
+
+def _joined(chunks: Sequence[Chunk], edges: Sequence[Edge] | None, table: ScheduleTable | None) -> PipelineGraph:
     num_chunks, shared, frozen = len(chunks), _shared_groups(chunks), _frozen_chunks(chunks)
     if table is None:
         if edges is None:

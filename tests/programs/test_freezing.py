@@ -18,7 +18,7 @@ from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.splitting.versions import called_jaxpr
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.tasks import Edge, PipelineGraph
 from tests.programs.toys import (
     assert_close,
     compile_all,
@@ -76,6 +76,14 @@ def test_freezing_everything_is_refused() -> None:
     frozen = [replace(chunk, frozen=frozenset(param_specs(chunk))) for chunk in MODEL]
     with pytest.raises(ValueError, match="nothing is left to train"):
         model_graph(frozen, None, None)
+
+
+def test_freezing_all_that_a_gradient_reaches_is_refused() -> None:
+    behind = [MODEL[0], *(replace(chunk, frozen=frozenset(param_specs(chunk))) for chunk in MODEL[1:])]
+    edges = [Edge(c, c + 1, carries_gradient=c > 0) for c in range(len(MODEL) - 1)]
+    with pytest.raises(ValueError, match="no gradient reaches a layer that is not frozen, and nothing is left to"):
+        model_graph(behind, edges, None)
+    assert model_graph(behind, None, None).trains(0)
 
 
 def test_a_layer_frozen_in_one_copy_only_is_refused() -> None:
