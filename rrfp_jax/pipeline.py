@@ -250,7 +250,7 @@ class Pipeline:
             future,
             has_norm=self.updates.needs_norm,
             tables_planned=tables_planned,
-            forwards_skipped=len(skipped),
+            forwards_skipped=len(set(skipped)),
         )
         self._enqueued.append(metrics)
         self._step += 1

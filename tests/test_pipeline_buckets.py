@@ -172,6 +172,13 @@ def test_a_leaf_that_a_chunk_needs_cannot_be_missing_unless_its_edge_is_optional
             pipeline.prepare(as_batch([whole] * 2), buckets=[whole, silent])
 
 
+def test_what_is_no_array_is_refused(base: Pipeline) -> None:
+    with base.reordered() as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="microbatch 0 of batch leaf 'targets' is of type list: give an array"):
+            pipeline.prepare({**as_batch(make_steps(1, 2)[0]), "targets": [[1.0], [2.0]]})
+
+
 def test_more_programs_than_allowed_are_refused_at_once(base: Pipeline) -> None:
     with base.reordered(options=RuntimeOptions(max_programs=5)) as pipeline:
         pipeline.init(jax.random.key(0))

@@ -41,7 +41,8 @@ def leaves_read(
     chunks ``copied_for`` (None: all) reads only the shape is kept. ``may_lack`` names the leaves that microbatches may
     lack (:func:`rrfp_jax.programs.buckets.leaves_to_lack`).
 
-    Raises ValueError for a missing leaf, one without a microbatch axis, or different numbers of microbatches.
+    Raises ValueError for a missing leaf, one without a microbatch axis or with anything but arrays, and for different
+    numbers of microbatches.
     """
     wanted = sorted({name for chunk in chunks for name in chunk.leaves})
     if not wanted:
@@ -97,6 +98,12 @@ def _check_complete(leaves: Mapping[str, Any]) -> None:
 
 def _num_entries(name: str, leaf: Any) -> int:
     if isinstance(leaf, list | tuple):
+        for m, entry in enumerate(leaf):
+            if entry is not None and not (hasattr(entry, "shape") and hasattr(entry, "dtype")):
+                raise ValueError(
+                    f"microbatch {m} of batch leaf {name!r} is of type {type(entry).__name__}: give an array, or None "
+                    "where the microbatch lacks it"
+                )
         return len(leaf)
     if not getattr(leaf, "shape", ()):
         raise ValueError(f"batch leaf {name!r} has no microbatch axis: give an array [num_microbatches, ...]")
