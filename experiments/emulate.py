@@ -27,7 +27,7 @@ from experiments.options import CommandParser
 from experiments.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
 from experiments.outputs import check_outputs, draw
 from experiments.process import enter
-from experiments.workload_options import Planned, add_workload_arguments, plan_workload
+from experiments.workload_options import Planned, add_workload_arguments, has_graph, plan_workload
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
@@ -238,7 +238,7 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
     ordering = parse_ordering(**given_order(arguments))
     refuse_adaptive(ordering, "emulate")
-    check_fits_graph([ordering], parse_graph(arguments), arguments.chunks_per_stage)
+    check_fits_graph([ordering], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage)
     num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
     if workload is None:
         model = requested_graph(arguments, num_microbatches=num_microbatches)

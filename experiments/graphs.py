@@ -79,9 +79,9 @@ def make_graph(wishes: GraphWishes, *, num_stages: int, num_microbatches: int) -
     return ModelGraph(graph, placement, tuple(encoders))
 
 
-def check_fits_graph(orderings: Sequence[Ordering], wishes: GraphWishes, chunks_per_stage: int | None) -> None:
-    """Raise ValueError, with the remedy, where schedules make a pipeline of their own."""
-    if wishes.is_empty:
+def check_fits_graph(orderings: Sequence[Ordering], *, has_graph: bool, chunks_per_stage: int | None = None) -> None:
+    """Raise ValueError, with the remedy, where schedules make a pipeline of their own and there is one."""
+    if not has_graph:
         return
     if chunks_per_stage is not None:
         raise ValueError(

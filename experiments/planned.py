@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config import TrainConfig
 from experiments.data_sets import RunData, make_data_set
+from experiments.graphs import check_fits_graph
 from experiments.ordering import Ordering, parse_ordering
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
@@ -109,6 +110,7 @@ def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int
     from experiments.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph
 
+    check_fits_graph([ordering], has_graph=True)
     cut, layout = cut_vision_language_model(config), config.pipeline
     order = ordering.resolve(
         num_stages=layout.num_stages,

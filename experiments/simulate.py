@@ -39,7 +39,7 @@ from experiments.ordering import Ordering, given_order, parse_ordering
 from experiments.outputs import check_outputs, draw
 from experiments.simulate_options import make_parser, parse_entries, parse_memory_weights
 from experiments.simulate_report import show_comparison, show_names, show_run
-from experiments.workload_options import Planned, plan_workload
+from experiments.workload_options import Planned, has_graph, plan_workload
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import (
@@ -116,7 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         setting = make_setting(arguments)
         orderings = _orderings(arguments)
-        check_fits_graph([one for _, one in orderings], parse_graph(arguments), arguments.chunks_per_stage)
+        check_fits_graph(
+            [one for _, one in orderings], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage
+        )
         prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
     outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
     show(console, setting, outcomes)

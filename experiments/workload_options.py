@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.graphs import GraphWishes, ModelGraph, make_graph
+from experiments.graphs import GraphWishes, ModelGraph, make_graph, parse_graph
 from experiments.model_pairs import MODEL_PAIRS, model_pair
 from experiments.ordering import OFF, ON, parse_switch
 from experiments.workloads import (
@@ -57,6 +57,11 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--mean-forward-ms", type=float, metavar="MS", help="of a decoder's chunk in the workload (default 10)")
     add("--workload-seed", type=int, metavar="N", help="of the samples drawn (default 0)")
+
+
+def has_graph(arguments: argparse.Namespace) -> bool:
+    """Whether flags settle the graph, if only by a workload, so that no schedule makes its own."""
+    return arguments.workload is not None or not parse_graph(arguments).is_empty
 
 
 def plan_workload(arguments: argparse.Namespace, wishes: GraphWishes, *, num_steps: int | None) -> Planned | None:

@@ -88,8 +88,12 @@ class Placement:
     def __post_init__(self) -> None:
         if not self.stage_of_chunk:
             raise ValueError("a placement needs at least one chunk")
+        if min(self.stage_of_chunk) < 0:
+            raise ValueError(
+                f"placement {self.stage_of_chunk} has a stage below 0: number the stages from 0 without gaps"
+            )
         unused = set(range(self.num_stages)) - set(self.stage_of_chunk)
-        if unused or min(self.stage_of_chunk) < 0:
+        if unused:
             raise ValueError(
                 f"placement {self.stage_of_chunk} leaves stages {sorted(unused)} without a chunk: "
                 "number the stages from 0 without gaps"

@@ -59,6 +59,7 @@ def test_without_encoders_a_placement_holds_a_chain():
         (("--frozen-chunks", "9"), "chunk 9 is not one of the 4 chunks"),
         (("--stage-of-chunk", "0,1,2"), "stage-of-chunk 0,1,2 names 3 stages, num-stages is 4"),
         (("--stage-of-chunk", "0,1,2,4"), "without a chunk"),
+        (("--stage-of-chunk", "0,1,2,3,-1"), "has a stage below 0"),
         (("--encoders", "1", "--schedule", "zb-v"), "'zb-v' makes a chain of chunks and its own placement"),
         (("--encoders", "1", "--chunks-per-stage", "2"), "write --stage-of-chunk, for example 0,1,0,1"),
         (("--encoders", "1", "--compare", "1f1b:strict,gis"), "'gis' makes a chain"),

@@ -127,6 +127,10 @@ def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
             {"pipeline": {"encoder_layers_per_chunk": [1], "encoder_stages": 2}},
             "encoder_layers_per_chunk has 1 numbers, and the encoder 2 stages",
         ),
+        (
+            {"pipeline": {"schedule": "gis", "hint": None}},
+            "makes a chain of chunks and its own placement, not this graph",
+        ),
         ({"pipeline": {"head_chunk": 7}}, "head_chunk is 7 but there are 3 chunks"),
         ({"model": {"rope_scaling": {"low_freq_factor": 2}}}, "model.rope_scaling.factor is missing: add it"),
         ({"model": {"rope_scaling": 8}}, "model.rope_scaling is 8: give a mapping"),
