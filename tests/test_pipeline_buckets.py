@@ -1,5 +1,6 @@
 """Microbatches of several shapes, with and without images and sounds: the same training as the unpipelined model's."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -185,6 +186,24 @@ def test_more_programs_than_allowed_are_refused_at_once(base: Pipeline) -> None:
         pipeline._model._compiled.clear()
         with pytest.raises(ValueError, match=r"24 buckets would compile .* more than max_programs 5"):
             pipeline.prepare(as_batch(make_steps(1, NUM_MICROBATCHES)[0]), buckets=all_buckets())
+
+
+def test_far_too_many_buckets_are_refused_before_any_is_traced(base: Pipeline) -> None:
+    def untraceable(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a chunk is traced")
+
+    chunks = [replace(chunk, apply=untraceable) for chunk in CHUNKS]
+    large = all_buckets()[-1]
+    buckets = [
+        large | {"tokens": np.zeros(length, np.int32), "targets": np.zeros((length, 8), np.float32)}
+        for length in range(1, 1102)
+    ]
+    with Pipeline(chunks, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER) as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(
+            ValueError, match=r"1101 buckets would compile at least 1101 .* more than max_programs 1000"
+        ):
+            pipeline.prepare(as_batch(make_steps(1, NUM_MICROBATCHES)[0]), buckets=buckets)
 
 
 def test_what_is_read_here_is_named_by_leaf(base: Pipeline) -> None:

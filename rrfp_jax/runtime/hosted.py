@@ -17,6 +17,7 @@ from jax.sharding import Sharding
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.chunk_plan import plan_chunk
@@ -210,6 +211,7 @@ class HostedModel:
     def _compile(
         self, graph: PipelineGraph, buckets: Buckets, progress: CompileProgress, max_programs: int | None
     ) -> HostedPrograms:
+        _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
         shapes = tuple(
             derive_shapes(self.chunks, graph, bucket, absent_chunks(self.chunks, graph, bucket))
             for bucket in buckets.specs
@@ -336,12 +338,29 @@ def _filled_in(state: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh)
 
 
+def _check_buckets(chunks: Iterable[Chunk], buckets: Buckets, most: int | None) -> None:
+    """The same before anything is traced, which takes long for many buckets: a chunk has a program for all it reads."""
+    number = max(len({_leaves_read(chunk, bucket) for bucket in buckets.specs} - {None}) for chunk in chunks)
+    _refuse_above(most, number, f"at least {number}", len(buckets))
+
+
+def _leaves_read(chunk: Chunk, bucket: Bucket) -> Hashable | None:
+    """None where such microbatches skip the chunk, as they lack a leaf."""
+    if not {*chunk.leaves} - chunk.optional_leaves <= bucket.keys():
+        return None
+    return tuple((name, bucket[name].shape, bucket[name].dtype) for name in chunk.leaves if name in bucket)
+
+
 def _check_number(variants: Iterable[Sequence[Variant]], num_buckets: int, most: int | None) -> None:
     """Raise ValueError where more different programs would be compiled."""
     plans = {variant.plan.kind: variant.plan for of_chunk in variants for variant in of_chunk}
     number = sum(plan.num_programs for plan in plans.values())
+    _refuse_above(most, number, str(number), num_buckets)
+
+
+def _refuse_above(most: int | None, number: int, described: str, num_buckets: int) -> None:
     if most is not None and number > most:
         raise ValueError(
-            f"{num_buckets} buckets would compile {number} different programs, more than max_programs {most}: give "
+            f"{num_buckets} buckets would compile {described} different programs, more than max_programs {most}: give "
             "fewer buckets, or raise max_programs"
         )
