@@ -36,7 +36,8 @@ class Dataset(Protocol):
     def batch(self, step: int, reads: Reads | None = None) -> Batch:
         """The batch of ``step`` (0, 1, ...), the same at every call; safe to call from any thread.
 
-        What ``reads`` leaves out (None: nothing) need not be loaded: its shape is enough.
+        What ``reads`` leaves out (None: nothing) need not be loaded: its shape is enough. But ``segments`` and
+        ``patch_segments``, where there are such, must be whole: the metrics of a step count by them.
         """
         ...
 

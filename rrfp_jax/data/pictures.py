@@ -4,7 +4,9 @@ All of it follows from raw bits of a counter-based generator, keyed by (seed, st
 kind and purpose. NumPy guarantees raw bits over its versions, as it does not for what ``Generator`` makes of them.
 """
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +59,11 @@ class Pictures:
                 self._widths[face, size] = dict(zip(words, widths(words, face, size).tolist(), strict=True))
         self.widest = max(self._whole_blocks(max(each.values())) for each in self._widths.values())
         """Pixels."""
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Of the widths of all words: another release of FreeType or of the faces may have others."""
+        return hashlib.sha256(repr(sorted(self._widths.items())).encode()).digest()
 
     def _whole_blocks(self, width: int) -> int:
         block = self._config.patch_size * self._config.merge

@@ -104,9 +104,9 @@ class RenderedText:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The words in a few words, the same wherever the text is."""
+        """The words and their widths in a few words, the same wherever the text is."""
         words = "\n".join([*self.training_words, "", *self.held_out_words]).encode()
-        digest = hashlib.sha256(words + self._text.tobytes()).hexdigest()[:16]
+        digest = hashlib.sha256(words + self._text.tobytes() + self._pictures.fingerprint).hexdigest()[:16]
         return f"{len(self.training_words)} words and {self.num_bytes} bytes, SHA-256 {digest}"
 
     @property

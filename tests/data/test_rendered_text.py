@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
+from rrfp_jax.data import RenderedText, RenderedTextConfig, pictures, prefetched
 from rrfp_jax.data.drawing import ink, rows_of_ink, widths
 from rrfp_jax.data.pictures import Pictures
 from rrfp_jax.data.rendered_config import HEIGHT
@@ -199,6 +199,13 @@ def test_what_is_drawn_is_the_same_for_ever(text):
     """Pinned: another stream would make resumed runs see other data. Widths are left out, since faces may change."""
     samples = [bytes(sample.tokens.tolist()).replace(b"\xff", b"") for sample in dataset(text).samples(7)]
     assert b"|".join(samples) == PINNED
+
+
+def test_letters_of_other_widths_are_other_data(text, monkeypatch):
+    before = dataset.__wrapped__(text).fingerprint
+    assert dataset.__wrapped__(text).fingerprint == before
+    monkeypatch.setattr(pictures, "widths", lambda *which: widths(*which) + 1)
+    assert dataset.__wrapped__(text).fingerprint != before
 
 
 def test_nothing_is_drawn_that_is_not_read(text, monkeypatch):
