@@ -58,9 +58,9 @@ class ImageText:
 
     def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None) -> None:
         self.config = config
-        path = Path(config.path).expanduser()
+        path = _at_home(config.path)
         content = _read(path)
-        self._folder = path.parent if config.image_folder is None else Path(config.image_folder).expanduser()
+        self._folder = path.parent if config.image_folder is None else _at_home(config.image_folder)
         self._lines = [
             self._line(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()
         ]
@@ -110,7 +110,7 @@ class ImageText:
     def _fields(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._refusal(number, f"is not JSON ({error}): mend or remove it") from error
         if not isinstance(fields, dict) or fields.keys() - {"images"} not in _FIELDS:
             raise self._refusal(number, "must be an object with text, or with prompt and target, and perhaps images")
@@ -211,6 +211,13 @@ class ImageText:
             raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
         normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
         return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
+
+
+def _at_home(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} begins with a ~ that names nobody's folder: write the path in full") from error
 
 
 def _read(path: Path) -> bytes:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
+_MOST_PIXELS = 178_956_970
+"""Pillow opens no image that has more, against files that are small and fill the memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTextConfig(BatchingConfig):
@@ -40,6 +43,10 @@ class ImageTextConfig(BatchingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
+        if self.max_pixels > _MOST_PIXELS:
+            raise ValueError(
+                f"max_pixels is {self.max_pixels}, and Pillow opens no more than {_MOST_PIXELS}: give that"
+            )
         if self.channels not in {1, 3}:
             raise ValueError(f"channels is {self.channels}: give 3 for colours or 1 for grey")
         if self.row_order and self.image_size is None:

@@ -63,6 +63,8 @@ class RenderedTextConfig(BatchingConfig):
         check_fields(self, NOT_NEGATIVE, "max_shift")
         if self.max_letters < self.min_letters:
             raise ValueError(f"max_letters is {self.max_letters}: give at least min_letters, {self.min_letters}")
+        if self.max_letters > 1000:
+            raise ValueError(f"max_letters is {self.max_letters}: give at most 1000, no word has more")
         if self.text_length < 8:
             raise ValueError(f"text_length is {self.text_length}: give at least 8")
         for name in ("held_out", "text_only", "min_contrast", "noise"):

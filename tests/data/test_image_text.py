@@ -263,6 +263,7 @@ def test_other_sizes_of_images_are_other_data(folder):
     ("line", "message"),
     [
         ("{", r"line 2 of .*data\.jsonl is not JSON \(.*\): mend or remove it"),
+        ("[" * 100_000, r"line 2 of .*data\.jsonl is not JSON \(.*\): mend or remove it"),
         ("[]", r"line 2 .* must be an object with text, or with prompt and target, and perhaps images"),
         ('{"prompt": "a"}', r"line 2 .* must be an object with text, or with prompt and target"),
         ('{"text": 3}', r"line 2 .* must hold text in its fields"),
@@ -290,6 +291,11 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         ),
         ({"max_patches": 3}, r"max_patches is 3: give at least 4, one feature"),
         ({"row_order": True}, r"row_order is for images of one size: give image_size"),
+        ({"max_pixels": 10**9}, r"max_pixels is 1000000000, and Pillow opens no more than 178956970: give that"),
+        (
+            {"image_folder": "~nobody-has-this-name"},
+            r"~nobody-has-this-name begins with a ~ that names nobody's folder",
+        ),
         ({"channels": 4}, r"channels is 4: give 3 for colours or 1 for grey"),
         ({"mean": (0.1, 0.2)}, r"mean has 2 numbers: give 1, or 3"),
         ({"std": (0.0,)}, r"std is 0\.0: give positive numbers"),

@@ -287,6 +287,7 @@ def test_words_fit_their_pictures(face):
     [
         ({"batch_size": 10}, r"batch_size 10 does not divide into 4 microbatches: .* or batch_size 12"),
         ({"min_letters": 6}, r"max_letters is 5: give at least min_letters, 6"),
+        ({"max_letters": 10**10}, r"max_letters is 10000000000: give at most 1000"),
         ({"text_only": 1.5}, r"text_only is 1\.5: give 0 to 1"),
         ({"patch_size": 12}, r"patch_size 12 x merge 2 does not divide the height of a picture, 16"),
         ({"faces": ("Comic",)}, r"there is no face 'Comic' beside matplotlib: give some of DejaVuSans,"),
