@@ -108,3 +108,16 @@ def test_a_latency_is_the_median_from_the_end_of_a_task_to_the_arrival() -> None
     arrivals += [(0, *Message(MessageKind.GRADIENT, 1, 0, 0), 4.999), (7, *Message(MessageKind.GRADIENT, 1, 0, 0), 9.0)]
     found = latencies_ms(Timeline(2, spans), arrivals, graph, placement)
     assert found == {(0, 1): pytest.approx(20.0), (1, 0): 0.0}
+
+
+def test_a_table_stays_where_a_step_lacks_tasks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapting, "replanned", lambda order, recording: Plan(order, "test", 0.1))
+    order = Ordering(schedule=table("1f1b")).resolve(linear(NUM_STAGES), chain(NUM_STAGES, NUM_MICROBATCHES))
+    spans = [Span(step, task.chunk, task, 0.0, 1.0) for step in range(2) for task in order.graph.tasks()]
+    with caplog.at_level(logging.INFO, logger=adapting.__name__):
+        assert adapting._plan(order, Timeline(NUM_STAGES, spans), []) is not None
+        assert not caplog.text
+        assert adapting._plan(order, Timeline(NUM_STAGES, spans[1:]), []) is None
+    assert "only from steps in which every chunk runs every microbatch" in caplog.text

@@ -99,8 +99,9 @@ def _plan(order: Order, timeline: Timeline, arrivals: Iterable[Arrival]) -> Plan
     links = Links(extra_ms=latencies_ms(timeline, arrivals, order.graph, order.placement))
     try:
         durations_ms = recorded(timeline, order.graph, per_task=True)
-    except ValueError as error:  # steps that lack tasks are not what a table is for
-        _LOG.info("the table is not planned anew: %s", error)
+    except ValueError as error:
+        _LOG.info("the table stays: one is planned only from steps in which every chunk runs every microbatch")
+        _LOG.debug("why no table is planned: %s", error)
         return None
     plan = replanned(order, Recording(durations_ms=durations_ms, links=links))
     return plan if plan.execution is not None else None
