@@ -136,7 +136,7 @@ def _refuse_other_data_set(path: str, sections: Mapping[str, Any], overrides: Ma
     for name in overrides:
         section, _, key = name.partition(".")
         if section in DATA_SETS and held and section not in held:
-            is_known = key in {field.name for field in fields(SECTIONS[held[0]])}
+            is_known = section == "data" and key in {field.name for field in fields(SECTIONS[held[0]])}
             advice = flag_of(SECTIONS, f"{held[0]}.{key}", QUALIFIED) if is_known else f"another file than {path}"
             raise ValueError(
                 f"{flag_of(SECTIONS, name, QUALIFIED)} is of the section {section}, and the data of {path} is "

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.samples < 1 or arguments.samples % _BATCH:
             raise ValueError(f"samples is {arguments.samples}: give a multiple of {_BATCH}")
         if arguments.picture is not None:
-            if not arguments.picture.endswith(".png"):
+            if Path(arguments.picture).suffix.lower() != ".png":
                 raise ValueError(f"picture {arguments.picture!r}: let the name end in .png")
             check_file(Path(arguments.picture), "picture")
         configs = [_config_of(run) for run in runs]

@@ -180,6 +180,7 @@ def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: st
         ),
         ("data.path", "--path is of the section data, .* is rendered_text: give --rendered-text.path"),
         ("image_text.channels", "--image-text.channels is of .* is rendered_text: give another file than"),
+        ("image_text.path", "--image-text.path is of .* is rendered_text: give another file than"),
     ],
 )
 def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name: str, answer: str) -> None:
