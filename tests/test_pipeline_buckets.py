@@ -13,6 +13,7 @@ from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, linear
 from tests.pipelines import make_pipeline
@@ -204,6 +205,25 @@ def test_far_too_many_buckets_are_refused_before_any_is_traced(base: Pipeline) -
             ValueError, match=r"1101 buckets would compile at least 1101 .* more than max_programs 1000"
         ):
             pipeline.prepare(as_batch(make_steps(1, NUM_MICROBATCHES)[0]), buckets=buckets)
+
+
+def test_processes_with_other_buckets_are_refused(base: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def gather(self: Process, name: str, data: Any = None, *, to_all: bool = True) -> dict[int, Any]:
+        told.extend([data] if name == "sizes" else [])
+        return dict(enumerate(told)) if name == "sizes" else {0: data}
+
+    monkeypatch.setattr(Process, "gather", gather)
+    batch, (one, *others) = as_batch(make_steps(1, 2)[0]), all_buckets()
+    for buckets in ([one, *others], [one, *others]):
+        with base.reordered() as pipeline:
+            pipeline.init(jax.random.key(0))
+            pipeline.prepare(batch, buckets=buckets)
+    with base.reordered() as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="rank 2 was given other buckets than rank 0"):
+            pipeline.prepare(batch, buckets=[*others, one])
 
 
 def test_what_is_read_here_is_named_by_leaf(base: Pipeline) -> None:

@@ -10,6 +10,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import astuple, dataclass, replace
+from zlib import crc32
 
 import jax
 
@@ -88,7 +89,7 @@ def prepare(
     graph = _for_batch(graph, num_microbatches, ordering, data)
     with process.losses_first():
         programs = model.compile(graph, buckets, progress, max_programs=options.max_programs)
-        sizes, devices = _gather_sizes(process, programs)
+        sizes, devices = _gather_sizes(process, programs, buckets)
         order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
         if ordering.window_bytes is not None and len(buckets) > 1 and _counts_microbatches(ordering):
             order = replace(order, capacities=(ordering.window_bytes,) * process.layout.num_units)
@@ -159,16 +160,28 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
     return replace(graph, num_microbatches=share)
 
 
-def _gather_sizes(process: Process, programs: HostedPrograms) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
-    """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits."""
+def _gather_sizes(
+    process: Process, programs: HostedPrograms, buckets: Buckets
+) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
+    """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits.
+
+    Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
+    """
     limits = device_limits([process.own_device(unit) for unit in process.units])
     told = [
         [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
         [*zip(process.units, limits, strict=True)],
+        crc32(repr(buckets.key).encode()),
     ]
+    gathered = process.gather("sizes", told)
+    other = next((rank for rank, (*_, numbered) in gathered.items() if numbered != gathered[0][-1]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} was given other buckets than rank 0, or in another order: give all processes the same"
+        )
     sizes: dict[int, ChunkBytes] = {}
     devices: dict[int, int | None] = {}
-    for chunks, units in process.gather("sizes", told).values():
+    for chunks, units, _ in gathered.values():
         sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
         devices |= dict(units)
     return sizes, devices
