@@ -88,13 +88,7 @@ def _placement(layout: PipelineConfig) -> tuple[Placement, int]:
     """Where the chunks lie, and how many of them are the encoder's, without a projector of its own."""
     num_counts = None if layout.encoder_layers_per_chunk is None else len(layout.encoder_layers_per_chunk)
     if layout.stage_of_chunk is not None:
-        placement = Placement(layout.stage_of_chunk)
-        if placement.num_stages != layout.num_stages:
-            raise ValueError(
-                f"stage_of_chunk names {placement.num_stages} stages and num_stages is {layout.num_stages}: give both "
-                "the same number"
-            )
-        return placement, num_counts or layout.encoder_stages or 1
+        return Placement(layout.stage_of_chunk), num_counts or layout.encoder_stages or 1
     encoder_stages = layout.encoder_stages or num_counts or 1
     decoder_stages = layout.num_stages - encoder_stages
     if decoder_stages < 1:

@@ -110,12 +110,7 @@ class PipelineConfig:
         check_fields(self, AT_LEAST_1, "encoder_stages")
         check_fields(self, _PROJECTOR, "projector_in")
         if self.stage_of_chunk is not None:
-            if self.chunks_per_stage is not None:
-                raise ValueError("stage_of_chunk says how many chunks a stage has: leave chunks_per_stage out")
-            if min(self.stage_of_chunk, default=-1) < 0:
-                raise ValueError(
-                    f"stage_of_chunk is {list(self.stage_of_chunk)}: give the stage of every chunk, from 0"
-                )
+            self._check_placement(self.stage_of_chunk)
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:
@@ -124,6 +119,17 @@ class PipelineConfig:
         check_fields(self, SECONDS, "progress_deadline_s")
         check_fields(self, _TASKS, "dispatch_ahead")
         check_fields(self, _NORM, "clip_norm")
+
+    def _check_placement(self, stages: tuple[int, ...]) -> None:
+        if self.chunks_per_stage is not None:
+            raise ValueError("stage_of_chunk says how many chunks a stage has: leave chunks_per_stage out")
+        if min(stages, default=-1) < 0:
+            raise ValueError(f"stage_of_chunk is {list(stages)}: give the stage of every chunk, from 0")
+        if max(stages) + 1 != self.num_stages:
+            raise ValueError(
+                f"stage_of_chunk names {max(stages) + 1} stages and num_stages is {self.num_stages}: give both the "
+                "same number"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

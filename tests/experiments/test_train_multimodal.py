@@ -149,6 +149,11 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     assert "decoder_layers_per_chunk" not in str(refused.value)  # no key of a configuration
 
 
+def test_a_placement_of_other_stages_is_refused_for_any_model() -> None:
+    with pytest.raises(ValueError, match="stage_of_chunk names 3 stages and num_stages is 4"):
+        load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.stage_of_chunk": [0, 1, 2]})
+
+
 def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "abc"}) + "\n")
