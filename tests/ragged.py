@@ -99,23 +99,16 @@ def as_batch(microbatches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, list
 
 
 def make_steps(num_steps: int, num_microbatches: int, seed: int = 0) -> list[list[dict[str, np.ndarray]]]:
-    """Microbatches of every step: the second step has no image and no sound at all."""
+    """Microbatches of every step: the second step has no image and no sound at all, the third none in its second half,
+    which is that of another replica."""
     rng = np.random.default_rng(seed)
-    steps = []
-    for step in range(num_steps):
-        is_text = step % 20 == 1
-        steps.append(
-            [
-                make_microbatch(
-                    rng,
-                    int(rng.choice(LENGTHS)),
-                    0 if is_text else int(rng.choice(NUM_IMAGES)),
-                    has_sound=not is_text and bool(rng.integers(2)),
-                )
-                for _ in range(num_microbatches)
-            ]
-        )
-    return steps
+
+    def draw(step: int, microbatch: int) -> dict[str, np.ndarray]:
+        length, num_images, has_sound = int(rng.choice(LENGTHS)), int(rng.choice(NUM_IMAGES)), bool(rng.integers(2))
+        is_text = step % 20 == 1 or (step % 20 == 2 and 2 * microbatch >= num_microbatches)
+        return make_microbatch(rng, length, 0 if is_text else num_images, has_sound=has_sound and not is_text)
+
+    return [[draw(step, microbatch) for microbatch in range(num_microbatches)] for step in range(num_steps)]
 
 
 def all_buckets() -> list[dict[str, np.ndarray]]:

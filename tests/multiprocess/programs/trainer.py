@@ -64,7 +64,7 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     import jax
 
     from rrfp_jax.runtime.process import Process
-    from tests.multiprocess.models import buckets_of, edges_of, make_batches, make_chunks, make_optimizer
+    from tests.multiprocess.models import RAGGED, buckets_of, edges_of, make_batches, make_chunks, make_optimizer
     from tests.pipelines import make_pipeline
 
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
@@ -91,6 +91,9 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
             state, metrics = pipeline.step(state, batch)
             results.append(metrics)
         losses = [metrics.result().loss for metrics in results]
+        if case.model == RAGGED:
+            for batch, one in zip(batches, results, strict=True):
+                _check_skipped(batch, one.result().timeline)
         pieces = [_pieces(held.params) for _, held in pipeline.chunk_states(state)]
         if case.delay_ms:
             _check_announcements(pipeline, process, metrics.result().sums.looking_ahead)
@@ -98,6 +101,16 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
             assert [one.hint.row for one in pipeline.order.consumptions] == [*_table(case, OTHER_TABLE).orders]
     process.finish()
     return losses, pieces
+
+
+def _check_skipped(batch: Any, timeline: Any) -> None:
+    """Encoders have no task for microbatches that lack what they read, whichever replica these belong to."""
+    from tests.ragged import CHUNKS
+
+    for span in timeline.spans:
+        kind, chunk, microbatch = span.task
+        leaf = {0: "images", 1: "sounds"}.get(chunk % len(CHUNKS))
+        assert leaf is None or microbatch < 0 or batch[leaf][microbatch] is not None, (kind, chunk, microbatch)
 
 
 def _options(case: Case) -> dict[str, Any]:
