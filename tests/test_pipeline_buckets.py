@@ -57,7 +57,7 @@ FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "emb
     "options",
     [
         {},
-        {"hint": "bfw"},
+        pytest.param({"hint": "bfw"}, marks=pytest.mark.slow),
         pytest.param({"window": 1}, marks=pytest.mark.slow),
         pytest.param({"hint": "fb", "window": 3}, marks=pytest.mark.slow),
         {"schedule": "1f1b", "consume": "strict"},
@@ -67,7 +67,7 @@ FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "emb
         {"hint": "bfw", "frozen": "encoders"},
         pytest.param({"schedule": "1f1b", "consume": "strict", "frozen": "encoders"}, marks=pytest.mark.slow),
         pytest.param({"schedule": "zb-h1", "frozen": "all but one"}, marks=pytest.mark.slow),
-        {"frozen": "all but one"},
+        pytest.param({"frozen": "all but one"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

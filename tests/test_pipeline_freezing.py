@@ -126,7 +126,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(FREEZES[request.param])
 
 
-@pytest.mark.parametrize("hint", ["bf", "fb", "bfw"])
+@pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
 def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))
 
@@ -145,7 +145,9 @@ def test_two_chunks_per_stage() -> None:
     case.check(looped_case.reordered(order))
 
 
-@pytest.mark.parametrize("shard_optimizer", [False, True], ids=["each its own", "ZeRO-1"])
+@pytest.mark.parametrize(
+    "shard_optimizer", [pytest.param(False, marks=pytest.mark.slow), True], ids=["each its own", "ZeRO-1"]
+)
 @pytest.mark.parametrize("name", ["all but the projector", "first layers of chunks"])
 def test_replicas(name: str, shard_optimizer: bool) -> None:
     options = {"data": 2, "clip_norm": 1.0, "shard_optimizer": shard_optimizer, "progress_deadline_s": 60}
@@ -153,7 +155,7 @@ def test_replicas(name: str, shard_optimizer: bool) -> None:
     case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, hint="bfw", **options))
 
 
-@pytest.mark.parametrize("name", ["encoder", "in the middle"])
+@pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.slow), "in the middle"])
 def test_tensor_parallel_stages(name: str) -> None:
     case = Case(FREEZES[name])
     options = {"tensor": 2, "clip_norm": 1.0, "progress_deadline_s": 60}
@@ -165,7 +167,13 @@ SPLIT = [{"hint": "bf", "window": 1, "backward": "split"}, {"hint": "bfw"}, {"sc
 
 
 @pytest.mark.parametrize("orders", [FUSED, SPLIT], ids=["fused", "split"])
-@pytest.mark.parametrize("name", ["encoder", "all but the projector", "first layers of chunks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("encoder", "all but the projector")),
+        "first layers of chunks",
+    ],
+)
 def test_deterministic_runs_have_the_same_bits_in_any_order(name: str, orders: list[dict[str, Any]]) -> None:
     updates = UpdateRules(clip_norm=1.0, deterministic=True)
     chunks = freeze(vision_language(), FREEZES[name])
@@ -239,10 +247,10 @@ def held_until(num_updates: int, frozen: Collection[str], inner: optax.GradientT
 @pytest.mark.parametrize(
     "resumed",
     [
-        {"placement": linear(4)},
-        {"placement": looped(2, 2), "hint": "bfw"},
+        pytest.param({"placement": linear(4)}, marks=pytest.mark.slow),
+        pytest.param({"placement": looped(2, 2), "hint": "bfw"}, marks=pytest.mark.slow),
         {"placement": linear(4), "data": 2, "shard_optimizer": True},
-        {"placement": looped(2, 2), "tensor": 2},
+        pytest.param({"placement": looped(2, 2), "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["as before", "looped", "ZeRO-1", "tensor"],
 )

@@ -40,6 +40,7 @@ def plain_inputs(outputs: list[Any], chunk: int) -> Any:
     return inputs if len(inputs) > 1 else next(iter(inputs), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patterns", "hint", "forwards_only", "passing"),
     [

@@ -97,9 +97,9 @@ STRICT, SPLIT = {"consume": "strict"}, {"hint": "bfw", "window": 2}
 FAST: list[dict[str, Any]] = [
     {},
     {"schedule": "1f1b"} | STRICT,
-    {"data": 2, "stages": (0, 1, 0, 1)} | OWN,
 ]
 SLOW: list[dict[str, Any]] = [
+    {"data": 2, "stages": (0, 1, 0, 1)} | OWN,
     {"schedule": "zb-h1"},
     {"hint": "fb", "window": 3},
     {"hint": "f-priority", "window": 1},

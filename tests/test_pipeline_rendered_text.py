@@ -60,7 +60,7 @@ IN_ORDER = {"balance": False, "gather_text": False}
     "changes",
     [
         {},
-        {"pack": False, **IN_ORDER},
+        pytest.param({"pack": False, **IN_ORDER}, marks=pytest.mark.slow),
         pytest.param({"pack": False}, marks=pytest.mark.slow),
         pytest.param({"pack": False, "num_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param({"pack": False, "num_microbatches": 8, **IN_ORDER}, marks=pytest.mark.slow),

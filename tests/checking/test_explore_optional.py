@@ -68,6 +68,7 @@ def test_tables_strictly_and_as_hints(name, split):
         explore(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder", "two encoders", "projector"])
 def test_three_microbatches(name):
     graph = optional_graphs(3)[name]

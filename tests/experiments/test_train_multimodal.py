@@ -26,6 +26,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     options = ("--config", MULTIMODAL, *SMALL)

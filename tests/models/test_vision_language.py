@@ -75,6 +75,7 @@ def test_a_microbatch_may_lack_pictures_or_sounds(missing, projector_in):
         assert not any(leaf.any() for leaf in jax.tree.leaves(gradients[modality.projector_name]))
 
 
+@pytest.mark.slow
 def test_every_cut_is_the_same_model():
     config = small_model(PACKED, AUDIO, tie_embeddings=True)
     leaves, expected_params = make_leaves(config), start(whole(config))
