@@ -13,6 +13,7 @@ from rrfp_jax.checkpoint.record import Unusable, last_committed
 
 def newest_step(directory: Path) -> Found:
     """The newest committed step, its files looked at; raises Unusable, with one sentence, where there is none."""
+    directory = directory.absolute()  # Orbax takes no other
     step = last_committed(directory)
     if step is None:
         raise Unusable(f"{directory} holds no checkpoint: train first, or give the folder of another run")

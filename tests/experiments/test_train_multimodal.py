@@ -1,6 +1,7 @@
 """Training of vision-language models by the command: its rows, going on in another layout, and what it refuses."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from experiments import read, train
 from experiments.config import load_train_config
 from experiments.errors import run_command
 from experiments.planned import plan_run
-from tests.experiments.commands import run_afresh
+from tests.experiments.commands import ROOT, run_afresh
 
 MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
 SMALL = (
@@ -44,7 +45,9 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
     assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
     assert sum(row["forwards_skipped"] for row in straight) > 0
-    told = run_afresh("read", whole, "--beside", halves, "--samples", 32, "--picture", tmp_path / "words.png")
+    told = run_afresh(
+        "read", os.path.relpath(whole, ROOT), "--beside", halves, "--samples", 32, "--picture", tmp_path / "words.png"
+    )
     assert told.returncode == 0, told.stderr
     assert [line.split()[:2] for line in told.stdout.splitlines() if "%" in line] == [["whole", "6"], ["halves", "6"]]
     assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
