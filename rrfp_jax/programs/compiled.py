@@ -208,10 +208,15 @@ class CompiledChunk:
 
     def _by_name(self, gradients: Sequence[GradientPrograms]) -> dict[str, Compiled]:
         """Those of the first variant as they are called, of others with its number behind."""
-        compiled = {} if self._derived.program is None else {"prepare": self._derived.program}
+        compiled = self._of_all_buckets()
         for number, programs in enumerate(gradients):
             compiled |= {f"{name} ({number})" if number else name: each for name, each in programs.compiled.items()}
-        return compiled | self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
+        return compiled
+
+    def _of_all_buckets(self) -> dict[str, Compiled]:
+        """The programs that there are once."""
+        prepare = {} if self._derived.program is None else {"prepare": self._derived.program}
+        return prepare | self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
 
     @cached_property
     def sizes(self) -> ChunkSizes:
@@ -222,9 +227,7 @@ class CompiledChunk:
     @cached_property
     def sizes_of_variants(self) -> tuple[ChunkSizes, ...]:
         """The same for microbatches of each variant."""
-        others = {} if self._derived.program is None else {"prepare": self._derived.program}
-        others |= self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
-        common = temporaries(others)
+        common = temporaries(self._of_all_buckets())
         return tuple(
             self._sizes(each, common | own) for each, own in zip(self.variants, self._temporaries, strict=True)
         )

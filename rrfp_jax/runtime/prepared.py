@@ -27,7 +27,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.programs.buckets import Buckets, absent_chunks
+from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
@@ -126,7 +126,7 @@ def prepare(
     )
     return Prepared(
         buckets=buckets,
-        skipped=tuple(absent_chunks(model.chunks, graph, bucket) for bucket in buckets.specs),
+        skipped=tuple(frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes),
         num_microbatches=num_microbatches,
         order=order,
         copies=copies,
