@@ -1,1 +1,1 @@
-"""Commands that a user runs: ``python -m experiments.train`` and its neighbours."""
+"""Commands as modules of the checkout, ``python -m experiments.train`` and its neighbours, and the benches."""

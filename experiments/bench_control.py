@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.console import make_console
 from rrfp_jax.arbitration import (
     HINTS,
     Event,
@@ -36,6 +35,7 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
+from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged

@@ -24,11 +24,11 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from experiments.config import load_train_config
-from experiments.console import make_console
-from experiments.errors import BadInput, run_command
-from experiments.process import use_cpu
 from rrfp_jax.arbitration import Ordering
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.process import use_cpu
+from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.layout import Layout

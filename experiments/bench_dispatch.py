@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.console import make_console
-from experiments.ordering import parse_ordering
-from experiments.simulate import RULES
 from rrfp_jax.arbitration import DecisionTimer, Order, TimingRule
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.simulate import RULES
 from rrfp_jax.simulation import Costs, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task, TaskKind

@@ -20,12 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.console import make_console
-from experiments.noise import parse_jitter
-from experiments.ordering import Ordering
-from experiments.simulate import RULES
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.foresight import ForesightRules
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.simulate import RULES
+from rrfp_jax.commands.studies.noise import parse_jitter
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 from rrfp_jax.simulation.jitter import Durations
 

@@ -9,9 +9,6 @@ from time import process_time
 
 from rich.console import Console
 
-from experiments.console import make_console
-from experiments.ordering import parse_ordering
-from experiments.simulate import RULES
 from rrfp_jax.arbitration import (
     HINTS,
     Event,
@@ -25,6 +22,9 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.simulate import RULES
 from rrfp_jax.simulation import Costs, constant, simulate
 from rrfp_jax.tasks import TaskKind, chain, linear
 

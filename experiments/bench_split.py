@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from experiments.console import make_console
-from experiments.errors import BadInput, run_command
-from experiments.process import use_cpu
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.programs.split import SplitBackward, split_backward
 
 

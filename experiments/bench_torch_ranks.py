@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from experiments.durations import load_durations
-from experiments.emulate import EMULATED_STEP
-from experiments.errors import checking_input, run_command
-from experiments.options import CommandParser
-from experiments.ordering import parse_ordering, refuse_adaptive
-from experiments.process import enter
-from experiments.simulate_options import parse_entries
 from rrfp_jax.arbitration import Order
+from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.ordering import parse_ordering, refuse_adaptive
+from rrfp_jax.commands.common.process import enter
+from rrfp_jax.commands.emulate import EMULATED_STEP
+from rrfp_jax.commands.studies.durations import load_durations
+from rrfp_jax.commands.studies.simulate_options import parse_entries
 from rrfp_jax.network import ClusterConfig
 
 if TYPE_CHECKING:

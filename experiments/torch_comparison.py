@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.durations import Durations, Profile
-from experiments.emulate import EMULATED_STEP
 from experiments.turns import LineProcess, our_ranks, torch_processes
 from rrfp_jax.arbitration import Order
+from rrfp_jax.commands.emulate import EMULATED_STEP
+from rrfp_jax.commands.studies.durations import Durations, Profile
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import of_tasks
 from rrfp_jax.tasks import TaskKind

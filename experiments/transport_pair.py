@@ -58,7 +58,7 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
 
 
 def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None:
-    from experiments.process import use_cpu
+    from rrfp_jax.commands.common.process import use_cpu
     from rrfp_jax.launch.binding import rank_cores
     from rrfp_jax.launch.tether import bind
     from rrfp_jax.network.loop_thread import LoopThread

@@ -85,7 +85,7 @@ def digest(losses: list[float], params: Any) -> str:
 
 
 def main(num_devices: int, hint: str) -> None:
-    from experiments.process import use_cpu
+    from rrfp_jax.commands.common.process import use_cpu
 
     use_cpu(num_devices, pinned=True)
     print(digest(*train(make_pipeline(hint=hint, deterministic=True), 10)))

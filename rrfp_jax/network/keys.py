@@ -23,7 +23,7 @@ from zmq.utils import z85
 KEY_VARIABLE = "RRFP_RUN_KEY"
 KEY_FILE_VARIABLE = "RRFP_RUN_KEY_FILE"
 _NUM_BYTES = 32
-_REMEDY = "python -m experiments.launch --new-key FILE makes one"
+_REMEDY = "rrfp launch --new-key FILE makes one"
 
 
 class KeyPair(NamedTuple):

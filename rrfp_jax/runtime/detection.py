@@ -72,7 +72,7 @@ def _detect() -> tuple[int, int]:
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise ValueError(
-            f"this process is one of several, but {name} is not set: start it with python -m experiments.launch, or "
+            f"this process is one of several, but {name} is not set: start it with rrfp launch, or "
             "give it the value that the supervisor prints"
         )
     return environ[name]

@@ -8,7 +8,7 @@
 ``checkpoints/``      the newest committed steps
 ``run.lock``          who is at work here; removed at the end
 ``failure.json``      the wait-for report, if the run had to be given up
-``events*.json.gz``   the last events of each process then, for ``python -m experiments.replay``
+``events*.json.gz``   the last events of each process then, for ``rrfp replay``
 """
 
 import json

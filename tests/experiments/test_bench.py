@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_deterministic, bench_multimodal, bench_split
-from tests.experiments.commands import run_command, sentence
+from tests.commands.running import run_command, sentence
 
 
 def test_ordered_accumulation_is_compared_with_unordered(monkeypatch):

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from experiments import bench_torch
 from experiments.bench_torch import make_parser, make_setting, options_of_ours, show
-from experiments.errors import BadInput
 from experiments.torch_comparison import TORCH, Setting, Turn, rows_of, torch_durations
 from experiments.turns import our_ranks, printed_by, torch_processes
+from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.testing.emulated_stage import duration_of
-from tests.experiments.commands import run_command, sentence
+from tests.commands.running import run_command, sentence
 
 TORCH_PYTHON = os.environ.get("RRFP_TORCH_PYTHON", sys.executable)
 

@@ -16,13 +16,13 @@ import pytest
 # What JAX asks of the machine before it traces cuDNN's attention; there is no public way to trace for another machine.
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from experiments.config import TrainConfig, load_train_config
+from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.models import LanguageModelConfig, attention, language_model
 from rrfp_jax.models.attention import causal_attention, even_attention, full_attention, implementation, segment_bias
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
-from tests.experiments.commands import ROOT
+from tests.commands.running import ROOT
 
 CUDA = "cuda 12080"
 PRESETS = ROOT / "tpu_gpu_configs"

@@ -10,9 +10,9 @@ import numpy as np
 import yaml
 from jax.sharding import SingleDeviceSharding
 
-from experiments.config import SECTIONS
 from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.checkpoint.reader import open_step, read_layers
+from rrfp_jax.commands.training.config import SECTIONS
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """Variables of a run that is too short for fast programs to pay off."""

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from experiments.errors import BadInput
-from experiments.launch import main
+from rrfp_jax.commands.common.errors import BadInput
+from rrfp_jax.commands.launch import main
 from rrfp_jax.launch.binding import rank_cores
 from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
@@ -218,5 +218,7 @@ def test_bad_arguments_are_refused_in_one_sentence(arguments: list[str], advice:
 
 
 def test_the_launcher_loads_no_jax():
-    code = "import sys, experiments.launch; sys.exit(any(name.startswith(('jax', 'flax')) for name in sys.modules))"
+    code = (
+        "import sys, rrfp_jax.commands.launch; sys.exit(any(name.startswith(('jax', 'flax')) for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

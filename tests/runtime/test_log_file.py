@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.ordering import Ordering
 from rrfp_jax.arbitration import (
     HINTS,
     Agreement,
@@ -34,6 +33,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.saved import rebuild, save_arbiter
+from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log

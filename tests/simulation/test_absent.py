@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.simulation import Costs, constant, simulate
 from rrfp_jax.tasks import Edge, PipelineGraph, TaskKind, absences, linear
 from tests.simulation.helpers import RULES

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.ordering import Ordering
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
+from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, absences, linear
 from rrfp_jax.testing import Emulation, emulate

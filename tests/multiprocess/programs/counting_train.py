@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from experiments.train import main
+from rrfp_jax.commands.train import main
 
 FOLDER = Path(os.environ["COUNTS"])
 EVENTS = ("compile_requests_use_cache", "cache_hits")

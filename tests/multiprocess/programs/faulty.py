@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from experiments.errors import run_command
+from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.network import RunKey
 
 OWN = int(os.environ["RRFP_RANK"])
@@ -102,7 +102,7 @@ def main() -> None:
     if is_faulty and fault == "key":
         os.environ |= RunKey.generate().environment()
     make_stages_faulty(IN_A_TASK.get(fault, no_fault) if is_faulty else no_fault)
-    run_command(lambda: import_module(f"experiments.{command}").main(arguments))
+    run_command(lambda: import_module(f"rrfp_jax.commands.{command}").main(arguments))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""How commands end when something is wrong: one clear sentence or a report, and a distinct exit code.
+
+The codes are listed in :mod:`rrfp_jax.exit_codes`. A ValueError is about the input only while input is being
+checked, which a command marks with :func:`checking_input`.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rrfp_jax.commands.common.console import log_plainly
+from rrfp_jax.exit_codes import (
+    BAD_INPUT,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    NO_PROGRESS,
+    PEER_LOST,
+    SIGNALLED,
+    START_FAILED,
+    TASK_FAILED,
+)
+from rrfp_jax.runtime.last_words import say_last_words
+
+
+class BadInput(ValueError):
+    """The user can mend it: the message is one sentence that says how."""
+
+
+@contextmanager
+def checking_input() -> Iterator[None]:
+    """Within the block a ValueError means that the input does not fit; it leaves as :class:`BadInput`."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command's ``main`` and end the process with its code, or with the one that belongs to its error."""
+    log_plainly()
+    try:
+        code = main()
+    except BadInput as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = BAD_INPUT
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _end(SIGNALLED + signal.SIGPIPE, "")
+    except KeyboardInterrupt as interrupt:
+        _end(INTERRUPTED, "\n".join(["interrupted", *_notes(interrupt)]))
+    except Exception as error:
+        end_with(error)
+    sys.exit(code)
+
+
+def end_with(error: Exception) -> NoReturn:
+    """End the process at once, with the text and the code that belong to an error; from any thread."""
+    _end(*_failure(error))
+
+
+def _failure(error: Exception) -> tuple[int, str]:
+    """Exit code and text of what went wrong after the input was accepted."""
+    code = _code_of(error) if isinstance(error, (RuntimeError, ValueError)) else INTERNAL_ERROR
+    if code == INTERNAL_ERROR:
+        return code, "".join(traceback.format_exception(error)).rstrip()
+    return code, "\n".join([f"error: {error}", *_notes(error)])
+
+
+def _code_of(error: RuntimeError | ValueError) -> int:
+    from rrfp_jax.data import BrokenData
+    from rrfp_jax.runtime.cluster import StartFailed
+    from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed
+
+    codes = {StartFailed: START_FAILED, NoProgress: NO_PROGRESS, PeerLost: PEER_LOST, RunFailed: TASK_FAILED}
+    codes |= {BrokenData: BAD_INPUT}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), INTERNAL_ERROR)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _end(code: int, text: str) -> NoReturn:
+    """End at once: a program that hangs cannot be stopped from within, and would keep the interpreter from ending."""
+    say_last_words(text)
+    os._exit(code)

@@ -1,0 +1,96 @@
+"""A command's own part in a run, alone or as one of several processes, and its devices; JAX loads only then."""
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rrfp_jax.commands.common.errors import end_with
+from rrfp_jax.network import ClusterConfig
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.cluster import join
+from rrfp_jax.runtime.detection import membership_from
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime import RunFailed
+    from rrfp_jax.runtime.process import Process
+    from rrfp_jax.runtime.transports import Selection
+
+_UNWINDING_S = 10.0
+"""How long a process that has given up may take to write its report and end."""
+
+
+def enter(
+    *,
+    num_stages: int,
+    data: int = 1,
+    tensor: int = 1,
+    configuration: Mapping[str, Any],
+    cluster: ClusterConfig,
+    platform: str | None,
+    devices: int | None = None,
+    pinned: bool = False,
+    transport: "Selection" = "auto",
+    progress_deadline_s: float = 0.0,
+) -> "Process":
+    """Find out which process this is, meet the others, and start JAX: before anything else uses it.
+
+    Args:
+        configuration: what must be the same in all processes.
+        platform: ``cpu`` for virtual devices, else what JAX finds.
+        devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
+        pinned: as for :func:`use_cpu`.
+        progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
+
+    Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
+    together.
+    """
+    from rrfp_jax.runtime.process import Process
+
+    membership = membership_from(os.environ, detect=cluster.detect)
+    num_ranks = 1 if membership is None else membership.num_ranks
+    layout = Layout(num_stages=num_stages, data=data, tensor=tensor, num_ranks=num_ranks)
+    if membership is None:
+        process = Process(layout, num_devices=devices)
+        _use_platform(process.num_devices, platform, pinned=pinned)
+        process.use_devices(process.devices)
+        return process
+    process = Process(
+        layout,
+        join(membership, configuration, cluster),
+        num_devices=devices,
+        transport=transport,
+        patience_s=max(cluster.start_deadline_s, progress_deadline_s),
+        on_failure=_end_soon,
+    )
+    process.connect()
+    process.start_jax(platform, pinned=pinned)
+    return process
+
+
+def _end_soon(failure: "RunFailed") -> None:
+    """The main thread ends with the failure where it next waits for the run; if it waits for something else, end it."""
+    timer = threading.Timer(_UNWINDING_S, end_with, (failure,))
+    timer.daemon = True
+    timer.start()
+
+
+def _use_platform(num_devices: int, platform: str | None, *, pinned: bool) -> None:
+    from rrfp_jax.runtime.start_jax import pin_threads
+
+    if platform == "cpu":
+        use_cpu(num_devices, pinned=pinned)
+    elif pinned:
+        pin_threads(num_devices)
+
+
+def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
+    """Run on this many virtual CPU devices.
+
+    ``pinned`` fixes the size of XLA's thread pools too, see :func:`rrfp_jax.runtime.start_jax.pin_threads`.
+    """
+    from rrfp_jax.runtime.start_jax import pin_threads, use_virtual_devices
+
+    if pinned:
+        pin_threads(num_devices)
+    use_virtual_devices(num_devices)

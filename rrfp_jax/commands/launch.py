@@ -1,0 +1,149 @@
+"""Start the processes of a run on this machine, watch them, and end them together.
+
+::
+
+    rrfp launch --processes 4 -- train --config cpu/debug
+
+What follows ``--`` is a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs it.
+Lines come out as ``[rank 2] ...``. Where standard output is no terminal it is rank 0's alone, unchanged, so that its
+``--json`` can be read by a program; everything else goes to the errors (``--prefix always`` and ``never`` change that).
+
+When a rank fails, the others have ``--grace-s`` to end by themselves; the launcher returns the code of the rank that
+failed first for a reason of its own (128 + n where signal n killed it). SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed
+on; a second request to stop ends all ranks at once. ``--max-restarts`` starts all of them again, with another key and
+other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
+
+Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
+
+Over several hosts, run it on each with the same ``--nodes``, ``--head`` and run key (``RRFP_RUN_KEY`` or
+``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. Where SLURM, Kubernetes or Open MPI
+start the ranks, run it once beside rank 0 with ``--supervise --processes ALL --head HOST:PORT``.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.main import module_of
+from rrfp_jax.launch.binding import BINDINGS
+from rrfp_jax.launch.launcher import launch
+from rrfp_jax.launch.output import PREFIXES, Output
+from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network import RunKey
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    if arguments.new_key is not None:
+        with checking_input():
+            RunKey.generate().write(Path(arguments.new_key))
+        return 0
+    with checking_input():
+        settings = _settings(arguments)
+        settings.listens_on()
+        shared = RunKey.from_environment() if settings.shares_key else None
+    output = Output(sys.stdout.buffer, sys.stderr.buffer, prefix=settings.prefix)
+    return launch(settings, os.environ, output, shared=shared)
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser(
+        "launch",
+        __doc__.split("\n")[0],
+        usage="%(prog)s --processes N [options] -- COMMAND [ARGUMENT ...]",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node (required, but for --new-key)")
+    parser.add_argument("command", nargs="*", metavar="COMMAND ...", help="what every rank runs, and its arguments")
+    ends = parser.add_argument_group("how it ends")
+    ends.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="how often the ranks are started again after a failure"
+    )
+    ends.add_argument(
+        "--grace-s",
+        type=float,
+        default=LaunchSettings.grace_s,
+        metavar="S",
+        help="for the others to end by themselves after the first failure; more than silence_deadline_s (default 75)",
+    )
+    ends.add_argument(
+        "--start-deadline-s",
+        type=float,
+        default=LaunchSettings.start_deadline_s,
+        metavar="S",
+        help="for all ranks to come together (default 300)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--prefix",
+        choices=PREFIXES,
+        default="auto",
+        help="[rank N] before each line; auto: unless it is rank 0's output to a program",
+    )
+    several = parser.add_argument_group("several hosts")
+    several.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="hosts of the run, each with its own launcher"
+    )
+    several.add_argument("--node-rank", type=int, default=0, metavar="I", help="0 to N-1; node 0 hosts the head")
+    several.add_argument("--head", metavar="HOST:PORT", help="node 0's address; the port after this one is used too")
+    several.add_argument("--interface", metavar="IF", help="what to listen on (default: what reaches the head)")
+    several.add_argument("--supervise", action="store_true", help="start no ranks, only host what they need")
+    several.add_argument("--new-key", metavar="FILE", help="write a new run key to FILE and end")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--threads", type=int, metavar="N", help="XLA's CPU threads in each process (default: NPROC if set, else 8)"
+    )
+    machine.add_argument(
+        "--bind",
+        choices=BINDINGS,
+        default=LaunchSettings.bind,
+        help="cores: each rank keeps to its share of the cores that the launcher may use, and its threads do not "
+        "preempt each other (Linux; other systems bind nothing); none: neither (default cores)",
+    )
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> LaunchSettings:
+    if arguments.processes is None:
+        raise ValueError("how many processes? give --processes N")
+    command = tuple(arguments.command)
+    if arguments.supervise and command:
+        raise ValueError(f"--supervise starts no ranks: leave out '{command[0]}', or --supervise")
+    if not arguments.supervise:
+        command = _module_and_arguments(command)
+    return LaunchSettings(
+        command=command,
+        num_processes=arguments.processes,
+        num_nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        head=None if arguments.head is None else Address.parse(arguments.head),
+        interface=arguments.interface,
+        max_restarts=arguments.max_restarts,
+        grace_s=arguments.grace_s,
+        start_deadline_s=arguments.start_deadline_s,
+        prefix=arguments.prefix,
+        threads=arguments.threads,
+        bind=arguments.bind,
+    )
+
+
+def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
+    if not command:
+        raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
+    module = module_of(command[0])
+    try:
+        is_known = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        is_known = False
+    if not is_known:
+        raise ValueError(f"there is no command and no module '{command[0]}' to run: name one, for example train")
+    return (module, *command[1:])
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,214 @@
+"""Every schedule at three levels: closed formula, ideal slot table, and execution by the runtime's own arbiters.
+
+::
+
+    rrfp levels --num-stages 8 --num-microbatches 16 --durations-ms 10,5,5
+    rrfp levels --num-stages 8 --num-microbatches 16 --comm-ms 1 --jitter lognormal:0.5 --steps 10
+
+With ``--json`` the last line on stdout is one JSON object.
+
+Durations are those of a *whole stage*, divided among its chunks, so that all schedules do the same work (simulate's are
+those of one chunk). Each schedule has one table at all levels: executed strictly, and as a hint under
+readiness alone.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.ordering import parse_window
+from rrfp_jax.commands.simulate import RULES
+from rrfp_jax.commands.studies.durations import Durations, Profile, parse_durations_ms
+from rrfp_jax.commands.studies.graphs import add_graph_arguments, requested_graph
+from rrfp_jax.commands.studies.levels_report import Execution, Row, as_json, formulas_of, show_levels
+from rrfp_jax.commands.studies.machine import add_machine_arguments, dispatch, make_machine
+from rrfp_jax.commands.studies.noise import add_noise_arguments, check_noise, make_costs
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
+from rrfp_jax.schedules.comparison import Levels, compare
+from rrfp_jax.schedules.registry import schedules_of_any_graph
+from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
+from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.timeline import Timeline
+
+OWN_PEAK = "table"
+"""For ``--window``: each stage may hold what the table itself holds there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all schedules have in common, from the flags."""
+
+    arguments: argparse.Namespace
+    durations_ms: Profile
+    """F, I and W of a whole stage in execution."""
+    request: ScheduleRequest
+    """Its durations are the lengths of the slots: F, I and W of a whole stage in formulas and ideal tables."""
+    machine: Machine
+    window: int | tuple[int, ...] | None
+    """Of the run as a hint; None: the default, or each table's own peak."""
+
+    @property
+    def slot_lengths(self) -> SlotLengths:
+        return SlotLengths(*self.request.durations_ms)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    with checking_input():
+        setting = make_setting(arguments)
+        names = _names(arguments.schedules, is_graph=setting.request.graph is not None)
+    rows, refused = compare_levels(setting, names)
+    if not rows:
+        raise BadInput(f"no schedule fits; for example {next(iter(refused.values()))}")
+    if arguments.json:
+        print(json.dumps(_given(setting) | as_json(rows, refused), allow_nan=False))
+    else:
+        show_levels(make_console(), rows, refused, given=_given(setting))
+    return 0
+
+
+def _given(setting: Setting) -> dict[str, Any]:
+    """What the numbers hold for."""
+    said = vars(setting.arguments)
+    sizes = ("num_stages", "num_microbatches", "encoders", "frozen_encoder", "frozen_chunks", "stage_of_chunk")
+    names = (*sizes, "steps", "window", "comm", "comm_ms", "jitter", "seed")
+    lengths = {"slot_lengths": [*setting.request.durations_ms], "durations_ms": [*setting.durations_ms]}
+    return {name: said[name] for name in names} | lengths
+
+
+def make_parser() -> CommandParser:
+    """The parser; what the small languages of its values mean is read later."""
+    parser = CommandParser(
+        "levels",
+        "Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
+    )
+    add = parser.add_argument
+    add("--num-stages", type=int, metavar="P", required=True, help="stages of the pipeline")
+    add("--num-microbatches", type=int, metavar="M", required=True, help="microbatches of a step")
+    add_graph_arguments(parser)
+    add("--schedules", metavar="A,B,...", help="these alone (default: all that fit the graph)")
+    add("--durations-ms", metavar="F,I,W", default="10,10,10", help="of a whole stage in execution (default 10,10,10)")
+    add(
+        "--slot-lengths", metavar="F,I,W", help="of a whole stage in formulas and ideal tables (default: the durations)"
+    )
+    add("--steps", type=int, default=1, metavar="N", help="of each execution; several make sense with jitter")
+    add("--window", metavar=f"N|N,...|{OWN_PEAK}", help="as a hint: microbatches that a stage may hold (default 32)")
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    add_noise_arguments(parser.add_argument_group("noise"))
+    add_machine_arguments(parser.add_argument_group("machine of the execution"))
+    return parser
+
+
+def make_setting(arguments: argparse.Namespace) -> Setting:
+    """Check everything that does not depend on the schedule. Raises ValueError with the remedy."""
+    check_noise(arguments)
+    if arguments.steps < 1:
+        raise ValueError(f"steps is {arguments.steps}: simulate at least 1")
+    durations_ms = _lengths(arguments.durations_ms, "durations-ms")
+    slots = _lengths(arguments.slot_lengths or arguments.durations_ms, "slot-lengths")
+    machine = make_machine(arguments)
+    window = None if arguments.window in (None, OWN_PEAK) else parse_window(arguments.window)
+    model = requested_graph(arguments, num_microbatches=arguments.num_microbatches)
+    request = ScheduleRequest(
+        num_stages=arguments.num_stages,
+        num_microbatches=arguments.num_microbatches,
+        graph=model and model.graph,
+        placement=model and model.placement,
+        durations_ms=slots,
+        # schedules made from profiled times get all of them in the unit of the slots
+        comm_ms=machine.links.latency_ms * sum(slots) / sum(durations_ms),
+    )
+    if window is not None:
+        check_windows(window, arguments.num_stages)
+    return Setting(
+        arguments=arguments,
+        durations_ms=durations_ms,
+        request=request,
+        machine=machine,
+        window=window,
+    )
+
+
+def compare_levels(setting: Setting, names: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
+    """The rows of the schedules that accept these sizes, and why the others do not."""
+    rows, refused = [], {}
+    for name in names:
+        try:
+            ideal = compare(name, setting.request, setting.slot_lengths)
+        except ValueError as error:
+            refused[name] = str(error)
+        else:
+            rows.append(_row(setting, ideal))
+    return rows, refused
+
+
+def _row(setting: Setting, ideal: Levels) -> Row:
+    name = ideal.schedule
+    table = build_schedule(name, setting.request)
+    cut = schedule_entry(name).chunk_parts
+    parts = cut(table.num_stages) if cut else ()
+    window = table.peak_in_flight() if setting.arguments.window == OWN_PEAK else setting.window
+    readiness = Ordering(schedule=table, consume=READY, window=window, footprint=False, foresight=False)
+    return Row(
+        ideal=ideal,
+        formulas=formulas_of(name, setting.request, setting.slot_lengths),
+        strict=_execute(setting, table, parts, Ordering(schedule=table, consume=STRICT)),
+        hint=_execute(setting, table, parts, readiness),
+    )
+
+
+def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering) -> Execution:
+    num_steps: int = setting.arguments.steps
+    durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), num_steps)
+    with checking_input():
+        order = ordering.resolve(table.placement, table.graph)
+        costs = make_costs(setting.arguments, durations_ms, table.placement)
+    arbiters = order.arbiters(RULES, dispatch_ahead=dispatch(setting.arguments).ahead)
+    simulation = simulate(arbiters, costs, machine=setting.machine, num_steps=num_steps)
+    metrics = run_metrics(simulation.timeline, simulation.step_ms)
+    return Execution(
+        bubble=max(0.0, metrics.bubble_fraction),
+        peak=max(_peak(table, step, parts) for step in simulation.timeline.by_step()),
+        makespan_ms_mean=metrics.makespan_ms_mean,
+    )
+
+
+def _peak(table: ScheduleTable, step: Timeline, parts: tuple[int, ...]) -> float:
+    """Counted as for a table: a stage runs one task at a time, so that the order it ran decides what it held."""
+    ran = ScheduleTable.from_orders(table.name, table.placement, table.graph, step.order())
+    return round(max(ran.peak_activations(parts)), 9)
+
+
+def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
+    """Those of a whole stage cut for its chunks, [1, chunks, microbatches, 3]."""
+    length = per_stage(table, SlotLengths(*durations_ms), parts)
+    kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
+    by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
+    return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
+
+
+def _names(text: str | None, *, is_graph: bool) -> tuple[str, ...]:
+    every = schedules_of_any_graph() if is_graph else schedule_names()
+    names = every if text is None else tuple(dict.fromkeys(text.split(",")))
+    return tuple(schedule_entry(name).name for name in names)
+
+
+def _lengths(text: str, flag: str) -> Profile:
+    lengths = parse_durations_ms(text, flag)
+    if not sum(lengths):
+        raise ValueError(f"{flag} {text} leave nothing to do: give at least one number above 0")
+    return lengths
+
+
+if __name__ == "__main__":
+    run_command(main)

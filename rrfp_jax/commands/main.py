@@ -1,0 +1,63 @@
+"""``rrfp COMMAND``: every command of the package by its name.
+
+A command is a module beside this one with ``main(argv)`` and ``make_parser()``; it is imported when it is called, so
+that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the same.
+"""
+
+import difflib
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import NoReturn
+
+from rrfp_jax.commands.common.errors import BadInput, run_command
+
+COMMANDS = {
+    "train": "train a model through a pipeline",
+    "launch": "start the processes of a run on this host, watch them, and end them together",
+    "read": "what a trained vision-language model reads in pictures of words",
+    "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
+    "emulate": "the real runtime on stages whose tasks only take time",
+    "levels": "every schedule as formula, as ideal slots, and executed",
+    "replay": "what the stages of a run were told and what they answered",
+}
+"""The commands, each with what it is for."""
+
+
+def module_of(name: str) -> str:
+    """The module of a command; a name that is none is returned as it is, as the module of somebody else's."""
+    return f"rrfp_jax.commands.{name}" if name in COMMANDS else name
+
+
+def run(name: str, argv: list[str] | None = None) -> NoReturn:
+    """Run a command and end the process with its code."""
+    run_command(lambda: import_module(module_of(name)).main(argv))
+
+
+def main() -> NoReturn:
+    """Run the command that the first argument names."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        run(name, rest)
+    run_command(lambda: _answer(name))
+
+
+def _answer(word: str) -> int:
+    if word in ("-h", "--help"):
+        print(_overview())
+    elif word == "--version":
+        print(version("rrfp-jax"))
+    else:
+        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        advice = f"did you mean {near[0]}" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise BadInput(f"{word!r} is no command: {advice}")
+    return 0
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items()]
+    return "\n".join(["usage: rrfp COMMAND [option ...]", "", *lines, "", "rrfp COMMAND --help lists its options."])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is simulated and emulated: durations, graphs, workloads, machines; and the reports of it."""

@@ -1,0 +1,142 @@
+"""The options of simulate, and the small languages of their values: memory weights, and the entries of a comparison."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments
+from rrfp_jax.commands.studies.durations import parse_numbers
+from rrfp_jax.commands.studies.graphs import add_graph_arguments
+from rrfp_jax.commands.studies.machine import add_machine_arguments
+from rrfp_jax.commands.studies.noise import add_noise_arguments
+from rrfp_jax.commands.studies.workload_options import add_workload_arguments
+from rrfp_jax.schedules import schedule_entry, schedule_names
+from rrfp_jax.simulation import MemoryWeights
+
+FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
+
+
+def make_parser() -> CommandParser:
+    """The parser; what the small languages of its values mean is read later."""
+    parser = CommandParser(
+        "simulate",
+        "Simulate a schedule or a hint: the runtime's own arbiters in virtual time.",
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="name every schedule and hint, and end")
+    add("--num-stages", type=int, metavar="P", help="stages of the pipeline (required, but for --list)")
+    add("--num-microbatches", type=int, metavar="M", help="microbatches of a step (required, but for --list)")
+    add(
+        "--chunks-per-stage",
+        type=int,
+        metavar="V",
+        help="chunks on every stage (default: the schedule's own number, else 1)",
+    )
+    add_graph_arguments(parser)
+    add_ordering_arguments(parser)
+    add(
+        "--compare",
+        metavar="A,B,...",
+        help="several orders side by side: hints, and schedules, alone or with :strict, :ready (readiness alone) or "
+        ":ready+footprint+foresight (+adaptive)",
+    )
+    add("--steps", type=int, metavar="N", help="how many, one after the other (default: as many as the durations have)")
+    _add_costs(parser.add_argument_group("costs"))
+    add_workload_arguments(parser.add_argument_group("workload"))
+    add_machine_arguments(parser.add_argument_group("machine"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--durations-ms", metavar="F,I,W", help="of every task of a chunk; B takes I + W (default 10,10,10)")
+    add(
+        "--durations",
+        metavar="FILE",
+        help="an .npy file of milliseconds [steps, chunks, microbatches, 3], NaN where a pair of chunk and microbatch "
+        "does not exist, or a run's trace .json",
+    )
+    add(
+        "--recorded",
+        choices=("mean", "tasks"),
+        help="of a trace take means per chunk and kind (default), or every task by itself",
+    )
+    add_noise_arguments(group)
+    add("--memory-weights", metavar="F,I,W", help="what F holds, and what I and W free of it (default 1,0,1)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    add("--timeline", metavar="FILE", help="draw the last step: a picture (.png, .svg) or an interactive page (.html)")
+    add("--timeline-steps", type=int, default=1, metavar="N", help="how many of the last steps are drawn")
+    add("--trace", metavar="FILE.json", help="a trace for ui.perfetto.dev")
+    add("--optimum", type=float, metavar="SECONDS", help="look for the true optimum (small cases; extra 'optimum')")
+
+
+def parse_memory_weights(text: str | None) -> MemoryWeights:
+    """``F,I,W``: what F holds, I frees and W frees."""
+    if text is None:
+        return MemoryWeights()
+    weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
+    if len(weights) != 3:
+        raise ValueError(f"memory-weights {text} has {len(weights)} numbers: write those of F, I and W, as 1,0.5,0.5")
+    return MemoryWeights(forward=weights[0], input_gradient=weights[1], weight_gradient=weights[2])
+
+
+def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -> list[tuple[str, Ordering]]:
+    """``1f1b:strict,zb-h1:ready+footprint+foresight,bf``: hints, and schedules with how they are consumed.
+
+    A schedule without a colon is consumed as ``base`` and the defaults have it. ``base`` gives window and backward to
+    all of them; ``group_size`` goes to the schedules that have groups.
+    """
+    entries = [(entry, _entry(entry, base)) for entry in _distinct(text.split(","))]
+    if group_size is None:
+        return entries
+    if not any(_has_groups(one) for _, one in entries):
+        raise ValueError(
+            f"no entry of compare has groups of {group_size} microbatches: name gis, or leave group-size out"
+        )
+    return [(entry, replace(one, group_size=group_size) if _has_groups(one) else one) for entry, one in entries]
+
+
+def _has_groups(ordering: Ordering) -> bool:
+    return ordering.schedule in schedule_names() and schedule_entry(ordering.schedule).has_groups
+
+
+def _distinct(entries: Sequence[str]) -> Sequence[str]:
+    twice = sorted({entry for entry in entries if entries.count(entry) > 1})
+    if twice:
+        raise ValueError(f"compare names {', '.join(map(repr, twice))} twice: name each entry once")
+    return entries
+
+
+def _entry(entry: str, base: Ordering) -> Ordering:
+    name, colon, words = entry.partition(":")
+    if name in schedule_names() or name.endswith(".csv"):
+        return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
+    if name not in hint_names() or name == SCHEDULE:
+        known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])
+        raise ValueError(f"compare entry {entry!r} names no schedule and no hint: choose among {known}")
+    if words not in ("", READY):
+        raise ValueError(f"compare entry {entry!r}: {words} needs a schedule, and {name!r} is a hint")
+    return replace(base, hint=name)
+
+
+def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
+    """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
+    consume, *more = words.split("+")
+    known = consume == STRICT and not more
+    if not known and (
+        consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT, ADAPTIVE} or len(set(more)) < len(more)
+    ):
+        choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{FOOTPRINT}+{FORESIGHT}"
+        raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
+    if consume == STRICT:
+        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None, "adaptive": False}
+    said = {name: name in more for name in (FOOTPRINT, FORESIGHT, ADAPTIVE)}
+    return {"consume": READY, **said}

@@ -1,0 +1,140 @@
+"""Train a language model through a readiness-driven pipeline.
+
+::
+
+    rrfp train --config cpu/debug --steps 20 --hint fb --run-dir runs/mine
+    rrfp launch --processes 4 -- train --config cpu/four_processes
+
+A table of the stages is printed before the first step; then one line per step. The run directory receives the resolved
+configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture and a trace of the last step; a run that
+is given up also leaves its report there, ``failure.json``, and its last events.
+
+In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
+``--fresh`` starts over. One run at a time works in a run directory, a second one is refused. Told to stop (SIGTERM), a
+run saves at the next step boundary and ends with exit code 7.
+"""
+
+import os
+import signal
+from contextlib import nullcontext, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
+from rrfp_jax.network.membership import ATTEMPT, STARTED
+from rrfp_jax.runtime.last_words import say_last_words
+
+if TYPE_CHECKING:
+    from rrfp_jax.commands.training.assembly import Run
+    from rrfp_jax.runtime import RunFailed
+    from rrfp_jax.training.loop import TrainingLoop
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    with checking_input():
+        config = load_train_config(arguments.config, overrides_of(arguments))
+    return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("train", __doc__.split("\n")[0], usage="%(prog)s --config FILE.yaml [option ...]")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE.yaml", help="the run: a file, or a preset by name, such as cpu/debug"
+    )
+    parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
+    parser.add_argument(
+        "--force", action="store_true", help="go on from a checkpoint although model, data or optimizer differ from it"
+    )
+    add_overrides(parser)
+    return parser
+
+
+def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False) -> int:
+    """Check everything, then train; returns the exit code."""
+    with checking_input():
+        planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
+
+        from rrfp_jax.commands.training.assembly import assemble
+
+        run = assemble(planned)
+    try:
+        return _train(run, name, fresh=fresh, force=force)
+    finally:
+        run.directory.lock.release()
+
+
+def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
+    from rrfp_jax.data import BrokenData
+    from rrfp_jax.runtime import RunFailed
+
+    with checking_input():
+        is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
+        run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
+    run.console.show_stages(run.pipeline)
+    if run.is_complete:
+        run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")
+        run.finish()
+        return DONE
+    with run.directory.metrics() if run.is_first else nullcontext() as metrics:
+        loop = run.loop(metrics)
+        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+        try:
+            with run.console:
+                run.train(loop)
+        except (RunFailed, KeyboardInterrupt, BrokenData) as end:
+            if isinstance(end, RunFailed):
+                _leave_report(run, end)
+            _leave_timeline(run, loop, name)
+            if run.is_first:
+                end.add_note(run.describe_saved())
+            end.add_note(f"the run is in {run.directory.path}")
+            raise
+    _leave_timeline(run, loop, name)
+    run.console.say(f"the run is in {run.directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
+    if not run.is_saved:
+        if run.is_first:
+            say_last_words(
+                f"error: the state after step {run.state.step - 1} is not on the disk: {run.describe_saved()}"
+            )
+        return INTERNAL_ERROR
+    if loop.was_stopped:
+        run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
+        return PREEMPTED
+    return DONE
+
+
+def _default_path(name: str) -> Path:
+    """A new folder; the same one for every attempt that a launcher makes."""
+    from rrfp_jax.training.run_directory import new_run_path
+
+    started = os.environ.get(STARTED)
+    return Path("runs") / f"{name}-{started}" if started else new_run_path(name, datetime.now())
+
+
+def _leave_report(run: "Run", failure: "RunFailed") -> None:
+    """The report once, by the lowest rank that is left; the last events of every process."""
+    with suppress(OSError):  # a full disk must not hide the failure
+        log = run.pipeline.runtime.event_log()
+        failure.add_note(f"the last events are in {run.directory.write_events(log, run.process.layout.num_ranks)}")
+    ranks = range(run.process.layout.num_ranks)
+    if run.process.rank == min(rank for rank in ranks if rank not in failure.report.lost_ranks):
+        with suppress(OSError):
+            failure.add_note(f"the report is in {run.directory.write_failure(failure.report)}")
+
+
+def _leave_timeline(run: "Run", loop: "TrainingLoop", name: str) -> None:
+    timeline = loop.timeline()
+    if run.is_first and timeline.spans:
+        run.directory.write_timeline(timeline, f"{name}: {run.label}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,242 @@
+"""From a planned run to the objects that train."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import jax
+
+from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.checkpoint import Found, last_committed
+from rrfp_jax.commands.common.process import enter
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.model_parts import cut_language_model
+from rrfp_jax.commands.training.planned import PlannedRun
+from rrfp_jax.commands.training.resuming import check_same_training
+from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.data import prefetched
+from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.transports import Selection
+from rrfp_jax.training.loop import TrainingLoop
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from rrfp_jax.training.run_directory import CONFIG, RunDirectory
+from rrfp_jax.training.saving import RunSaver
+
+_DATA_THREADS = 2
+"""Threads that decode images or draw them."""
+
+
+class Run:
+    """A run that is ready to begin: this process's share of it."""
+
+    def __init__(
+        self,
+        planned: PlannedRun,
+        pipeline: Pipeline,
+        process: Process,
+        directory: RunDirectory,
+        cache: CompileCache | None,
+    ) -> None:
+        self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
+        self.process, self.directory = process, directory
+        self._training, self._cache = planned.training, cache
+        settings = self.config.run
+        self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
+        self.state = PipelineState(0)
+        self._num_skipped = 0
+        self._saver: RunSaver | None = None
+        self.is_saved = True
+        """Whether the last checkpoint was committed; known once the run has finished."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that prints and writes the run's files."""
+        return not self.process.rank
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return self.state.step >= self.config.run.steps
+
+    @property
+    def _reads(self) -> dict[str, range]:
+        """What this process reads of a batch."""
+        return self.pipeline.reads(self.config.data_set.num_microbatches)
+
+    @property
+    def label(self) -> str:
+        """The order, for captions, for example ``bf, window 8``."""
+        order = self.pipeline.order
+        bounds = ",".join(sorted(set(order.bounds), key=float, reverse=True))
+        return f"{order.label}, {'window' if order.footprints is None else 'footprint'} {bounds}"
+
+    def begin(self, *, fresh: bool, force: bool) -> None:
+        """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
+
+        From the first on no other run may write there. Nothing that an earlier run has left is touched before
+        everything else is known to fit. Raises ValueError where it does not, where another run is at work there, and
+        where the checkpoint was saved by another training, unless forced.
+        """
+        settings = self.config.run
+        self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
+        self._saver = RunSaver(
+            self.directory.checkpoints,
+            self.pipeline,
+            every=settings.checkpoint_every,
+            minutes=settings.checkpoint_minutes,
+            keep=settings.keep_checkpoints,
+            before_commit=self.directory.lock.check,
+        )
+        found = None if fresh else self._saver.checkpoints.newest()
+        if found is None:
+            self.state = self.pipeline.init(jax.random.key(settings.seed))
+        else:
+            self._go_on(self._saver, found, force=force)
+        with self.console.compiling() as progress:
+            first = self.dataset.batch(0, self._reads)
+            self.pipeline.prepare(first, buckets=self.dataset.buckets, progress=progress)
+        if self._cache is not None:
+            self.console.say(self._cache.describe())
+        self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
+
+    def _start_directory(self, *, fresh: bool) -> None:
+        if fresh and (old := self.directory.leftovers()):
+            self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
+            self.directory.clear()
+        self.directory.start(self.config.as_dict(), from_step=self.state.step)
+        self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
+
+    def _first_does(self, what: str, action: Callable[[], None]) -> None:
+        """Rank 0 does it, the others wait; a ValueError is raised by all."""
+        problem = None
+        if self.is_first:
+            try:
+                action()
+            except ValueError as error:
+                problem = str(error)
+        problem = self.process.gather(what, problem)[0]
+        if problem is not None:
+            raise ValueError(problem)
+
+    def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
+        if not isinstance(found.host.get("config"), dict):
+            raise ValueError(
+                f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
+            )
+        changed = check_same_training(found.host["config"], self._training, force=force)
+        self.state = saver.restore(found)
+        self._num_skipped = int(found.host["num_skipped"])
+        self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
+        for difference in changed:
+            self.console.say(f"forced: {difference}")
+        if (steps := found.host["config"]["run"]["steps"]) != self.config.run.steps:
+            self.console.say(
+                f"the run was to have {steps} steps and now has {self.config.run.steps}: its learning rates change"
+            )
+
+    def loop(self, metrics: MetricsFile | None) -> TrainingLoop:
+        """The loop over this run's steps."""
+        return TrainingLoop(
+            self.pipeline,
+            learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
+            metrics=metrics,
+            on_step=self.console.show_step,
+            timeline_steps=self.config.run.timeline_steps,
+            saver=self._saver,
+            host_data={"config": self._training},
+            num_skipped=self._num_skipped,
+        )
+
+    def train(self, loop: TrainingLoop) -> None:
+        """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
+        is_drawn = self.config.data is None
+        num_threads = _DATA_THREADS if is_drawn else 1
+        with prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches:
+            self.state = loop.run(self.state, batches, self.config.run.steps)
+        # not after an error: closing waits for programs, one of which may hang
+        self.finish()
+
+    def describe_saved(self) -> str:
+        """What of the steps so far is on the disk, in one sentence."""
+        step = None if self._saver is None else last_committed(self.directory.checkpoints)
+        if step is None:
+            return "nothing was saved: the same command starts over"
+        return (
+            f"the last checkpoint holds step {step - 1}, nothing was saved since; the same command goes on from there"
+        )
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and leave."""
+        if self._saver is not None:
+            last = self._saver.checkpoints.close()
+            self.is_saved = last is None or last.failure is None
+        self.pipeline.close()
+        self.process.finish()
+
+
+def assemble(planned: PlannedRun) -> Run:
+    """Build model and pipeline; rank 0's run directory becomes that of all processes.
+
+    Raises ValueError, with the remedy, on whatever does not fit.
+    """
+    config, ordering, order = planned.config, planned.ordering, planned.order
+    layout, path = config.pipeline, planned.path
+    cache = _compile_cache(config)
+    process = enter(
+        num_stages=layout.num_stages,
+        data=layout.data,
+        tensor=layout.tensor,
+        configuration=planned.training,
+        cluster=config.cluster,
+        platform=config.run.platform,
+        devices=config.run.devices,
+        pinned=layout.deterministic,
+        transport=cast(Selection, layout.transport),
+        progress_deadline_s=layout.progress_deadline_s,
+    )
+    pipeline = Pipeline(
+        _chunks(planned),
+        placement=order.placement,
+        edges=None if planned.cut is None else planned.cut.edges,
+        process=process,
+        optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
+        ordering=replace(ordering.on(order.table), window=layout.window),
+        updates=UpdateRules(
+            clip_norm=layout.clip_norm,
+            skip_nonfinite=layout.skip_nonfinite,
+            deterministic=layout.deterministic,
+            shard_optimizer=layout.shard_optimizer,
+        ),
+        remat=layout.remat,
+        seed=config.run.seed,
+        options=RuntimeOptions(
+            memory_limit=layout.memory_limit,
+            dispatch_ahead=layout.dispatch_ahead,
+            group_protocol=layout.group_protocol,
+            progress_deadline_s=layout.progress_deadline_s,
+        ),
+    )
+    path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
+    return Run(planned, pipeline, process, RunDirectory(path), cache)
+
+
+def _compile_cache(config: TrainConfig) -> CompileCache | None:
+    size = config.run.compile_cache_size
+    return use_compile_cache(
+        config.run.compile_cache, parse_bytes(size, "compile_cache_size") if isinstance(size, str) else size
+    )
+
+
+def _chunks(planned: PlannedRun) -> list[Chunk]:
+    """The model, cut for the order's placement; twice where it runs in both directions."""
+    if planned.cut is not None:
+        return planned.cut.chunks
+    chunks = cut_language_model(planned.config, planned.num_chunks)
+    return mirrored(chunks) if planned.is_mirrored else chunks

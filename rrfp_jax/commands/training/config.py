@@ -1,0 +1,280 @@
+"""Load the configuration of a run: a YAML file of sections, overridden from the command line.
+
+Each section is a record that lives beside its owner; this file only composes them. A command-line option is the
+field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3``
+as a list. Nothing here imports JAX, so that what does not fit is refused at once.
+"""
+
+import dataclasses
+import difflib
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
+from rrfp_jax.commands.common.options import add_record_options, as_text, flag_of, given_texts, takes_list
+from rrfp_jax.commands.training.presets import find_config
+from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.rendered_config import RenderedTextConfig
+from rrfp_jax.data.text_bytes import DataConfig
+from rrfp_jax.models.config import DTYPES, LanguageModelConfig
+from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
+from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.schedules import schedule_names
+from rrfp_jax.training.run_config import OptimizerConfig, PipelineConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a training run.
+
+    Raises ValueError unless there is one data set, and pictures only for a model that sees.
+    """
+
+    model: LanguageModelConfig
+    """Of a vision-language model, its decoder."""
+    data: DataConfig | None = None
+    rendered_text: RenderedTextConfig | None = None
+    image_text: ImageTextConfig | None = None
+    vision: VisionConfig | None = None
+    """None: a language model."""
+    projector: ProjectorConfig | None = None
+    pipeline: PipelineConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        given = [name for name in DATA_SETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'no data set'} {'are' if given else 'is'} given: give one of the sections "
+                f"{', '.join(DATA_SETS)}"
+            )
+        if self.projector is not None and self.vision is None:
+            raise ValueError("projector is given without vision, whose features it would project: give vision too")
+
+    @property
+    def data_set(self) -> DataConfig | RenderedTextConfig | ImageTextConfig:
+        """The one that is given."""
+        return next(each for name in DATA_SETS if (each := getattr(self, name)) is not None)
+
+    @property
+    def data_section(self) -> str:
+        """Its section's name."""
+        return next(name for name in DATA_SETS if getattr(self, name) is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for YAML."""
+        given = {section.name: getattr(self, section.name) for section in fields(self)}
+        return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
+
+
+def _record_type(kind: Any) -> type:
+    return next(member for member in get_args(kind) or (kind,) if member is not type(None))
+
+
+DATA_SETS = ("data", "rendered_text", "image_text")
+"""Sections of which there is one."""
+SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
+QUALIFIED = ("rendered_text", "image_text", "vision", "projector")
+"""Sections whose options always name them."""
+_OPTIONAL = ("cluster", "data", *QUALIFIED)
+"""Sections that a file may leave out."""
+
+
+def choices_of_options() -> dict[str, Sequence[str]]:
+    """What the options with a choice accept, by ``section.field``."""
+    return {
+        "model.param_dtype": DTYPES,
+        "model.compute_dtype": DTYPES,
+        **{f"vision.{name}": DTYPES for name in ("param_dtype", "compute_dtype")},
+        **{f"{section}.activation": ACTIVATIONS for section in ("vision", "projector")},
+        "vision.norm": NORMS,
+        "pipeline.projector_in": PROJECTOR_PLACES,
+        "pipeline.schedule": (*schedule_names(), "FILE.csv"),
+        "pipeline.consume": (READY, STRICT),
+        "pipeline.hint": tuple(hint_names()),
+        "pipeline.remat": ("none", "dots", "full"),
+        "pipeline.backward": (SPLIT, FUSED),
+        "pipeline.transport": ("auto", "sockets", "transfer"),
+        "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
+        "run.platform": ("cpu",),
+    }
+
+
+def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
+    """Read ``path``, a file or the name of a preset, and apply ``overrides``, from ``section.field`` to a value.
+
+    Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
+    type, and values that the records refuse.
+    """
+    path = find_config(path)
+    sections: dict[str, dict[str, Any]] = {"cluster": {}} | _read(path)
+    given: dict[str, dict[str, Any]] = {}
+    for name, value in overrides.items():
+        section, _, field = name.partition(".")
+        given.setdefault(section, {})[field] = value
+    _refuse_other_data_set(path, sections, overrides)
+    records = {
+        name: _section(path, name, sections.get(name, {}), given.get(name, {})) for name in {**sections, **given}
+    }
+    try:
+        return TrainConfig(**records)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _refuse_other_data_set(path: str, sections: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Options without a section's name are of ``data``, which is easily overlooked beside another data set."""
+    held = [name for name in DATA_SETS if name in sections]
+    for name in overrides:
+        section, _, key = name.partition(".")
+        if section in DATA_SETS and held and section not in held:
+            is_known = section == "data" and key in {field.name for field in fields(SECTIONS[held[0]])}
+            advice = flag_of(SECTIONS, f"{held[0]}.{key}", QUALIFIED) if is_known else f"another file than {path}"
+            raise ValueError(
+                f"{flag_of(SECTIONS, name, QUALIFIED)} is of the section {section}, and the data of {path} is "
+                f"{held[0]}: give {advice}"
+            )
+
+
+def add_overrides(parser: ArgumentParser) -> None:
+    """Add an option for every field of every section."""
+    add_record_options(parser, SECTIONS, choices_of_options(), QUALIFIED)
+
+
+def overrides_of(arguments: Namespace) -> dict[str, Any]:
+    """The overrides that were given on the command line, read as YAML."""
+    return {name: _parse(name, text) for name, text in given_texts(arguments).items()}
+
+
+def _parse(name: str, text: str) -> Any:
+    section, _, key = name.partition(".")
+    is_list = takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
+    try:
+        return yaml.safe_load(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
+    except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
+        flag = flag_of(SECTIONS, name, QUALIFIED)
+        raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"configuration {path} cannot be read ({error.strerror}): give the path of a YAML file"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"configuration {path} is not UTF-8 text: give the path of a YAML file") from None
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
+        raise ValueError(f"configuration {path} must hold the sections {', '.join(SECTIONS)}, each with its keys")
+    _refuse_unknown(path, "section", content, list(SECTIONS))
+    for name, values in content.items():
+        _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
+    missing = [name for name in SECTIONS if name not in content and name not in _OPTIONAL]
+    if missing:
+        raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}: add it")
+    return content
+
+
+def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """The record of a section; ``given`` are the values of the command line, ``values`` those of the file."""
+    try:
+        return _record(name, {**values, **given})
+    except ValueError as error:
+        flags = _to_blame(name, values, given, str(error))
+        where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
+        raise ValueError(f"{where or path}: {error}") from None
+
+
+def _to_blame(name: str, values: Mapping[str, Any], given: Mapping[str, Any], refusal: str) -> list[str]:
+    """The fields of the command line that do not fit into the file; none where it is refused alike without them."""
+    if _refusal(name, values) == refusal:
+        return []
+    return [key for key in given if _refusal(name, {**values, key: given[key]}) == refusal] or [*given]
+
+
+def _refusal(name: str, values: Mapping[str, Any]) -> str | None:
+    try:
+        _record(name, values)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _record(name: str, values: Mapping[str, Any]) -> Any:
+    types = {field.name: field.type for field in fields(SECTIONS[name])}
+    try:
+        record: Any = TypeAdapter(SECTIONS[name]).validate_python(
+            {key: _one_or_many(types[key], values[key]) for key in values}
+        )
+    except ValidationError as error:
+        raise ValueError(_sentence(name, error)) from None
+    for key, value in asdict(record).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name}.{key} is {as_text(value)}: give a finite number")
+    return record
+
+
+def _one_or_many(kind: Any, value: Any) -> Any:
+    """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
+    members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    is_list = takes_list(kind) and not {int, str} & set(members)
+    return [value] if is_list and isinstance(value, int | float | str) else value
+
+
+def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
+            raise ValueError(f"{path}: {key!r} is no {what}: {hint}")
+
+
+def _sentence(section: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
+        return f"{section}: {cause}"
+    field = str(first["loc"][0])
+    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{section}.{'.'.join(map(str, first['loc']))} is missing: add it"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
+    # a field of several types gives one entry per type
+    wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
+    return f"{section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
+
+
+def _wanted(kind: str) -> str:
+    """What a field takes, by pydantic's name of the error."""
+    whole = "a whole number"
+    names = {
+        "int": whole,
+        "finite": whole,
+        "float": "a number",
+        "bool": "true or false",
+        "string": "text",
+        "tuple": "a list",
+        "dataclass": "a mapping",
+    }
+    return names.get(kind.split("_", maxsplit=1)[0], "a value of another type")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,77 @@
+"""The data set of a run, and whether the model can read what is in it."""
+
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.data import ImageText, ImageTextConfig, RenderedText, RenderedTextConfig, TextBytes
+from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+
+RunData = TextBytes | RenderedText | ImageText
+"""What a run trains on."""
+
+
+def make_data_set(config: TrainConfig) -> RunData:
+    """Raises ValueError, with the remedy, where the data cannot be read, or not by this model."""
+    if config.data is not None:
+        if config.vision is not None:
+            raise ValueError("data is text alone, and the model has vision: give rendered_text or image_text instead")
+        return TextBytes(config.data)
+    from rrfp_jax.commands.training.model_parts import sample_cost
+
+    cost = sample_cost(config)
+    if config.image_text is not None:
+        images = ImageText(config.image_text, cost=cost)
+        if images.num_images and config.vision is None:
+            raise ValueError(
+                f"{config.image_text.path} has {images.num_images} images, and the model no vision: give a section "
+                "vision, or text alone"
+            )
+        if config.vision is not None:
+            if not images.num_images:
+                raise ValueError(
+                    f"{config.image_text.path} has no images, and the model has vision: leave out the sections vision "
+                    "and projector, or give lines with images"
+                )
+            _check_sees(config.image_text, config, images.largest_grid, config.image_text.channels)
+        return images
+    assert config.rendered_text is not None
+    if config.vision is None:
+        raise ValueError("rendered_text draws pictures, and the model has no vision: give a section vision")
+    drawn = RenderedText(config.rendered_text, cost=cost)
+    _check_sees(config.rendered_text, config, drawn.largest_grid, 1)
+    return drawn
+
+
+def _check_sees(
+    data: RenderedTextConfig | ImageTextConfig, config: TrainConfig, largest_grid: tuple[int, int], channels: int
+) -> None:
+    """Raise ValueError where the encoder's shape does not fit the data's patches."""
+    vision, projector = config.vision, config.projector or ProjectorConfig()
+    assert vision is not None
+    wanted = {"vision.patch_dim": (vision.patch_dim, data.patch_size**2 * channels)}
+    wanted["projector.patches_per_feature"] = (projector.patches_per_feature, data.merge**2)
+    if isinstance(data, ImageTextConfig):
+        wanted["projector.row_order"] = (projector.row_order, data.row_order)
+    for name, (given, needed) in wanted.items():
+        if given != needed:
+            raise ValueError(f"{name} is {given}, and the data has {needed}: give {name} {needed}")
+    _check_positions(data, vision, largest_grid)
+
+
+def _check_positions(
+    data: RenderedTextConfig | ImageTextConfig, vision: VisionConfig, largest_grid: tuple[int, int]
+) -> None:
+    rows, columns = largest_grid
+    is_equal = isinstance(data, ImageTextConfig) and data.image_size is not None
+    if is_equal != (vision.num_patches is not None):
+        what = "images of one size" if is_equal else "images of different sizes"
+        need = f"num_patches {rows * columns}" if is_equal else f"max_rows {rows} and max_columns {columns}"
+        raise ValueError(f"the data has {what}, for which vision needs {need}: give that")
+    if vision.num_patches is not None:
+        if vision.num_patches != rows * columns:
+            raise ValueError(
+                f"vision.num_patches is {vision.num_patches}, and images have {rows * columns}: give that number"
+            )
+    elif (vision.max_rows or 0) < rows or (vision.max_columns or 0) < columns:
+        raise ValueError(
+            f"vision knows {vision.max_rows} rows and {vision.max_columns} columns of patches, and the largest image "
+            f"has {rows} and {columns}: give max_rows and max_columns of at least that"
+        )

@@ -1,0 +1,134 @@
+"""A training run as far as it is known before JAX is loaded: its order, its cut and its text, all of them checked.
+
+Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
+from rrfp_jax.commands.studies.graphs import check_fits_graph
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.data_sets import RunData, make_data_set
+from rrfp_jax.data import VOCAB_SIZE
+from rrfp_jax.models.encoder_config import ENCODER
+from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.tasks import Placement
+from rrfp_jax.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rrfp_jax.commands.training.model_parts import CutModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a run is to be."""
+
+    config: TrainConfig
+    path: Path
+    """Its run directory."""
+    ordering: Ordering
+    """As the user said it."""
+    order: Order
+    """Of one replica."""
+    dataset: RunData
+    cut: "CutModel | None" = None
+    """Of a vision-language model; a language model is cut later."""
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the model runs in both directions, with two copies of every chunk."""
+        return bool(self.order.graph.shared)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model, each of them counted once."""
+        return self.order.placement.num_chunks // (2 if self.is_mirrored else 1)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What decides the result: the configuration, and in its section of data also which data was found there."""
+        training = self.config.as_dict()
+        training[self.config.data_section]["text"] = self.dataset.fingerprint
+        return training
+
+
+def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
+    """Resolve what the configuration asks for; ``path`` becomes the run directory.
+
+    Raises ValueError, with the remedy, on whatever does not fit.
+    """
+    RunDirectory(path).check()
+    layout = config.pipeline
+    ordering = parse_ordering(
+        schedule=layout.schedule,
+        group_size=layout.group_size,
+        consume=layout.consume,
+        hint=layout.hint,
+        window=None if isinstance(layout.window, str) else layout.window,
+        backward=layout.backward,
+        footprint=layout.footprint,
+        foresight=layout.foresight,
+        read_ahead=layout.read_ahead,
+        adaptive=layout.adaptive,
+    )
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
+        )
+    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    if config.vision is not None:
+        return _with_vision(config, path, ordering, share)
+    _refuse_encoder_options(config)
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=None if layout.stage_of_chunk is None else Placement(layout.stage_of_chunk),
+    )
+    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config))
+    if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != run.num_chunks:
+        raise ValueError(
+            f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {run.num_chunks} chunks: "
+            "give one per chunk"
+        )
+    plan_cut(
+        config.model.num_layers,
+        num_chunks=None if layout.layers_per_chunk else run.num_chunks,
+        layers_per_chunk=layout.layers_per_chunk,
+        embedding_in=layout.embedding_chunk,
+        head_in=layout.head_chunk,
+    )
+    return run
+
+
+def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int) -> PlannedRun:
+    """A model that is no chain brings its own graph, for which the table is built."""
+    from rrfp_jax.commands.training.model_parts import cut_vision_language_model
+    from rrfp_jax.programs.model_graph import model_graph
+
+    check_fits_graph([ordering], has_graph=True)
+    cut, layout = cut_vision_language_model(config), config.pipeline
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=cut.placement,
+        graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
+    )
+    return PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config), cut=cut)
+
+
+def _refuse_encoder_options(config: TrainConfig) -> None:
+    layout = config.pipeline
+    for name in ("encoder_layers_per_chunk", "encoder_stages"):
+        if getattr(layout, name) is not None:
+            raise ValueError(f"{name} is for models with an encoder: give a section vision, or leave it out")
+    if layout.projector_in != ENCODER:
+        raise ValueError(
+            f"projector_in is {layout.projector_in}, and the model has no encoder: give a section vision, or leave it "
+            "out"
+        )

@@ -1,0 +1,150 @@
+"""What a training run shows: how far compiling has come, the stage table, one line per step, progress bars."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.training.loop import StepRow
+
+_LINE = (
+    "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
+    "{images}bubble {bubble:5.1%}{note}"
+)
+
+
+_LINE_EVERY_S = 10.0
+"""How often a line tells of progress where no bar can be drawn."""
+
+
+class CompileReport:
+    """Tells how far compiling has come: by a bar on a terminal, elsewhere by a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._started_s, self._told_s = console, time.monotonic(), 0.0
+        self._bar = Progress(
+            TextColumn("compiling {task.total} programs"),
+            BarColumn(),
+            TextColumn("{task.completed} done"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=console.quiet or not console.is_terminal,
+        )
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._bar.tasks:
+            self._bar.add_task("compiling", total=total)
+            self._bar.start()
+        self._bar.update(self._bar.tasks[0].id, completed=done)
+        now_s = time.monotonic()
+        if done == total:
+            self._console.print(f"compiled {total} programs in {now_s - self._started_s:.0f} s")
+        elif self._bar.disable and now_s - self._told_s >= _LINE_EVERY_S:
+            self._told_s = now_s
+            self._console.print(f"compiling {total} programs ({done} done)")
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+class TrainingConsole:
+    """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
+
+    def __init__(self, num_steps: int, *, report_every: int = 1, is_quiet: bool = False) -> None:
+        self._num_steps, self._report_every = num_steps, report_every
+        self._console = make_console(is_quiet=is_quiet)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=is_quiet or not self._console.is_terminal,
+        )
+        self._stages_with_foresight, self._saw_images = 0, False
+        self._task = self._progress.add_task("training", total=num_steps, start=False)
+
+    @contextmanager
+    def compiling(self) -> Iterator[CompileReport]:
+        """What is given is to be called with the number of programs that are compiled, and of all."""
+        report = CompileReport(self._console)
+        try:
+            yield report
+        finally:
+            report.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def show_stages(self, pipeline: Pipeline) -> None:
+        """The stages (every replica of them), with what they hold and how much they may hold in flight."""
+        table = Table(title="stages", title_justify="left")
+        for heading in ("stage", "devices", "chunks", "layers", "parameters", "may hold", "predicted peak"):
+            table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
+        num_params, layout = pipeline.num_params(), pipeline.layout
+        self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
+        for unit in range(layout.num_units):
+            stage = layout.stage_of(unit)
+            chunks = pipeline.placement.chunks_of_stage[stage]
+            table.add_row(
+                str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
+                ", ".join(map(str, pipeline.process.devices_of(unit))),
+                ", ".join(map(str, chunks)),
+                "; ".join(pipeline.chunks[c].name for c in chunks),
+                f"{num_params[stage]:,}",
+                pipeline.order.bounds[unit],
+                format_bytes(pipeline.forecast[unit].peak),
+            )
+        self._console.print(table)
+
+    def show_step(self, row: StepRow) -> None:
+        is_due = not row.step % self._report_every or row.step == self._num_steps - 1
+        if is_due or row.skipped:
+            self._show_row(row)
+        self._progress.advance(self._task)
+
+    def _show_row(self, row: StepRow) -> None:
+        self._console.print(
+            _LINE.format(
+                step=row.step,
+                loss=row.loss,
+                norm="-" if row.grad_norm is None else f"{row.grad_norm:.3f}",
+                rate=row.learning_rate,
+                ms=row.step_time_s * 1e3,
+                speed=row.tokens_per_s,
+                images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
+                bubble=row.bubble_fraction,
+                note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
+            ),
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def _has_images(self, row: StepRow) -> bool:
+        """Whether this run has seen an image so far."""
+        self._saw_images |= row.images_per_s > 0
+        return self._saw_images
+
+    def _ahead(self, row: StepRow) -> str:
+        total = self._stages_with_foresight
+        return f"  ahead {row.looking_ahead}/{total}" if total else ""
+
+    def __enter__(self) -> Self:
+        self._progress.start_task(self._task)
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._progress.stop()

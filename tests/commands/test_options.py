@@ -1,0 +1,160 @@
+"""The options of every command: their texts, what a misspelt one is answered, and whom a wrong value is blamed on."""
+
+import subprocess
+import sys
+from argparse import SUPPRESS
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.arbitration import check_words
+from rrfp_jax.commands import emulate, launch, levels, replay, simulate, train
+from rrfp_jax.commands.common.options import CommandParser, add_record_options, field_texts
+from rrfp_jax.commands.training.config import SECTIONS, load_train_config
+from rrfp_jax.models.encoder_config import VisionConfig
+from tests.commands.running import ROOT
+
+DEBUG, MULTIMODAL = "tpu_gpu_configs/cpu/debug.yaml", "tpu_gpu_configs/cpu/multimodal.yaml"
+PARSERS = {
+    module.__name__.rpartition(".")[2]: module.make_parser
+    for module in (emulate, launch, levels, replay, simulate, train)
+}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_every_option_has_a_text_and_says_what_it_is_without_being_given(command: str) -> None:
+    parser = PARSERS[command]()
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help == SUPPRESS:
+            continue
+        text = formatter._expand_help(action)
+        assert len(text.split()) > 1, action.option_strings
+        if action.option_strings and action.nargs != 0:
+            assert any(word in text for word in ("default", "required", "optional")), action.option_strings
+
+
+def test_every_field_of_every_record_is_an_option_with_its_docstring() -> None:
+    shown = train.make_parser().format_help()
+    flat = " ".join(shown.split())
+    for section, record in SECTIONS.items():
+        assert f"{section}: " in shown
+        for field in fields(record):
+            text = field_texts(record)[field.name]
+            assert text, f"{section}.{field.name} has no docstring"
+            assert text in flat
+            assert "``" not in text
+            assert ":class:" not in text
+    assert "When a stage is handed its next task: a number, so many before the running one has ended" in flat
+    assert "(one of ready, strict; default ready)" in flat
+    assert "--tie-embeddings true|false" in shown
+    assert "(a whole number; required in the file)" in flat
+
+
+def test_a_record_made_of_another_has_the_texts_of_both() -> None:
+    texts = field_texts(VisionConfig)
+    assert set(texts) >= {"", *(field.name for field in fields(VisionConfig))}
+    assert all(texts.values())
+    assert texts[""].startswith("A vision transformer")
+
+
+def test_the_choices_that_are_shown_are_accepted() -> None:
+    from rrfp_jax.commands.training.config import choices_of_options
+
+    for name, choices in choices_of_options().items():
+        for choice in choices:
+            if name not in ("pipeline.schedule", "pipeline.hint"):
+                load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, {name: choice})
+            if name == "pipeline.hint":
+                check_words("ready", choice, None, has_schedule=choice == "schedule")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("--num-stagess", "'--num-stagess' is no option: did you mean --num-stages"),
+        ("--num-stage=2", "'--num-stage=2' is no option: did you mean --num-stages"),
+        ("--zzzzzzzz", "'--zzzzzzzz' is no option: rrfp train --help lists all options"),
+    ],
+)
+def test_a_misspelt_option_is_answered_in_one_line(given: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.make_parser().parse_args(["--config", DEBUG, given])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {answer}\n"
+
+
+def test_numbers_below_zero_are_values() -> None:
+    assert simulate.make_parser().parse_args(["--durations-ms", "-1,2,3"]).durations_ms == "-1,2,3"
+
+
+def test_fields_of_one_name_in_two_records_keep_their_section() -> None:
+    parser = CommandParser("x", "x")
+    add_record_options(parser, SECTIONS, {})
+    assert vars(parser.parse_args(["--data.seed", "3", "--run.seed", "4", "--model.hidden", "8"])) == {
+        "data.seed": "3",
+        "run.seed": "4",
+        "model.hidden": "8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        ({"model.num_layers": -1}, "--num-layers -1: model: num_layers is -1: give"),
+        ({"model.hidden": 97, "model.num_heads": 5}, "--num-heads 5 --hidden 97: |--hidden 97 --num-heads 5: "),
+        ({"run.steps": 5, "run.seed": -3}, "--run.seed -3: run: seed is -3"),
+        ({"optimizer.learning_rate": "fast"}, "--learning-rate fast: optimizer.learning_rate is 'fast'"),
+        ({"pipeline.skip_nonfinite": 3}, "--skip-nonfinite 3: pipeline.skip_nonfinite is 3"),
+        (
+            {"model.rope_scaling": {"factor": 8, "low": 1}},
+            "--rope-scaling .*: model.rope_scaling has no key 'low': take",
+        ),
+        ({"model.rope_scaling": {"factor": -1}}, "--rope-scaling .*: model: factor is -1"),
+    ],
+)
+def test_a_value_of_the_command_line_is_blamed_on_it(overrides: dict[str, object], blamed: str) -> None:
+    with pytest.raises(ValueError, match=f"^({blamed})"):
+        load_train_config(DEBUG, overrides)
+
+
+def test_a_value_of_the_file_is_blamed_on_the_file_whatever_else_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(Path(DEBUG).read_text().replace("num_layers: 4", "num_layers: -4"))
+    for overrides in ({}, {"model.hidden": 64}, {"run.steps": 3}):
+        with pytest.raises(ValueError, match=rf"^{path}: model: num_layers is -4"):
+            load_train_config(str(path), overrides)
+    assert load_train_config(str(path), {"model.num_layers": 4}).model.num_layers == 4
+
+
+REFUSED = (
+    ("--num-layers", "-1"),
+    ("--num-stages", "3"),
+    ("--window", "0"),
+    ("--path", "no/such/folder"),
+    ("--hint", "fastest"),
+    ("--layers-per-chunk", "1,1,1,2"),
+    ("--run-dir", f"{DEBUG}/runs"),
+    ("--model.vocab-size", "100"),
+)
+
+
+def test_what_does_not_fit_is_refused_before_jax_is_loaded() -> None:
+    code = f"""
+import sys, time
+from rrfp_jax.commands.common.errors import BadInput
+from rrfp_jax.commands.train import main
+for options in {REFUSED!r}:
+    try:
+        main(["--config", {DEBUG!r}, *options])
+    except BadInput as error:
+        print(options, error)
+    else:
+        raise SystemExit(f"{{options}} was not refused")
+    loaded = sorted(set(sys.modules) & {{"jax", "flax", "optax", "matplotlib", "zmq"}})
+    assert not loaded, (options, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(REFUSED)

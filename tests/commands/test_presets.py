@@ -1,0 +1,351 @@
+"""The presets: each loads, fits the machine in its header, and is started by commands that exist."""
+
+import argparse
+import os
+import re
+import shlex
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.commands import launch
+from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
+from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
+from rrfp_jax.launch.settings import LaunchSettings
+from rrfp_jax.models.presets import MODELS
+from rrfp_jax.models.tensor_cut import check_divides
+from rrfp_jax.network import RunKey
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.runtime.detection import membership_from
+from tests.commands.running import ROOT
+
+CONFIGS = ROOT / "tpu_gpu_configs"
+PRESETS = sorted(path.relative_to(CONFIGS) for kind in ("cpu", "gpu", "tpu") for path in CONFIGS.glob(f"{kind}/*.yaml"))
+MACHINE = re.compile(r"# Machine: (\d+) nodes? x (\d+) devices, (\d+) process(?:es)? on each node\.")
+ON_THIS_MACHINE = ("debug", "multimodal")
+"""Presets of one process on any machine."""
+JOB_SETS = {"jobset.yaml": ("nvidia.com/gpu", 8), "jobset_tpu.yaml": ("google.com/tpu", 4)}
+
+
+def load(path: str | Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
+    return load_train_config(str(ROOT / path), overrides or {})
+
+
+def machine_of(path: Path) -> tuple[int, int, int]:
+    """Nodes, devices of each, and processes on each, as the preset's header says."""
+    match = MACHINE.search((ROOT / path).read_text())
+    assert match, f"{path} does not say what machine it is for"
+    nodes, devices, processes = map(int, match.groups())
+    return nodes, devices, processes
+
+
+def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
+    pipeline = config.pipeline
+    return Layout(num_stages=pipeline.num_stages, data=pipeline.data, tensor=pipeline.tensor, num_ranks=num_ranks)
+
+
+def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
+    """Read a launcher's command line as the launcher and then each of its processes does."""
+    settings = launch._settings(launch.make_parser().parse_args(words))
+    assert settings.command[0] == "experiments.train"
+    if settings.shares_key:
+        RunKey.from_environment(environ)
+    return settings, check_train(list(settings.command[1:]))
+
+
+def check_train(words: list[str]) -> TrainConfig:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    add_overrides(parser)
+    arguments = parser.parse_args(words)
+    return load(arguments.config, overrides_of(arguments))
+
+
+def test_there_is_a_preset_for_every_kind_of_machine() -> None:
+    assert {path.parts[0] for path in PRESETS} == {"cpu", "gpu", "tpu"}
+    sizes = {Path(path).stem: machine_of(CONFIGS / path)[:2] for path in PRESETS if path.stem not in ON_THIS_MACHINE}
+    assert sizes["one_node_8"] == (1, 8)
+    assert sizes["two_nodes_16"] == (2, 8)
+    assert sizes["sixteen_nodes_128_tensor2"] == (16, 8)
+    assert set(sizes.values()) >= {(1, 4), (4, 4)}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=str)
+def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
+    config = load(CONFIGS / preset)
+    pipeline = config.pipeline
+    model = None if config.vision is None else cut_vision_language_model(config)
+    share = microbatches_per_replica(config.data_set.num_microbatches, pipeline.data)
+    order = parse_ordering(
+        schedule=pipeline.schedule,
+        consume=pipeline.consume,
+        hint=pipeline.hint,
+        window=None if isinstance(pipeline.window, str) else pipeline.window,
+        backward=pipeline.backward,
+        footprint=pipeline.footprint,
+        foresight=pipeline.foresight,
+        adaptive=pipeline.adaptive,
+    ).resolve(
+        num_stages=pipeline.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=pipeline.chunks_per_stage,
+        placement=None if model is None else model.placement,
+        graph=None if model is None else replace(model_graph(model.chunks, model.edges, None), num_microbatches=share),
+    )
+    chunks = cut_language_model(config, order.placement.num_chunks) if model is None else model.chunks
+    assert len(chunks) == order.placement.num_chunks
+    check_divides(config.model, pipeline.tensor)
+    if order.footprints is None:
+        assert max(order.windows) <= order.graph.num_microbatches, "a wider window than microbatches bounds nothing"
+    if preset.parts[0] != "cpu":
+        assert config.run.platform is None
+
+
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem not in ON_THIS_MACHINE], ids=str)
+def test_a_preset_uses_all_devices_of_its_machine_evenly(preset: Path) -> None:
+    nodes, devices, processes = machine_of(CONFIGS / preset)
+    layout = layout_of(load(CONFIGS / preset), nodes * processes)
+    assert layout.num_devices == nodes * devices
+    assert layout.devices_per_rank * processes == devices
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The command lines in a file's comments, continued lines joined, places to fill in filled in."""
+    joined = re.sub(r"\\\n#\s+", "", text)
+    found = re.findall(r"(?:python -m experiments\.\w+|sbatch) .*", joined)
+    return [shlex.split(line.replace("--node-rank I", "--node-rank 0").replace("HOST", "localhost")) for line in found]
+
+
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem not in ON_THIS_MACHINE], ids=str)
+def test_the_commands_of_a_header_start_that_preset_on_that_machine(
+    preset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, devices, _ = machine_of(CONFIGS / preset)
+    commands = commands_in((CONFIGS / preset).read_text())
+    assert commands
+    for command in commands:
+        if command[0] == "sbatch":
+            script, config, processes = command[-3:]
+            assert (ROOT / script).exists()
+            num_ranks = int(command[command.index("--nodes") + 1]) * int(processes)
+        elif command[2] == "experiments.train":
+            config, num_ranks = command[command.index("--config") + 1], 1
+        else:
+            settings, loaded = check_launch(command[3:], RunKey.generate().environment())
+            assert loaded == load(CONFIGS / preset)
+            config, num_ranks = command[command.index("--config") + 1], settings.num_ranks
+        assert ROOT / config == CONFIGS / preset
+        assert layout_of(load(config), num_ranks).num_devices == nodes * devices
+
+
+def test_the_multimodal_preset_is_a_pair_of_the_models_that_are_known_by_name() -> None:
+    config = load(CONFIGS / "gpu/one_node_8_multimodal.yaml")
+    assert vision_language_config(config) == MODELS["qwen3-1.7b+vit-h"]
+
+
+# -- SLURM -----------------------------------------------------------------------------------------------------------
+
+PYTHON = """#!/bin/bash
+printf '%s\\n' "$*" >>python.log
+env | grep ^RRFP_ | sort >"environment.${SLURM_NODEID-batch}"
+if [ "$3" = --new-key ]; then touch "$4"; elif [ "$3" != --supervise ]; then exit "${CODE-0}"; fi
+"""
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+code=0
+for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" || code=$?; done
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "$2" >>requeued; else printf 'nodea\\nnodeb\\n'; fi
+"""
+
+
+def submit(script: str, *arguments: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script as on the first of two nodes, with stand-ins that write down what they are told."""
+    programs = {".venv/bin/python": PYTHON, "bin/srun": SRUN, "bin/scontrol": SCONTROL}
+    for name, text in programs.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    given = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_NAME": "rrfp", "SLURM_JOB_ID": "17"}
+    given |= {"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "node[a-b]", **environ}
+    return subprocess.run(
+        ["bash", ROOT / "tpu_gpu_configs/slurm" / script, *arguments],
+        cwd=folder,
+        env=given,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def python_calls(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "python.log").read_text().splitlines()]
+
+
+def environment(folder: Path, of: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in (folder / f"environment.{of}").read_text().splitlines())
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+def test_batch_scripts_are_bash_and_ask_for_what_they_use(script: str) -> None:
+    path = CONFIGS / "slurm" / script
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    text = path.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal", "requeue", "output"} <= options.keys()
+    assert options["signal"].startswith("TERM@"), "the steps are told, not the script"
+    last = max(n for n, line in enumerate(text.splitlines()) if line.startswith("#SBATCH"))
+    first = min(n for n, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
+    assert last < first, "SLURM stops reading options at the first command"
+
+
+def test_a_launcher_on_every_node_starts_the_run(tmp_path: Path) -> None:
+    config = "tpu_gpu_configs/gpu/two_nodes_16.yaml"
+    result = submit("launchers.sbatch", config, "8", "--steps", "5", folder=tmp_path, RRFP_INTERFACE="ib0")
+    assert result.returncode == 0, result.stderr
+    key, *launches = python_calls(tmp_path)
+    assert key == ["-m", "experiments.launch", "--new-key", "runs/rrfp-17/run.key"]
+    assert [words[:2] for words in launches] == [["-m", "experiments.launch"]] * 2
+    for node, words in enumerate(launches):
+        settings, loaded = check_launch(words[2:], RunKey.generate().environment())
+        assert (settings.node_rank, settings.num_ranks, settings.interface) == (node, 16, "ib0")
+        assert str(settings.head) == "nodea:8476"
+        assert (loaded.run.steps, loaded.run.run_dir) == (5, "runs/rrfp-17")
+        assert layout_of(loaded, settings.num_ranks).devices_per_rank == 1
+        assert environment(tmp_path, str(node))["RRFP_RUN_KEY_FILE"] == "runs/rrfp-17/run.key"
+    assert not (tmp_path / "runs/rrfp-17/run.key").exists()
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_ranks_that_slurm_starts_find_the_supervisor(tmp_path: Path) -> None:
+    result = submit("ranks.sbatch", "tpu_gpu_configs/gpu/two_nodes_16.yaml", "--window", "4", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    calls = python_calls(tmp_path)
+    (supervisor,) = [words for words in calls if "--supervise" in words]
+    settings = launch._settings(launch.make_parser().parse_args(supervisor[2:]))
+    assert settings.supervises
+    trains = [words for words in calls if words[1] == "experiments.train"]
+    assert len(trains) == 2
+    loaded = check_train(trains[0][2:])
+    assert loaded.pipeline.window == 4
+    assert layout_of(loaded, settings.num_ranks).devices_per_rank == 1
+    told = environment(tmp_path, "0")
+    assert told["RRFP_DETECT"] == "1"
+    place = membership_from(told | {"RRFP_RANK": "3", "RRFP_NUM_RANKS": "16"})
+    assert place is not None
+    assert place.rendezvous == f"tcp://{settings.head}"
+    assert settings.head is not None
+    assert place.coordinator == str(settings.head.next_port())
+    assert place.interface == "eth0"
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+@pytest.mark.parametrize("code", [BAD_INPUT, PREEMPTED])
+def test_a_preempted_run_is_queued_again_and_others_are_not(script: str, code: int, tmp_path: Path) -> None:
+    arguments = ["tpu_gpu_configs/gpu/two_nodes_16.yaml", *(["8"] if script == "launchers.sbatch" else [])]
+    result = submit(script, *arguments, folder=tmp_path, CODE=str(code))
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "requeued").exists() == (code == PREEMPTED)
+    assert not (tmp_path / "runs/rrfp-17/run.key").exists()
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+def test_a_script_without_its_arguments_says_what_it_needs(script: str, tmp_path: Path) -> None:
+    result = submit(script, folder=tmp_path)
+    assert result.returncode != 0
+    assert "give a configuration" in result.stderr
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOB_SETS)
+def test_a_job_set_starts_one_launcher_on_each_node(name: str) -> None:
+    job_set = yaml.safe_load((CONFIGS / "kubernetes" / name).read_text())
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job_set["spec"]["network"]["enableDNSHostnames"] is True
+    assert job_set["spec"]["network"]["publishNotReadyAddresses"] is True
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "experiments.launch"]
+    resource, devices = JOB_SETS[name]
+    assert container["resources"]["limits"] == {resource: devices}
+    for node in range(job["completions"]):
+        words = [word.replace("$(JOB_COMPLETION_INDEX)", str(node)) for word in container["args"]]
+        settings, loaded = check_launch(words, RunKey.generate().environment())
+        assert (settings.node_rank, settings.num_nodes) == (node, job["completions"])
+        layout = layout_of(loaded, settings.num_ranks)
+        assert layout.num_devices == settings.num_nodes * devices
+        assert layout.devices_per_rank * settings.num_processes == devices
+        host = f"{job_set['metadata']['name']}-{replicated['name']}-0-0.{job_set['metadata']['name']}"
+        assert settings.head is not None
+        assert settings.head.host == host
+        assert settings.interface, "a name that is not known yet must not be looked up to choose an interface"
+        ports = {port["containerPort"] for port in container["ports"]}
+        assert ports == {settings.head.port, settings.head.next_port().port}
+        assert loaded.run.run_dir is not None
+        assert any(loaded.run.run_dir.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("name", JOB_SETS)
+def test_a_job_set_restarts_as_a_whole_except_on_bad_input(name: str) -> None:
+    spec = yaml.safe_load((CONFIGS / "kubernetes" / name).read_text())["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] > 0
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert job["backoffLimit"] == 0
+    (pod_rule,) = job["podFailurePolicy"]["rules"]
+    assert pod_rule["action"] == "FailJob"
+    assert pod_rule["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [BAD_INPUT]}
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "a failure policy of pods demands it"
+    assert pod["terminationGracePeriodSeconds"] >= 60
+
+
+@pytest.mark.parametrize("name", JOB_SETS)
+def test_the_run_key_comes_from_a_secret_and_is_nowhere_else(name: str) -> None:
+    text = (CONFIGS / "kubernetes" / name).read_text()
+    container = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
+        0
+    ]
+    (variable,) = container["env"]
+    assert variable == {
+        "name": "RRFP_RUN_KEY",
+        "valueFrom": {"secretKeyRef": {"name": "rrfp-run-key", "key": "key"}},
+    }
+    assert "create secret generic rrfp-run-key --from-file=key=run.key" in text
+
+
+def test_a_new_key_is_readable_by_its_owner_alone_and_serves_as_secret(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    assert launch.main(["--new-key", str(path)]) == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert RunKey.from_environment({"RRFP_RUN_KEY": path.read_text()}) == RunKey.from_file(path)
+
+
+def test_the_readme_names_every_preset_and_script() -> None:
+    text = (CONFIGS / "README.md").read_text()
+    for path in (
+        *PRESETS,
+        *(p.relative_to(CONFIGS) for kind in ("slurm", "kubernetes") for p in CONFIGS.glob(f"{kind}/*")),
+    ):
+        assert f"`{path}" in text, path

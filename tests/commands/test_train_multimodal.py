@@ -1,0 +1,229 @@
+"""Training of vision-language models by the command: its rows, going on in another layout, and what it refuses."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from rrfp_jax.commands import read, train
+from rrfp_jax.commands.common.errors import run_command
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.planned import plan_run
+from tests.commands.running import ROOT, run_afresh
+
+MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
+SMALL = (
+    *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
+    *("--vision.mlp-dim", 16, "--rendered-text.batch-size", 16, "--rendered-text.max-bytes", 200_000),
+    *("--rendered-text.text-buckets", 1, "--rendered-text.image-buckets", 1, "--rendered-text.text-only", 0.5),
+)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = ("--config", MULTIMODAL, *SMALL)
+    assert run_afresh("train", *options, "--steps", 6, "--run-dir", whole).returncode == 0
+    first = run_afresh("train", *options, "--steps", 3, "--run-dir", halves)
+    assert first.returncode == 0, first.stderr
+    assert "images/s" in first.stdout
+    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--rendered-text.num-microbatches", 8)
+    more = run_afresh("train", *options, *together, "--steps", 6, "--learning-rate", 4e-3, "--run-dir", halves)
+    assert more.returncode == 0, more.stderr
+    straight, resumed = rows_of(whole), rows_of(halves)
+    assert [row["step"] for row in resumed] == [*range(6)]
+    rates = [row["learning_rate"] for row in straight]
+    assert [row["learning_rate"] for row in resumed] == pytest.approx(rates)
+    np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
+    assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
+    assert sum(row["forwards_skipped"] for row in straight) > 0
+    told = run_afresh(
+        "read", os.path.relpath(whole, ROOT), "--beside", halves, "--samples", 32, "--picture", tmp_path / "words.png"
+    )
+    assert told.returncode == 0, told.stderr
+    assert [line.split()[:2] for line in told.stdout.splitlines() if "%" in line] == [["whole", "6"], ["halves", "6"]]
+    assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
+    """Without vision: rows of few lengths, each sample attending to itself alone."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "abc " * (1 + number % 9)}) + "\n" for number in range(40)))
+    config = yaml.safe_load(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
+    del config["data"]
+    config["model"] |= {"hidden": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": None, "mlp_dim": 16}
+    config["pipeline"] |= {"num_stages": 2, "window": 4}
+    config["image_text"] = {"path": str(texts), "batch_size": 8, "num_microbatches": 4, "pack": False}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    ended = run_afresh("train", "--config", path, "--steps", 3, "--run-dir", tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["images_per_s"] == 0 and row["forwards_skipped"] == 0 for row in rows)
+    assert 0 < rows[0]["token_padding"] < 0.5
+
+
+def test_reading_refuses_what_is_no_run_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            run_command(lambda: read.main([str(word) for word in words]))
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "config.yaml").write_text(Path(MULTIMODAL).read_text())
+    assert "holds no checkpoint: train first" in refused(tmp_path)
+    assert "samples is 7: give a multiple of 32" in refused(tmp_path, "--samples", 7)
+    assert "is no run directory, it has no config.yaml" in refused(tmp_path / "elsewhere")
+    assert "let the name end in .png" in refused(tmp_path, "--picture", "words.jpg")
+    (tmp_path / "config.yaml").write_text(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
+    assert "was not trained to read pictures" in refused(tmp_path)
+
+
+def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
+    """A configuration like the preset's with other values; None leaves a section out."""
+    config = yaml.safe_load(Path(MULTIMODAL).read_text())
+    for name, values in sections.items():
+        if values is None:
+            del config[name]
+        else:
+            config[name] = config.get(name, {}) | values
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "answer"),
+    [
+        ({"vision": {"patch_dim": 32}}, "vision.patch_dim is 32, and the data has 64: give vision.patch_dim 64"),
+        (
+            {
+                "rendered_text": None,
+                "image_text": {"path": "x", "batch_size": 1, "num_microbatches": 1, "mean": [float("nan")]},
+            },
+            "image_text.mean is nan: give a finite number",
+        ),
+        ({"vision": {"max_columns": 3}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
+        ({"projector": {"patches_per_feature": 1}}, "projector.patches_per_feature is 1, and the data has 4"),
+        (
+            {"vision": None, "projector": None, "pipeline": {"encoder_stages": None}},
+            "rendered_text draws pictures, and the model has no vision",
+        ),
+        ({"vision": None}, "projector is given without vision"),
+        ({"rendered_text": None}, "no data set is given: give one of the sections data, rendered_text, image_text"),
+        ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and rendered_text are given: give one"),
+        ({"pipeline": {"encoder_stages": 4}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
+        ({"pipeline": {"stage_of_chunk": [0, 1]}}, "stage_of_chunk names 2 stages and num_stages is 4"),
+        ({"pipeline": {"stage_of_chunk": [0, 1, 2, -3]}}, "stage_of_chunk is [0, 1, 2, -3]: give the stage of every"),
+        ({"pipeline": {"stage_of_chunk": [0, 1, 2, 3], "chunks_per_stage": 2}}, "leave chunks_per_stage out"),
+        ({"pipeline": {"layers_per_chunk": [1, 1]}}, "layers_per_chunk has 2 numbers, and the decoder 3 stages"),
+        ({"pipeline": {"layers_per_chunk": [1, 1, 1]}}, "layers_per_chunk [1, 1, 1] sums to 3 but the model has 2"),
+        (
+            {"pipeline": {"encoder_layers_per_chunk": [1], "encoder_stages": 2}},
+            "encoder_layers_per_chunk has 1 numbers, and the encoder 2 stages",
+        ),
+        (
+            {"pipeline": {"schedule": "gis", "hint": None}},
+            "makes a chain of chunks and its own placement, not this graph",
+        ),
+        ({"pipeline": {"head_chunk": 7}}, "head_chunk is 7 but there are 3 chunks"),
+        ({"model": {"rope_scaling": {"low_freq_factor": 2}}}, "model.rope_scaling.factor is missing: add it"),
+        ({"model": {"rope_scaling": 8}}, "model.rope_scaling is 8: give a mapping"),
+        ({"pipeline": {"freeze": ["vison"]}}, "no layer matches 'vison'"),
+        ({"pipeline": {"freeze": ["*"]}}, "every layer of the model is frozen"),
+        ({"pipeline": {"projector_in": "head"}}, "projector_in is head: give encoder, own, decoder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    tmp_path: Path, sections: dict[str, dict[str, Any] | None], answer: str
+) -> None:
+    with pytest.raises(ValueError, match=r"(?s)^[^\n]*$") as refused:
+        plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
+    assert answer in str(refused.value)
+    assert "decoder_layers_per_chunk" not in str(refused.value)  # no key of a configuration
+
+
+def test_a_placement_of_other_stages_is_refused_for_any_model() -> None:
+    with pytest.raises(ValueError, match="stage_of_chunk names 3 stages and num_stages is 4"):
+        load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.stage_of_chunk": [0, 1, 2]})
+
+
+def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "abc"}) + "\n")
+    values = {"path": str(texts), "batch_size": 1, "num_microbatches": 1}
+    config = load_train_config(changed(tmp_path, {"rendered_text": None, "image_text": values}), {})
+    with pytest.raises(ValueError, match="has no images, and the model has vision: leave out the sections vision"):
+        plan_run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("encoder_stages", 1, "encoder_stages is for models with an encoder"),
+        ("projector_in", "own", "projector_in is own, and the model has no encoder"),
+    ],
+)
+def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: str, value: Any, answer: str) -> None:
+    config = load_train_config("tpu_gpu_configs/cpu/debug.yaml", {f"pipeline.{name}": value})
+    with pytest.raises(ValueError, match=answer):
+        plan_run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (
+            "data.batch_size",
+            "--batch-size is of the section data, .* is rendered_text: give --rendered-text.batch-size",
+        ),
+        ("data.path", "--path is of the section data, .* is rendered_text: give --rendered-text.path"),
+        ("image_text.channels", "--image-text.channels is of .* is rendered_text: give another file than"),
+        ("image_text.path", "--image-text.path is of .* is rendered_text: give another file than"),
+    ],
+)
+def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        load_train_config(MULTIMODAL, {name: 8})
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"encoder_stages": None, "projector_in": "own"}, (0, 0, 1, 2, 3)),
+        ({"chunks_per_stage": 2, "layers_per_chunk": [0, 1, 1, 0, 0, 0]}, None),
+        ({"num_stages": 2, "stage_of_chunk": [0, 0, 1]}, (0, 0, 1)),
+        ({"encoder_stages": 2, "encoder_layers_per_chunk": [1], "projector_in": "own"}, (0, 1, 2, 3)),
+        (
+            {"projector_in": "decoder", "schedule": "1f1b", "hint": None, "consume": "strict", "window": None},
+            (0, 1, 2, 3),
+        ),
+    ],
+    ids=str,
+)
+def test_chunks_lie_where_the_configuration_says(
+    tmp_path: Path, pipeline: dict[str, Any], stages: tuple[int, ...] | None
+) -> None:
+    config = load_train_config(changed(tmp_path, {"pipeline": pipeline}), {})
+    if stages is None:
+        with pytest.raises(ValueError, match="holds no layer, no embedding and no head"):
+            plan_run(config, tmp_path / "run")
+    else:
+        assert plan_run(config, tmp_path / "run").order.placement.stage_of_chunk == stages
+
+
+def test_the_help_names_the_sections_of_encoders() -> None:
+    shown = train.make_parser().format_help()
+    assert "--vision.hidden N" in shown
+    assert "--hidden N" in shown
