@@ -29,3 +29,4 @@ from rrfp_jax.tasks import TaskKind as TaskKind
 from rrfp_jax.tasks import linear as linear
 from rrfp_jax.tasks import looped as looped
 from rrfp_jax.timeline import Timeline as Timeline
+from rrfp_jax.version import __version__ as __version__

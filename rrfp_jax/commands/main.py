@@ -7,10 +7,10 @@ that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout 
 import difflib
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import NoReturn
 
 from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.version import __version__
 
 COMMANDS = {
     "train": "train a model through a pipeline",
@@ -46,7 +46,7 @@ def _answer(word: str) -> int:
     if word in ("-h", "--help"):
         print(_overview())
     elif word == "--version":
-        print(version("rrfp-jax"))
+        print(__version__)
     else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         advice = f"did you mean {near[0]}" if near else f"the commands are {', '.join(COMMANDS)}"
