@@ -25,7 +25,7 @@ from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
-from rrfp_jax.commands.common.outputs import check_outputs, draw
+from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.durations import GivenDurations, load_durations, parse_durations_ms
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
@@ -219,7 +219,7 @@ def make_parser() -> CommandParser:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the last step")
+    add_timeline_argument(output, "emulate")
     output.add_argument("--events", metavar="FILE.json.gz", help="write the last events, for rrfp replay")
     output.add_argument("--trace", metavar="FILE.json", help="write all steps for ui.perfetto.dev")
     return parser
@@ -279,7 +279,7 @@ def _num_steps(arguments: argparse.Namespace, durations: GivenDurations) -> int:
 
 def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Timeline) -> None:
     if arguments.timeline:
-        draw([(f"{resolved.label}, real runtime on emulated stages", timeline.last_steps(1))], arguments.timeline)
+        draw([(f"{resolved.label}, real runtime on emulated stages", timeline)], arguments.timeline)
     if arguments.trace:
         from rrfp_jax.observe.chrome_trace import write_trace
 

@@ -3,7 +3,7 @@
 ::
 
     rrfp replay runs/mine
-    rrfp replay runs/mine/events-rank*.json.gz --microbatch 3 --stage 1 --timeline replay.html
+    rrfp replay runs/mine/events-rank*.json.gz --microbatch 3 --stage 1 --timeline runs/replay.html
 
 Every event is fed through the core again, and every instruction compared with the recorded one; then follow the story
 of the microbatch that was asked for, and what every stage waited for when the log was taken. Ends with 0 if all
@@ -17,7 +17,7 @@ from typing import Any
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.outputs import check_outputs, draw
+from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.runtime.log_file import PATTERN, RunReplay, StageReplay, happenings, read_log, replay_run, standing
 from rrfp_jax.tasks import NO_MICROBATCH
 
@@ -60,7 +60,7 @@ def make_parser() -> CommandParser:
     story.add_argument("--stage", type=int, metavar="S", help="tell what it saw (default: every stage of the logs)")
     story.add_argument("--step", type=int, metavar="N", help="tell this step (default: the last one)")
     output = parser.add_argument_group("output")
-    output.add_argument("--timeline", metavar="FILE.png|.svg|.html", help="draw the timeline, by the events' times")
+    add_timeline_argument(output, "replay")
     output.add_argument("--trace", metavar="FILE.json", help="write it for ui.perfetto.dev")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser

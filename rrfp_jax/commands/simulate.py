@@ -143,7 +143,7 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
         model=workload.model if workload else requested_graph(arguments, num_microbatches=arguments.num_microbatches),
         workload=workload,
     )
-    if arguments.timeline_steps < 1:
+    if arguments.timeline_steps is not None and arguments.timeline_steps < 1:
         raise ValueError(f"timeline-steps is {arguments.timeline_steps}: draw at least 1")
     if setting.num_steps < 1:
         raise ValueError(f"steps is {setting.num_steps}: simulate at least 1")
@@ -294,7 +294,7 @@ def write_files(arguments: argparse.Namespace, outcomes: dict[str, Outcome]) -> 
     """The pictures and traces that were asked for; their libraries are loaded only then."""
     timelines = [(label, outcome.timeline) for label, outcome in outcomes.items()]
     if arguments.timeline:
-        draw([(label, one.last_steps(arguments.timeline_steps)) for label, one in timelines], arguments.timeline)
+        draw(timelines, arguments.timeline, num_steps=arguments.timeline_steps)
     if arguments.trace:
         from rrfp_jax.observe.chrome_trace import write_trace
 

@@ -1,7 +1,7 @@
 """From timelines to boxes: what picture and page both draw, in milliseconds from the first start.
 
-A panel is one captioned timeline. Its boxes are grouped by colour, as arrays, because that is how both libraries draw
-many boxes quickly.
+A panel is one captioned timeline. Its boxes are grouped by colour, as arrays, because that is how many boxes
+are drawn quickly.
 """
 
 import math
@@ -96,10 +96,19 @@ class Panel:
 
     def summary(self) -> str:
         """The facts of the title line: makespan, bubble fraction, step."""
+        text = _facts(self.makespan_ms, self.bubble_fraction)
         if len(self.steps) == 1:
-            return f"makespan {format_ms(self.makespan_ms)} · bubble {self.bubble_fraction:.1%} · step {self.steps[0]}"
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
-        return f"{steps}, mean: makespan {format_ms(self.makespan_ms)} · bubble {self.bubble_fraction:.1%}"
+            return f"{text} · step {self.steps[0]}"
+        return f"steps {self.steps[0]} to {self.steps[-1]}, mean: {text}"
+
+
+def facts(step: Timeline) -> str:
+    """The makespan and the bubble fraction of one step."""
+    return _facts(step.makespan_s() * 1e3, step.bubble_fraction())
+
+
+def _facts(makespan_ms: float, bubble_fraction: float) -> str:
+    return f"makespan {format_ms(makespan_ms)} · bubble {bubble_fraction:.1%}"
 
 
 def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:

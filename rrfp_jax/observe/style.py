@@ -39,14 +39,14 @@ class IdleLook:
     line: str
     """Colour of the hatching."""
     pattern: str
-    """Plotly's pattern; it has seven, and one reason goes without."""
+    """The letter by which matplotlib knows the hatching; the page draws the same."""
     label: str
     """Plain words for the legend."""
 
     @property
     def hatch(self) -> str:
-        """Matplotlib's pattern: the same, or circles, three times as dense as one letter would make it."""
-        return 3 * (self.pattern or "o")
+        """Matplotlib's hatching, three times as dense as one letter would make it."""
+        return 3 * self.pattern
 
 
 TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
@@ -63,7 +63,7 @@ IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
     IdleReason.INPUT: IdleLook("#fff4b3", "#d9bf3f", ".", "waits for an input from another stage"),
     IdleReason.WINDOW: IdleLook("#ded0f2", "#9c7bcb", "|", "window, footprint or read-ahead full: forwards are ready"),
     IdleReason.ORDER: IdleLook("#ffc9c4", "#dd6f66", "x", "fixed order: others are ready, the next is not"),
-    IdleReason.HOLD: IdleLook("#f7d9ec", "#c77fb0", "", "holds for the table's next entry, which is in sight"),
+    IdleReason.HOLD: IdleLook("#f7d9ec", "#c77fb0", "o", "holds for the table's next entry, which is in sight"),
     IdleReason.AGREEMENT: IdleLook("#d9edc8", "#86b35a", "+", "waits for the other processes of its stage"),
     IdleReason.DRAIN: IdleLook("#dcdcdc", "#a6a6a6", "\\", "pipeline drains: own microbatches are done"),
     IdleReason.HOST: IdleLook("#bfe6ef", "#4fa0b3", "-", "host hands the task to the device"),

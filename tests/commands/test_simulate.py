@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plotly.offline import get_plotlyjs
 
 from rrfp_jax.commands.simulate import main
 from rrfp_jax.schedules import schedule_names
@@ -199,13 +198,15 @@ def test_the_list_names_every_schedule_and_hint(capsys):
     assert all(name in shown for name in (*schedule_names(), "bf-deep", "f-priority", "bfw"))
 
 
-def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated):
+def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated, tmp_path):
     text = (ROOT / "README.md").read_text()
     command = text[text.index("python -m experiments.simulate --num-stages") :].split("\n\n")[0].replace("\\\n", "")
     flags = command.split()[3:]
     assert flags[-2] == "--timeline"
     assert flags[-1].startswith("runs/"), "what git does not see"
-    took = {label: one["makespan_ms_mean"] for label, one in simulated(*flags[:-2])["compare"].items()}
+    compared = simulated(*flags[:-1], tmp_path / "page.html")["compare"]
+    assert (tmp_path / "page.html").stat().st_size < 500_000
+    took = {label: one["makespan_ms_mean"] for label, one in compared.items()}
     share = {label: f"{took[label] / took['1f1b:strict']:.2f}" for label in took}
     flat = " ".join(text.split())
     assert f"`bf` and `bfw` take {share['bf']} and {share['bfw']} of the time of strict 1F1B" in flat
@@ -213,14 +214,28 @@ def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated):
     assert took["bfw"] < took["bf"] < took["zb-h1:strict"]
 
 
-def test_a_page_shows_the_last_step_unless_more_are_asked_for(simulated, tmp_path):
+def test_a_page_holds_all_steps_and_a_picture_the_last_one_unless_told_otherwise(simulated, tmp_path, monkeypatch):
+    drawn = {}
+
+    def note(timelines, path, **_):
+        drawn[Path(path).name] = [one.steps() for _, one in timelines]
+
+    monkeypatch.setattr("rrfp_jax.observe.page.write_page", note)
+    monkeypatch.setattr("rrfp_jax.observe.picture.draw_timelines", note)
     sizes = ("--num-stages", 2, "--num-microbatches", 3, "--steps", 4, "--timeline")
-    simulated(*sizes, tmp_path / "one.html")
-    simulated(*sizes, tmp_path / "two.html", "--timeline-steps", 2)
-    assert "step 3" in (tmp_path / "one.html").read_text()
-    assert "steps 2 to 3" in (tmp_path / "two.html").read_text()
-    own = len(get_plotlyjs())
-    assert (tmp_path / "one.html").stat().st_size - own < 50_000
+    for name, flags in {"a.html": (), "a.png": (), "b.html": ("--timeline-steps", 2)}.items():
+        simulated(*sizes, tmp_path / name, *flags)
+    assert drawn == {"a.html": [[0, 1, 2, 3]], "a.png": [[3]], "b.html": [[2, 3]]}
+    monkeypatch.setattr("rrfp_jax.commands.common.outputs._PAGE_BOXES", 40)
+    simulated(*sizes, tmp_path / "c.html")
+    assert drawn["c.html"] == [[2, 3]]
+
+
+def test_a_page_without_a_name_goes_where_git_does_not_look(simulated, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    simulated("--num-stages", 2, "--num-microbatches", 3, "--timeline")
+    assert [path.name for path in tmp_path.glob("**/*.html")] == ["simulate.html"]
+    assert (tmp_path / "runs" / "simulate.html").exists()
 
 
 @pytest.mark.parametrize("name", ["t.png", "t.svg", "t.html"])

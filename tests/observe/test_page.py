@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.observe.page import write_page
+from rrfp_jax.observe.panels import facts
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
 from rrfp_jax.timeline import Timeline
 from tests.observe.conftest import SampleTimeline
@@ -31,36 +32,67 @@ FLAGS = [
 NASTY = "</script><script>document.title='taken'</script> <b>bold</b> & \"quotes\" $x^2$"
 
 PROBE = """<script>
-window.addEventListener("load", () => setTimeout(async () => {
-  const plot = document.getElementById("timelines");
-  const pause = () => new Promise((resolve) => setTimeout(resolve, 300));
+window.addEventListener("load", async () => {
+  const pause = () => new Promise((resolve) => setTimeout(resolve, 200));
+  while (!panels.at(-1)?.shown) await pause();
+  await pause();
+  const select = document.getElementById("step"), tip = document.getElementById("tip");
+  const move = (kind, panel, ms, stage) => {
+    const place = panel.canvas.getBoundingClientRect(), wide = place.width - LEFT - RIGHT;
+    const x = place.left + LEFT + (ms - view.from) / (view.to - view.from) * wide;
+    const y = place.top + (stage + 0.5) * panel.row;
+    panel.canvas.dispatchEvent(new PointerEvent(kind, { clientX: x, clientY: y, bubbles: true }));
+  };
+  const colours = (panel) => {
+    const { width, height } = panel.canvas, seen = {};
+    const { data } = panel.canvas.getContext("2d").getImageData(0, 0, width, height);
+    for (let i = 0; i < data.length; i += 4) {
+      const colour = "#" + [0, 1, 2].map((k) => data[i + k].toString(16).padStart(2, "0")).join("");
+      seen[colour] = (seen[colour] ?? 0) + 1;
+    }
+    return Object.keys(seen).filter((colour) => seen[colour] > 40);
+  };
+  const facts = () => panels.map((panel) => panel.heading.textContent);
   const found = {
-    groups: [...new Set(plot.data.map((trace) => trace.legendgroup))],
-    legend: [...document.querySelectorAll(".legendtext")].map((text) => text.textContent),
-    bars: document.querySelectorAll(".bars .point path").length,
-    numbers: [...document.querySelectorAll(".bars .point text")].map((text) => text.textContent),
-    captions: [...document.querySelectorAll(".annotation-text")].map((text) => text.textContent),
+    legend: [...document.querySelectorAll("#legend > span")].map((entry) => entry.textContent.trim()),
+    captions: [...document.querySelectorAll("h2")].map((heading) => heading.firstChild.textContent.trim()),
+    steps: [...select.options].map((option) => option.value),
+    opened: select.value,
+    facts: facts(),
+    boxes: panels.map((panel) => panel.shown.length),
+    colours: panels.map(colours),
     resources: performance.getEntriesByType("resource").map((entry) => entry.name),
     title: document.title,
+    whole: view.to,
   };
-  Plotly.Fx.hover(plot, {xval: XVAL, yval: 0}, "xy");
-  await pause();
-  found.hover = [...document.querySelectorAll(".hoverlayer .hovertext")].map((text) => text.textContent);
-  await Plotly.relayout(plot, {"xaxis.range": [5, 25]});
-  const layout = plot._fullLayout;
-  found.ranges = Object.keys(layout).filter((key) => /^xaxis[0-9]*$/.test(key)).map((key) => layout[key].range);
+  move("pointermove", panels[0], HOVER, 0);
+  found.hover = tip.hidden ? null : tip.textContent;
+  move("pointerdown", panels[0], 5, 0);
+  move("pointermove", panels[0], 25, 0);
+  move("pointerup", panels[0], 25, 0);
+  found.zoomed = [view.from, view.to];
+  panels[0].canvas.dispatchEvent(new MouseEvent("dblclick"));
+  found.again = [view.from, view.to];
+  select.value = select.options[0].value;
+  select.onchange();
+  found.first = facts();
+  select.value = select.options[select.options.length - 1].value;
+  select.onchange();
+  found.last = { facts: facts(), boxes: panels.map((panel) => panel.shown.length) };
+  panels[0].box.click();
+  found.hidden = panels.map((panel) => panel.body.hidden);
   const result = document.createElement("pre");
   result.id = "result";
   result.textContent = JSON.stringify(found);
   document.body.append(result);
-}, 500));
+});
 </script></body>"""
 
 
 def visit(page: Path, tmp_path: Path, *, hover_ms: float) -> dict[str, Any]:
     """Open a copy of the page with a probe in it; what the probe found, and what the console said."""
     probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", PROBE.replace("XVAL", str(hover_ms))))
+    probed.write_text(page.read_text().replace("</body>", PROBE.replace("HOVER", str(hover_ms))))
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
@@ -76,27 +108,40 @@ def visit(page: Path, tmp_path: Path, *, hover_ms: float) -> dict[str, Any]:
     return {**json.loads(text), "console": console}
 
 
+def num_boxes(timeline: Timeline) -> int:
+    return len(timeline.spans) + sum(wait.end_s > wait.start_s for wait in timeline.waits)
+
+
 @pytest.mark.browser
 @needs_browser
 def test_page_lives_in_a_browser(sample: SampleTimeline, tmp_path: Path) -> None:
-    timelines = [
-        ("fixed order", sample(4, 8, fixed_order=True, jitter=0.4, host_ms=0.5)),
-        (NASTY, sample(4, 8, jitter=0.4, host_ms=0.5)),
-    ]
-    write_page(timelines, tmp_path / "page.html")
-    found = visit(tmp_path / "page.html", tmp_path, hover_ms=2.0)
+    steps = [sample(4, 8, jitter=0.4, host_ms=0.5, step=step, start_s=step * 0.5) for step in (3, 4)]
+    both = Timeline(4)
+    for step in steps:
+        both.extend(step)
+    write_page(
+        [("fixed order", sample(4, 8, fixed_order=True, host_ms=0.5, step=4)), (NASTY, both)], tmp_path / "a.html"
+    )
+    found = visit(tmp_path / "a.html", tmp_path, hover_ms=2.0)
     assert found["console"] == []
     assert found["resources"] == []
     assert found["title"] == "Pipeline timelines"
-    assert set(found["groups"]) == {*"FBRU", "fill", "input", "order", "window", "drain", "host"}
+    assert found["captions"] == ["fixed order", " ".join(NASTY.split())]
     assert found["legend"][:4] == [TASK_LOOKS[kind].label for kind in TASK_LOOKS if kind in "FBRU"]
-    assert found["bars"] >= sum(len(timeline.spans) + len(timeline.waits) for _, timeline in timelines)
-    assert {str(microbatch) for microbatch in range(8)} <= set(found["numbers"])
-    assert "fixed order" in found["captions"]
-    assert NASTY in found["captions"]
-    (hover,) = found["hover"]
-    assert re.fullmatch(r"F: forwardtask 0F0: chunk 0, microbatch 0stage 0, step 00\.500 to .* ms: .* ms", hover)
-    assert found["ranges"] == [[5, 25], [5, 25]]
+    assert f"idle: {IDLE_LOOKS['fill'].label}" in found["legend"]
+    assert {TASK_LOOKS["F"].colour, TASK_LOOKS["B"].colour, IDLE_LOOKS["drain"].fill} <= set(found["colours"][1])
+    assert (found["steps"], found["opened"]) == (["3", "4", "all"], "4")
+    assert found["boxes"][1] == num_boxes(steps[1])
+    assert found["facts"][1] == facts(steps[1])
+    assert re.fullmatch(
+        r"F: forward\ntask 0F0: chunk 0, microbatch 0\nstage 0, step 4\n0\.500 to .* ms", found["hover"]
+    )
+    assert found["zoomed"] == pytest.approx([5, 25], abs=0.5)
+    assert found["again"] == [0, found["whole"]]
+    assert found["first"] == ["has no such step", facts(steps[0])]
+    assert found["last"]["facts"][1].startswith("steps 3 to 4, mean: ")
+    assert found["last"]["boxes"][1] == num_boxes(both)
+    assert found["hidden"] == [True, False]
 
 
 @pytest.mark.browser
@@ -105,9 +150,8 @@ def test_page_of_many_boxes_lives_in_a_browser(wide: SampleTimeline, tmp_path: P
     write_page([("many", wide(16, 300))], tmp_path / "page.html")
     found = visit(tmp_path / "page.html", tmp_path, hover_ms=100.5)
     assert found["console"] == []
-    assert found["resources"] == []
-    assert set(found["groups"]) == {*"FIW", "fill", "input", "drain"}
-    assert found["hover"][0].startswith("F: forwardtask 0F")
+    assert found["boxes"] == [num_boxes(wide(16, 300))]
+    assert found["hover"].startswith("F: forward\ntask 0F")
 
 
 def test_page_needs_nothing_from_elsewhere(sample: SampleTimeline, tmp_path: Path) -> None:
@@ -117,8 +161,8 @@ def test_page_needs_nothing_from_elsewhere(sample: SampleTimeline, tmp_path: Pat
     assert NASTY not in text
     assert not re.findall(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["']?(?:https?:)?//""", text)
     assert "default-src 'none'" in text
-    assert IDLE_LOOKS["window"].label in text
-    assert len(text) < 8e6
+    assert not re.search(r"@[A-Z]+@", text)
+    assert len(text) < 20_000
 
 
 def test_same_timeline_gives_the_same_page(sample: SampleTimeline, tmp_path: Path) -> None:

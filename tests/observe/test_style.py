@@ -3,7 +3,6 @@
 from itertools import combinations
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 from numpy.typing import NDArray
 
@@ -47,12 +46,6 @@ def test_every_kind_and_reason_has_a_look() -> None:
     assert len({look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())}) == len(TaskKind) + len(IdleReason)
     assert len({look.hatch for look in IDLE_LOOKS.values()}) == len(IdleReason)
     assert len({look.pattern for look in IDLE_LOOKS.values()}) == len(IdleReason)
-
-
-@pytest.mark.parametrize("reason", IdleReason)
-def test_plotly_has_every_pattern(reason: IdleReason) -> None:
-    pattern = IDLE_LOOKS[reason].pattern
-    assert go.Bar(marker={"pattern": {"shape": pattern}}).marker.pattern.shape == pattern
 
 
 @pytest.mark.parametrize("vision", VISIONS)

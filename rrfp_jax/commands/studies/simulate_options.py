@@ -8,6 +8,7 @@ from typing import Any
 from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments
+from rrfp_jax.commands.common.outputs import add_timeline_argument
 from rrfp_jax.commands.studies.durations import parse_numbers
 from rrfp_jax.commands.studies.graphs import add_graph_arguments
 from rrfp_jax.commands.studies.machine import add_machine_arguments
@@ -72,8 +73,13 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
-    add("--timeline", metavar="FILE", help="draw the last step: a picture (.png, .svg) or an interactive page (.html)")
-    add("--timeline-steps", type=int, default=1, metavar="N", help="how many of the last steps are drawn")
+    add_timeline_argument(group, "simulate")
+    add(
+        "--timeline-steps",
+        type=int,
+        metavar="N",
+        help="how many of the last steps are drawn (default: one as a picture, in a page as many as it can well hold)",
+    )
     add("--trace", metavar="FILE.json", help="a trace for ui.perfetto.dev")
     add("--optimum", type=float, metavar="SECONDS", help="look for the true optimum (small cases; extra 'optimum')")
 
