@@ -17,14 +17,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 PINS := $(wildcard requirements/constraints-*.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# $(1): what to install. On a terminal with pip's own progress; elsewhere a dot for every package, and pip's whole output
-# where it fails.
+# $(1): what to install. On a terminal with one line that tells what pip does; elsewhere a dot for every package. Where it
+# fails, with pip's whole output.
 install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
 	log=$(VENV)/install.log; command="$(PIP) install -c requirements/constraints-$$pins.txt -e $(1)"; \
-	if [ -t 1 ]; then $$command; \
-	else $$command 2>&1 | tee "$$log" | awk '/^(Collecting|  Downloading|Installing)/ { printf "."; fflush() } END { print "" }' \
-	  || { cat "$$log" >&2; false; }; fi \
-	|| { echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
+	say="printf ."; end="\n"; if [ -t 1 ]; then say="printf \r\033[K%.78s"; end="\r\033[K"; fi; \
+	$$command 2>&1 | tee "$$log" | while IFS= read -r line; do case "$$line" in \
+	  Collecting*|"  Downloading"*|Installing*) $$say "$$line";; esac; done \
+	&& printf "$$end" || { printf "$$end"; cat "$$log" >&2; \
+	  echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
 
 .PHONY: help
 help: ## list every target
@@ -42,12 +43,12 @@ $(BIN)/python:
 	  || { rm -rf "$(VENV)"; echo "error: '$(PYTHON) -m venv' failed: on Debian or Ubuntu install the package python3-venv" >&2; exit 1; }
 
 $(VENV)/.installed: pyproject.toml $(PINS) | $(BIN)/python
-	@echo "installing the pinned dependencies into $(VENV) (about 3 minutes)"
+	@echo "installing the pinned dependencies into $(VENV) (about a minute)"
 	@$(call install,.)
 	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing the development tools into $(VENV) (about 2 minutes)"
+	@echo "installing the development tools into $(VENV) (about a minute)"
 	@$(call install,.[dev])
 	@touch "$@"
 

@@ -69,7 +69,7 @@ class CompileCache(CacheInterface):
     def describe(self) -> str:
         """What it has done so far in this process, in one line."""
         total, problem = self.num_hits + self.num_misses, self._directory.problem
-        told = f"{total} programs: {self.num_hits} from the cache in {self._path}, {self.num_misses} compiled"
+        told = f"{total} programs in all: {self.num_hits} loaded from {self._path}, {self.num_misses} compiled"
         return told if problem is None else f"{told}; they cannot be kept: {problem}"
 
 

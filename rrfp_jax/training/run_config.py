@@ -168,7 +168,7 @@ class RunConfig:
     run_dir: str | None = None
     """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1
-    """Every so many steps a line is printed; also for the last step and for those that are left out."""
+    """Every so many steps a line is printed, in place of a terminal's bar; also for the last one and those left out."""
     timeline_steps: int = 1
     """How many of the last steps the timeline shows."""
     platform: str | None = None

@@ -2,13 +2,16 @@
 
 import io
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 from rich.console import Console
 
 from rrfp_jax.commands.common.console import log_plainly
-from rrfp_jax.commands.training.training_console import CompileReport
+from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
+from rrfp_jax.training.loop import StepRow
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +68,53 @@ def told(*, is_terminal: bool, is_quiet: bool = False) -> str:
 
 def test_compiling_is_told_in_a_few_lines_where_there_is_no_terminal() -> None:
     lines = told(is_terminal=False).splitlines()
-    assert lines[0] == "compiling 24 programs (0 done)"
-    assert lines[-1] == "compiled 24 programs in 0 s"
+    assert lines[0] == "compiling or loading 24 programs (0 done)"
+    assert lines[-1] == "the stages' 24 programs were ready after 0 s"
     assert len(lines) == 2, "what is quick is not told step by step"
 
 
 def test_compiling_is_a_bar_on_a_terminal_and_nothing_in_other_ranks() -> None:
     shown = told(is_terminal=True)
-    assert "compiling 24 programs" in shown
+    assert "compiling or loading 24 programs" in shown
     assert "24 done" in shown
     assert "(0 done)" not in shown
     assert told(is_terminal=True, is_quiet=True) == ""
+
+
+def row(step: int, *, skipped: bool = False) -> StepRow:
+    zeros = dict.fromkeys((field.name for field in fields(StepRow)), 0)
+    known = {"step": step, "loss": 5.0 - step, "grad_norm": 1.5, "tokens_per_s": 12_345.6, "bubble_fraction": 0.25}
+    return StepRow(**{**zeros, **known, "step_time_s": 0.5, "skipped": skipped})  # type: ignore[arg-type]
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool, first: int = 0) -> str:
+    """What is shown of steps up to the fourth, of which the third was left out."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=80, color_system=None)
+    monkeypatch.setattr("rrfp_jax.commands.training.training_console.make_console", lambda **_: console)
+    shown = TrainingConsole(4)
+    with shown:
+        for step in range(first, 4):
+            shown.show_step(row(step, skipped=step == 2))
+    return out.getvalue()
+
+
+def test_a_log_has_a_line_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = trained(monkeypatch, is_terminal=False).splitlines()
+    assert [line.split()[:4] for line in lines] == [["step", str(n), "loss", f"{5 - n:.4f}"] for n in range(4)]
+    assert [line.endswith("skipped: not finite") for line in lines] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_terminal_has_one_bar_and_lines_for_what_is_not_usual(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    shown = trained(monkeypatch, is_terminal=True, first=first)
+    drawn = [line for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", shown) if line.strip()]
+    bars = [line for line in drawn if line.startswith("step ") and "/4 " in line]
+    assert max(map(len, drawn)) < 80, "so that the echo of Ctrl-C stays on the line"
+    assert bars[-1].startswith("step 4/4 ")
+    assert "loss 2.0000  12,346 tokens/s  bubble 25%" in bars[-1]
+    assert [line for line in drawn if line not in bars] == [
+        "step 2: no update, because loss or gradients were not finite",
+        f"steps {first} to 3: the loss went from {5 - first:.4f} to 2.0000",
+    ]
+    assert shown.rfind("\x1b[2K") > shown.rfind("step 4/4"), "the bar goes"

@@ -86,7 +86,7 @@ def test_what_one_start_compiles_the_next_loads_on_every_rank_and_device(tmp_pat
     assert (again["compiled"], again["loaded"]) == (0, 2)
     assert again["results"] == first["results"] * 2
     path = tmp_path / "rrfp" / "programs"
-    assert again["told"] == f"2 programs: 2 from the cache in {path}, 0 compiled"
+    assert again["told"] == f"2 programs in all: 2 loaded from {path}, 0 compiled"
     assert len(list(path.iterdir())) == 1
 
 

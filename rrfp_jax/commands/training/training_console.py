@@ -1,4 +1,4 @@
-"""What a training run shows: how far compiling has come, the stage table, one line per step, progress bars."""
+"""What a training run shows: how far compiling has come, the stages, and the steps, by one bar or by lines."""
 
 import time
 from collections.abc import Iterator
@@ -7,11 +7,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.training.loop import StepRow
 
@@ -31,7 +30,7 @@ class CompileReport:
     def __init__(self, console: Console) -> None:
         self._console, self._started_s, self._told_s = console, time.monotonic(), 0.0
         self._bar = Progress(
-            TextColumn("compiling {task.total} programs"),
+            TextColumn("compiling or loading {task.total} programs"),
             BarColumn(),
             TextColumn("{task.completed} done"),
             TimeElapsedColumn(),
@@ -47,32 +46,37 @@ class CompileReport:
         self._bar.update(self._bar.tasks[0].id, completed=done)
         now_s = time.monotonic()
         if done == total:
-            self._console.print(f"compiled {total} programs in {now_s - self._started_s:.0f} s")
+            self._console.print(f"the stages' {total} programs were ready after {now_s - self._started_s:.0f} s")
         elif self._bar.disable and now_s - self._told_s >= _LINE_EVERY_S:
             self._told_s = now_s
-            self._console.print(f"compiling {total} programs ({done} done)")
+            self._console.print(f"compiling or loading {total} programs ({done} done)")
 
     def stop(self) -> None:
         self._bar.stop()
 
 
 class TrainingConsole:
-    """Prints to stdout, unless it is quiet; the progress bar is drawn on a terminal only."""
+    """Prints to stdout, unless it is quiet: on a terminal one bar that tells of the last step, elsewhere lines."""
 
     def __init__(self, num_steps: int, *, report_every: int = 1, is_quiet: bool = False) -> None:
         self._num_steps, self._report_every = num_steps, report_every
         self._console = make_console(is_quiet=is_quiet)
+        self._has_bar = self._console.is_terminal and not is_quiet
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("step {task.completed}/{task.total}"),
+            # Not up to the edge: the echo of Ctrl-C would begin a line of its own there, and the bar stay.
+            BarColumn(bar_width=max(4, min(40, self._console.width - 72))),
+            TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self._console,
-            disable=is_quiet or not self._console.is_terminal,
+            disable=not self._has_bar,
+            transient=True,
         )
+        self._task = self._progress.add_task("training", total=num_steps, start=False, told="")
+        self._first: StepRow | None = None
+        self._last: StepRow | None = None
         self._stages_with_foresight, self._saw_images = 0, False
-        self._task = self._progress.add_task("training", total=num_steps, start=False)
 
     @contextmanager
     def compiling(self) -> Iterator[CompileReport]:
@@ -84,23 +88,23 @@ class TrainingConsole:
             report.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        """A line of its own, above the bar."""
+        self._console.print(text, markup=False, soft_wrap=not self._has_bar)
 
     def show_stages(self, pipeline: Pipeline) -> None:
         """The stages (every replica of them), with what they hold and how much they may hold in flight."""
-        table = Table(title="stages", title_justify="left")
-        for heading in ("stage", "devices", "chunks", "layers", "parameters", "may hold", "predicted peak"):
-            table.add_column(heading, justify="left" if heading in ("devices", "chunks", "layers") else "right")
+        table = make_table("stages", "stage", "devices", "layers", "parameters", "may hold", "peak memory")
+        for column in table.columns[3:]:
+            column.justify, column.no_wrap = "right", True
+        table.columns[2].overflow, table.columns[2].no_wrap = "ellipsis", self._has_bar
         num_params, layout = pipeline.num_params(), pipeline.layout
         self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
         for unit in range(layout.num_units):
             stage = layout.stage_of(unit)
-            chunks = pipeline.placement.chunks_of_stage[stage]
             table.add_row(
                 str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
                 ", ".join(map(str, pipeline.process.devices_of(unit))),
-                ", ".join(map(str, chunks)),
-                "; ".join(pipeline.chunks[c].name for c in chunks),
+                "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
                 f"{num_params[stage]:,}",
                 pipeline.order.bounds[unit],
                 format_bytes(pipeline.forecast[unit].peak),
@@ -108,26 +112,29 @@ class TrainingConsole:
         self._console.print(table)
 
     def show_step(self, row: StepRow) -> None:
-        is_due = not row.step % self._report_every or row.step == self._num_steps - 1
-        if is_due or row.skipped:
-            self._show_row(row)
-        self._progress.advance(self._task)
+        if self._first is None:
+            self._first = row
+            self._progress.reset(self._task, completed=row.step)
+        self._last = row
+        told = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  bubble {row.bubble_fraction:.0%}"
+        self._progress.update(self._task, advance=1, told=told)
+        if self._has_bar:
+            if row.skipped:
+                self.say(f"step {row.step}: no update, because loss or gradients were not finite")
+        elif not row.step % self._report_every or row.step == self._num_steps - 1 or row.skipped:
+            self.say(self._line(row))
 
-    def _show_row(self, row: StepRow) -> None:
-        self._console.print(
-            _LINE.format(
-                step=row.step,
-                loss=row.loss,
-                norm="-" if row.grad_norm is None else f"{row.grad_norm:.3f}",
-                rate=row.learning_rate,
-                ms=row.step_time_s * 1e3,
-                speed=row.tokens_per_s,
-                images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
-                bubble=row.bubble_fraction,
-                note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
-            ),
-            markup=False,
-            soft_wrap=True,
+    def _line(self, row: StepRow) -> str:
+        return _LINE.format(
+            step=row.step,
+            loss=row.loss,
+            norm="-" if row.grad_norm is None else f"{row.grad_norm:.3f}",
+            rate=row.learning_rate,
+            ms=row.step_time_s * 1e3,
+            speed=row.tokens_per_s,
+            images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
+            bubble=row.bubble_fraction,
+            note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
         )
 
     def _has_images(self, row: StepRow) -> bool:
@@ -140,11 +147,16 @@ class TrainingConsole:
         return f"  ahead {row.looking_ahead}/{total}" if total else ""
 
     def __enter__(self) -> Self:
-        self._progress.start_task(self._task)
         self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        """Take the bar away; what it told last stays as a line."""
         self._progress.stop()
+        if self._has_bar and self._first is not None and self._last is not None:
+            self.say(
+                f"steps {self._first.step} to {self._last.step}: "
+                f"the loss went from {self._first.loss:.4f} to {self._last.loss:.4f}"
+            )
