@@ -18,7 +18,6 @@ transfers overlap compute, and what agreement within a stage costs. What is comp
 medians are printed.
 """
 
-import argparse
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -41,6 +40,7 @@ from experiments.bench_throughput import bench_throughput
 from experiments.bench_transport import bench_transport
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.emulate import EMULATED_STEP
@@ -52,7 +52,28 @@ NUM_STAGES, NUM_MICROBATCHES, REPEATS = 4, 16, 5
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parts: dict[str, Callable[[Console], object]] = {
+    arguments = make_parser().parse_args(argv)
+    use_cpu(NUM_STAGES)
+    console = make_console()
+    for name, part in _parts(arguments.torch_python).items():
+        if arguments.only in (None, name):
+            part(console)
+    return 0
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("bench", __doc__ or "")
+    names = [*_parts(None)]
+    parser.add_argument(
+        "--only", choices=names, metavar="NAME", help=f"measure this alone: {', '.join(names)} (default: all)"
+    )
+    parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for 'throughput'")
+    return parser
+
+
+def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
+    return {
         "runtime": bench_runtime,
         "control": bench_control,
         "simulation": bench_simulation,
@@ -64,19 +85,9 @@ def main(argv: list[str] | None = None) -> int:
         "split": bench_split,
         "device": bench_device,
         "transport": bench_transport,
-        "throughput": lambda console: bench_throughput(console, arguments.torch_python),
+        "throughput": lambda console: bench_throughput(console, torch_python),
         "processes": bench_processes,
     }
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=list(parts), help="default: all")
-    parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for 'throughput'")
-    arguments = parser.parse_args(argv)
-    use_cpu(NUM_STAGES)
-    console = make_console()
-    for name, part in parts.items():
-        if arguments.only in (None, name):
-            part(console)
-    return 0
 
 
 def bench_runtime(console: Console) -> None:

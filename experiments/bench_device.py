@@ -2,15 +2,14 @@
 
 ::
 
-    python -m experiments.bench_device                 # a virtual CPU device, the model of cpu/debug.yaml
-    python -m experiments.bench_device --accelerator   # the first GPU or TPU, a larger model
+    python -m experiments.bench_device                 # a CPU device, cpu/debug
+    python -m experiments.bench_device --accelerator   # a larger model there
 
 The loop launches one program per microbatch, which adds the gradients of the whole model to accumulators, and one for
 clipping and update. The pipeline has four stages on the same device, a table or a hint for their order. Both train on
 the same batches, a step of each in turn; medians are printed, and how long the device had nothing to run in between.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.table import Table
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.models import LanguageModelConfig, language_model
@@ -47,18 +47,21 @@ _LARGE = LanguageModelConfig(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.bench_device", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--accelerator", action="store_true", help="the first GPU or TPU instead of a CPU device")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that count (default 10)")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if not arguments.accelerator:
         use_cpu(1)
     elif jax.default_backend() == "cpu":
         raise BadInput("JAX finds no accelerator here: leave --accelerator out, or install JAX for yours")
     bench_device(make_console(), arguments.steps)
     return 0
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("bench_device", __doc__ or "")
+    parser.add_argument("--accelerator", action="store_true", help="the first GPU or TPU instead of a CPU device")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that count")
+    return parser
 
 
 def bench_device(console: Console, num_steps: int = 10) -> None:

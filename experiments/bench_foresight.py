@@ -1,18 +1,22 @@
 """Foresight beside strict consumption of the same table, at exactly that table's memory, in virtual time.
 
+::
+
+    python -m experiments.bench_foresight --seed 5 --csv cells.csv
+
 Eight groups pair a table consumed strictly with one that ranks what is ready within the memory of the first, and each
 meets ten kinds of jitter. A *ratio* is how many times as fast the second is: mean makespan of all steps, the first
-included, with the same durations on both sides. ``python -m experiments.bench --only foresight`` prints a table; where
-each cell is wanted, ``python -m experiments.bench_foresight --seed 5 --csv cells.csv``.
+included, with the same durations on both sides. ``python -m experiments.bench --only foresight`` prints a table, this
+command can write each cell.
 """
 
-import argparse
 import csv
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -23,9 +27,12 @@ from rich.table import Table
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.simulate import RULES
 from rrfp_jax.commands.studies.noise import parse_jitter
+from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 from rrfp_jax.simulation.jitter import Durations
 
@@ -202,16 +209,27 @@ def write_csv(path: str, rows: Iterable[tuple[Cell, Result]]) -> None:
             writer.writerow([cell.group, cell.num_stages, cell.num_microbatches, cell.jitter, *result])
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the jitter")
-    parser.add_argument("--csv", metavar="FILE", help="write every cell")
-    arguments = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    with checking_input():
+        if arguments.seed < 0:
+            raise ValueError(f"seed is {arguments.seed}: give 0 or more")
+        if arguments.csv is not None:
+            check_file(Path(arguments.csv), "csv")
     rows = bench_foresight(seed=arguments.seed)
-    if arguments.csv:
+    if arguments.csv is not None:
         write_csv(arguments.csv, rows)
+    return 0
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("bench_foresight", __doc__ or "")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the jitter")
+    parser.add_argument("--csv", metavar="FILE", help="write every cell to this file")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

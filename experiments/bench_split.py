@@ -8,7 +8,6 @@ For each chunk the programs run in turn, again and again, so that a disturbance 
 B is the fused backward from the same stash, `vjp` the pullback that `jax.vjp` itself returns as a separate program.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.programs.split import SplitBackward, split_backward
 
@@ -146,12 +146,7 @@ def _figures(case: Case, repeats: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.bench_split", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="runs of each program (default 30)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name contains this")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if arguments.repeats < 1:
         raise BadInput(f"repeats is {arguments.repeats}: give at least 1")
     if not any(arguments.only in name for name in CASES):
@@ -159,6 +154,16 @@ def main(argv: list[str] | None = None) -> int:
     use_cpu(1)
     bench_split(make_console(), repeats=arguments.repeats, only=arguments.only)
     return 0
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("bench_split", __doc__ or "")
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="runs of each program")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only the cases whose name contains this (default: all)"
+    )
+    return parser
 
 
 if __name__ == "__main__":

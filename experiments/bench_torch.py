@@ -3,7 +3,8 @@
 ::
 
     python -m experiments.bench_torch --torch-python PATH
-    python -m experiments.bench_torch --torch-python PATH --compare 1f1b:strict,bf --sigmas 0,0.5 --steps 8 --json
+    python -m experiments.bench_torch --torch-python PATH --sigmas 0,0.5 \\
+        --compare 1f1b:strict,bf --steps 8 --json
 
 Both sides run every stage in a process of its own on this machine: torch its ``Schedule1F1B`` over gloo, ours the
 runtime over its sockets, order by order. No model computes: tasks of both last as long as they are told
@@ -58,17 +59,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_torch", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("bench_torch", __doc__ or "")
     add = parser.add_argument
     add("--torch-python", default=sys.executable, metavar="PATH", help="an interpreter that has torch (default: this)")
     add_size_arguments(parser)
-    add("--durations-ms", default="10,10,10", metavar="F,I,W", help="of every task; torch's backward takes I + W")
-    add("--sigmas", default="0,0.2,0.5,1", metavar="X,Y,...", help="of log-normal noise, whose mean is 1")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws")
+    add = parser.add_argument_group("measurement").add_argument
+    add(
+        "--durations-ms",
+        default="10,10,10",
+        metavar="F,I,W",
+        help="milliseconds of a forward, an input gradient and a weight gradient; torch's backward takes I + W",
+    )
+    add("--sigmas", default="0,0.2,0.5,1", metavar="X,Y,...", help="sigmas of log-normal noise, whose mean is 1")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the draws")
     add("--blocks", type=int, default=3, metavar="N", help="how often all take their turn, each time with new draws")
-    add("--steps", type=int, default=4, metavar="N", help="of each block, for each sigma and order")
+    add("--steps", type=int, default=4, metavar="N", help="steps of each block, for each sigma and order")
     add("--warm-up", type=int, default=2, metavar="N", help="steps before them that do not count")
-    add("--bind", choices=BINDINGS, default="cores", help="as for launch, on both sides")
+    add("--bind", choices=BINDINGS, default="cores", help="cores of a process, as for rrfp launch, on both sides")
     add("--json", action="store_true", help="print one JSON object as the last line, with the times of all steps")
     return parser
 

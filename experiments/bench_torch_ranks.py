@@ -55,8 +55,8 @@ def _turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_torch_ranks", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--turns", required=True, metavar="FILE", help="lines that say what to run")
+    parser = CommandParser("bench_torch_ranks", __doc__ or "")
+    parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
     add_size_arguments(parser)
     return parser
 
@@ -70,9 +70,9 @@ def add_size_arguments(parser: CommandParser) -> None:
         "--compare",
         default="1f1b:strict,bf,1f1b:ready",
         metavar="A,B,...",
-        help="orders of ours, written as for simulate (default %(default)s)",
+        help="orders of ours, written as for rrfp simulate, whose --list names them",
     )
-    add("--window", metavar="N|N,N,...", help="microbatches that a stage may hold (default: as of simulate)")
+    add("--window", metavar="N|N,N,...", help="microbatches that a stage may hold (default: as of rrfp simulate)")
 
 
 def resolve_entries(compare: str, window: str | None, num_stages: int, num_microbatches: int) -> dict[str, Order]:

@@ -2,7 +2,8 @@
 
 ::
 
-    rrfp emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8 --durations-ms 10,10,10
+    rrfp emulate --num-stages 4 --num-microbatches 16 --hint bf --window 8
+    rrfp launch --processes 4 -- emulate --num-stages 4 --durations-ms 0,0,0
 
 With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself. With
 ``--accelerator`` every stage has an emulated accelerator, with a queue of its own and a launch cost on the host, and
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("emulate", __doc__.split("\n")[0])
+    parser = CommandParser("emulate", __doc__)
     parser.add_argument("--num-stages", type=int, default=4, metavar="N", help="stages of the pipeline")
     parser.add_argument(
         "--num-microbatches", type=int, default=16, metavar="N", help="microbatches of a step, over all replicas"
@@ -155,7 +156,8 @@ def make_parser() -> CommandParser:
         "--durations-ms",
         default=None,
         metavar="F,I,W",
-        help="F, input gradient and weight gradient, the same for every chunk and microbatch (default 10,10,10)",
+        help="milliseconds of a forward, an input gradient and a weight gradient, the same for every chunk and "
+        "microbatch (default 10,10,10)",
     )
     work.add_argument(
         "--durations",
@@ -164,7 +166,7 @@ def make_parser() -> CommandParser:
         "microbatch does not exist",
     )
     add_workload_arguments(work)
-    work.add_argument("--steps", type=int, metavar="N", help="how many (default: those of the durations file, else 10)")
+    work.add_argument("--steps", type=int, metavar="N", help="steps (default: those of the durations file, else 10)")
     work.add_argument(
         "--dispatch-ahead",
         default=AUTO,
@@ -201,16 +203,21 @@ def make_parser() -> CommandParser:
         default=GroupProtocol.LEADER,
         help="how the processes of one stage agree on the next task",
     )
-    between.add_argument("--activation-bytes", type=int, default=32, metavar="N", help="size of what travels")
     between.add_argument(
-        "--encrypt-arrays", choices=("true", "false"), default="true", help="false: authenticated heads only"
+        "--activation-bytes", type=int, default=32, metavar="N", help="bytes of what travels between chunks"
+    )
+    between.add_argument(
+        "--encrypt-arrays",
+        choices=("true", "false"),
+        default="true",
+        help="false: arrays travel authenticated by their heads only",
     )
     between.add_argument(
         "--silence-deadline-s",
         type=float,
         default=60.0,
         metavar="S",
-        help="when another process that is silent is lost",
+        help="how long another process may be silent before it counts as lost",
     )
     work.add_argument(
         "--link-delay-ms",

@@ -2,7 +2,10 @@
 
 ::
 
-    rrfp launch --processes 4 -- train --config cpu/debug
+    rrfp launch --processes 4 -- train --config cpu/four_processes
+    rrfp launch --new-key run.key
+    rrfp launch --nodes 2 --node-rank 0 --head HOST0:8476 --processes 8 -- \\
+        train --config gpu/two_nodes_16
 
 What follows ``--`` is a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs it.
 Lines come out as ``[rank 2] ...``. Where standard output is no terminal it is rank 0's alone, unchanged, so that its
@@ -53,11 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser(
-        "launch",
-        __doc__.split("\n")[0],
-        usage="%(prog)s --processes N [options] -- COMMAND [ARGUMENT ...]",
-    )
+    parser = CommandParser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node (required, but for --new-key)")
     parser.add_argument("command", nargs="*", metavar="COMMAND ...", help="what every rank runs, and its arguments")
     ends = parser.add_argument_group("how it ends")
@@ -69,27 +68,33 @@ def make_parser() -> CommandParser:
         type=float,
         default=LaunchSettings.grace_s,
         metavar="S",
-        help="for the others to end by themselves after the first failure; more than silence_deadline_s (default 75)",
+        help="seconds for the others to end by themselves after the first failure; more than silence_deadline_s",
     )
     ends.add_argument(
         "--start-deadline-s",
         type=float,
         default=LaunchSettings.start_deadline_s,
         metavar="S",
-        help="for all ranks to come together (default 300)",
+        help="seconds for all ranks to come together",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--prefix",
         choices=PREFIXES,
         default="auto",
-        help="[rank N] before each line; auto: unless it is rank 0's output to a program",
+        help="whether [rank N] stands before each line; auto: unless it is rank 0's output to a program",
     )
     several = parser.add_argument_group("several hosts")
     several.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="hosts of the run, each with its own launcher"
     )
-    several.add_argument("--node-rank", type=int, default=0, metavar="I", help="0 to N-1; node 0 hosts the head")
+    several.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="I",
+        help="which of the hosts this is, 0 to N-1; node 0 hosts the head",
+    )
     several.add_argument("--head", metavar="HOST:PORT", help="node 0's address; the port after this one is used too")
     several.add_argument("--interface", metavar="IF", help="what to listen on (default: what reaches the head)")
     several.add_argument("--supervise", action="store_true", help="start no ranks, only host what they need")
@@ -103,7 +108,7 @@ def make_parser() -> CommandParser:
         choices=BINDINGS,
         default=LaunchSettings.bind,
         help="cores: each rank keeps to its share of the cores that the launcher may use, and its threads do not "
-        "preempt each other (Linux; other systems bind nothing); none: neither (default cores)",
+        "preempt each other (Linux; other systems bind nothing); none: neither",
     )
     return parser
 

@@ -3,7 +3,8 @@
 ::
 
     rrfp levels --num-stages 8 --num-microbatches 16 --durations-ms 10,5,5
-    rrfp levels --num-stages 8 --num-microbatches 16 --comm-ms 1 --jitter lognormal:0.5 --steps 10
+    rrfp levels --num-stages 8 --num-microbatches 16 --comm-ms 1 \\
+        --jitter lognormal:0.5 --steps 10
 
 With ``--json`` the last line on stdout is one JSON object.
 
@@ -88,21 +89,34 @@ def _given(setting: Setting) -> dict[str, Any]:
 
 def make_parser() -> CommandParser:
     """The parser; what the small languages of its values mean is read later."""
-    parser = CommandParser(
-        "levels",
-        "Bubble and peak memory of every schedule: closed formula, ideal slot table, and execution.",
-    )
+    parser = CommandParser("levels", __doc__)
     add = parser.add_argument
     add("--num-stages", type=int, metavar="P", required=True, help="stages of the pipeline")
     add("--num-microbatches", type=int, metavar="M", required=True, help="microbatches of a step")
     add_graph_arguments(parser)
-    add("--schedules", metavar="A,B,...", help="these alone (default: all that fit the graph)")
-    add("--durations-ms", metavar="F,I,W", default="10,10,10", help="of a whole stage in execution (default 10,10,10)")
     add(
-        "--slot-lengths", metavar="F,I,W", help="of a whole stage in formulas and ideal tables (default: the durations)"
+        "--schedules",
+        metavar="A,B,...",
+        help="these schedules alone, by the names that rrfp simulate --list has (default: all that fit the graph)",
     )
-    add("--steps", type=int, default=1, metavar="N", help="of each execution; several make sense with jitter")
-    add("--window", metavar=f"N|N,...|{OWN_PEAK}", help="as a hint: microbatches that a stage may hold (default 32)")
+    add(
+        "--durations-ms",
+        metavar="F,I,W",
+        default="10,10,10",
+        help="milliseconds of a forward, an input gradient and a weight gradient of a whole stage in execution",
+    )
+    add(
+        "--slot-lengths",
+        metavar="F,I,W",
+        help="the same of a whole stage in formulas and ideal tables (default: the durations)",
+    )
+    add("--steps", type=int, default=1, metavar="N", help="steps of each execution; several make sense with jitter")
+    add(
+        "--window",
+        metavar=f"N|N,...|{OWN_PEAK}",
+        help=f"microbatches that a stage may hold where the table is a hint; {OWN_PEAK}: as many as the table itself "
+        "(default 32)",
+    )
     add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
     add_noise_arguments(parser.add_argument_group("noise"))
     add_machine_arguments(parser.add_argument_group("machine of the execution"))

@@ -20,6 +20,7 @@ COMMANDS = {
     "emulate": "the real runtime on stages whose tasks only take time",
     "levels": "every schedule as formula, as ideal slots, and executed",
     "replay": "what the stages of a run were told and what they answered",
+    "config": "what the keys of a configuration mean, and the presets",
 }
 """The commands, each with what it is for."""
 

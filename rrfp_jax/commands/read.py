@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("read", __doc__.split("\n")[0])
+    parser = CommandParser("read", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory of training on rendered_text")
     parser.add_argument("--beside", metavar="RUN", help="another one, to compare with")
     parser.add_argument(

@@ -3,7 +3,7 @@
 ::
 
     rrfp replay runs/mine
-    rrfp replay runs/mine/events-rank*.json.gz --microbatch 3 --stage 1 --timeline runs/replay.html
+    rrfp replay runs/mine --microbatch 3 --stage 1 --timeline runs/replay.html
 
 Every event is fed through the core again, and every instruction compared with the recorded one; then follow the story
 of the microbatch that was asked for, and what every stage waited for when the log was taken. Ends with 0 if all
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("replay", __doc__.split("\n")[0])
+    parser = CommandParser("replay", __doc__)
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="a run directory, or the logs of one run's processes (events*.json.gz)"
     )
@@ -55,9 +55,11 @@ def make_parser() -> CommandParser:
         "--microbatch",
         type=int,
         metavar="M",
-        help=f"tell its story; {NO_MICROBATCH}: what happens once per step, R, U and agreement",
+        help=f"tell the story of this microbatch; {NO_MICROBATCH}: what happens once per step, R, U and agreement",
     )
-    story.add_argument("--stage", type=int, metavar="S", help="tell what it saw (default: every stage of the logs)")
+    story.add_argument(
+        "--stage", type=int, metavar="S", help="tell what this stage saw (default: every stage of the logs)"
+    )
     story.add_argument("--step", type=int, metavar="N", help="tell this step (default: the last one)")
     output = parser.add_argument_group("output")
     add_timeline_argument(output, "replay")

@@ -2,12 +2,13 @@
 
 ::
 
-    rrfp simulate --num-stages 8 --num-microbatches 24 --schedule zb-h1 --consume strict \\
-        --durations-ms 18.522,18.086,9.337 --comm-ms 0.601 --json
-    rrfp simulate --num-stages 8 --num-microbatches 32 --compare 1f1b:strict,bf,bfw \\
-        --jitter lognormal:0.5 --steps 10 --window 8 --timeline out.png
-    rrfp simulate --num-stages 8 --num-microbatches 16 --workload interleaved \\
-        --compare 1f1b:strict,zb-h1:strict,zb-h1,bfw --window 8
+    rrfp simulate --list
+    rrfp simulate --num-stages 8 --num-microbatches 24 --schedule zb-h1 \\
+        --consume strict --durations-ms 18.522,18.086,9.337 --comm-ms 0.601 --json
+    rrfp simulate --num-stages 8 --num-microbatches 32 --window 8 --steps 10 \\
+        --compare 1f1b:strict,bf,bfw --jitter lognormal:0.5 --timeline out.png
+    rrfp simulate --num-stages 8 --num-microbatches 16 --window 8 \\
+        --workload interleaved --compare 1f1b:strict,zb-h1:strict,zb-h1,bfw
 
 With ``--json`` the last line on stdout is one JSON object; with ``--compare`` its key ``compare`` holds one per entry.
 """
@@ -25,6 +26,7 @@ from rich.console import Console
 from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import check_outputs, draw
 from rrfp_jax.commands.studies.durations import (
@@ -38,7 +40,7 @@ from rrfp_jax.commands.studies.durations import (
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import dispatch, make_machine
 from rrfp_jax.commands.studies.noise import check_noise, make_costs
-from rrfp_jax.commands.studies.simulate_options import make_parser, parse_entries, parse_memory_weights
+from rrfp_jax.commands.studies.simulate_options import parse_entries, parse_memory_weights, simulate_parser
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.commands.studies.workload_options import Planned, has_graph, plan_workload
 from rrfp_jax.planning.replanning import simulate_adapting
@@ -124,6 +126,11 @@ def main(argv: list[str] | None = None) -> int:
     show(console, setting, outcomes)
     write_files(arguments, outcomes)
     return 0
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    return simulate_parser(__doc__)
 
 
 def make_setting(arguments: argparse.Namespace) -> Setting:

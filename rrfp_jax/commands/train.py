@@ -3,6 +3,7 @@
 ::
 
     rrfp train --config cpu/debug --steps 20 --hint fb --run-dir runs/mine
+    rrfp train --config cpu/debug --window 4 --print-config >mine.yaml
     rrfp launch --processes 4 -- train --config cpu/four_processes
 
 A table of the stages is printed before the first step; then one line per step. The run directory receives the resolved
@@ -34,20 +35,34 @@ if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.training.loop import TrainingLoop
 
+_CLOSING = (
+    "Every key of a configuration is an option. N stands for a whole number, X for a number, N,N,... for several; null "
+    "takes a value away. rrfp config --explain KEY says all about one of them."
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments))
+    if arguments.print_config:
+        print(config.as_yaml(), end="")
+        return DONE
     return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
 
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("train", __doc__.split("\n")[0], usage="%(prog)s --config FILE.yaml [option ...]")
+    parser = CommandParser("train", __doc__, usage="%(prog)s --config FILE.yaml [option ...]", closing=_CLOSING)
     parser.add_argument(
-        "--config", required=True, metavar="FILE.yaml", help="the run: a file, or a preset by name, such as cpu/debug"
+        "--config",
+        required=True,
+        metavar="FILE.yaml",
+        help="the run: a file, or a preset by name, such as cpu/debug; rrfp config --list names them",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the configuration with all options applied, and end"
     )
     parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
     parser.add_argument(

@@ -53,9 +53,9 @@ class EncoderConfig:
     mlp_dim: int
     """Inner width of the MLP."""
     activation: str = "gelu"
-    """Of the MLP: ``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
+    """The activation of the MLP."""
     norm: str = "layer_norm"
-    """``layer_norm`` or ``rms_norm``, before attention, before the MLP and at the end."""
+    """The norm before attention, before the MLP and at the end."""
     norm_eps: float = 1e-6
     """What norms add to the variance or the mean square."""
     qkv_bias: bool = True
@@ -197,7 +197,7 @@ class ProjectorConfig:
     """
 
     activation: str = "gelu"
-    """``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
+    """What stands between the two products."""
     patches_per_feature: int = 1
     """Patches that are concatenated and become one feature, 4 for 2 x 2."""
     row_order: bool = False

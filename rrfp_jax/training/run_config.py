@@ -86,7 +86,8 @@ class PipelineConfig:
     memory_limit: int | str | None = None
     """Memory of each stage, in bytes or as ``16GiB``; None: what its device has, if that is known."""
     backward: str | None = None
-    """``split`` or ``fused``; None: what the schedule or the hint calls for, otherwise fused."""
+    """Run backwards as input and weight gradient (``split``) or as one task (``fused``); None: what the schedule or the
+    hint calls for, otherwise fused."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient; None: no clipping."""
     skip_nonfinite: bool = True
@@ -103,7 +104,7 @@ class PipelineConfig:
     server, not encrypted), or ``auto``: on accelerators, where arrays need not be encrypted, ``transfer`` between those
     where an exchange at the start shows that it works, else ``sockets``."""
     group_protocol: str = "leader"
-    """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
+    """How the processes of a stage that spans several agree on the next task: by a leader, or all proposing."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size")
@@ -164,7 +165,7 @@ class RunConfig:
     steps: int
     """Training steps."""
     seed: int = 0
-    """Of the initial parameters and all random keys."""
+    """Decides the initial parameters and all random keys."""
     run_dir: str | None = None
     """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1

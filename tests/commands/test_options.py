@@ -1,62 +1,18 @@
-"""The options of every command: their texts, what a misspelt one is answered, and whom a wrong value is blamed on."""
+"""The options of the commands: what a misspelt one is answered, and whom a wrong value is blamed on."""
 
 import subprocess
 import sys
-from argparse import SUPPRESS
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from rrfp_jax.arbitration import check_words
-from rrfp_jax.commands import emulate, launch, levels, replay, simulate, train
-from rrfp_jax.commands.common.options import CommandParser, add_record_options, field_texts
+from rrfp_jax.commands import simulate, train
+from rrfp_jax.commands.common.options import CommandParser, add_record_options
 from rrfp_jax.commands.training.config import SECTIONS, load_train_config
-from rrfp_jax.models.encoder_config import VisionConfig
 from tests.commands.running import ROOT
 
 DEBUG, MULTIMODAL = "tpu_gpu_configs/cpu/debug.yaml", "tpu_gpu_configs/cpu/multimodal.yaml"
-PARSERS = {
-    module.__name__.rpartition(".")[2]: module.make_parser
-    for module in (emulate, launch, levels, replay, simulate, train)
-}
-
-
-@pytest.mark.parametrize("command", PARSERS)
-def test_every_option_has_a_text_and_says_what_it_is_without_being_given(command: str) -> None:
-    parser = PARSERS[command]()
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        if action.help == SUPPRESS:
-            continue
-        text = formatter._expand_help(action)
-        assert len(text.split()) > 1, action.option_strings
-        if action.option_strings and action.nargs != 0:
-            assert any(word in text for word in ("default", "required", "optional")), action.option_strings
-
-
-def test_every_field_of_every_record_is_an_option_with_its_docstring() -> None:
-    shown = train.make_parser().format_help()
-    flat = " ".join(shown.split())
-    for section, record in SECTIONS.items():
-        assert f"{section}: " in shown
-        for field in fields(record):
-            text = field_texts(record)[field.name]
-            assert text, f"{section}.{field.name} has no docstring"
-            assert text in flat
-            assert "``" not in text
-            assert ":class:" not in text
-    assert "When a stage is handed its next task: a number, so many before the running one has ended" in flat
-    assert "(one of ready, strict; default ready)" in flat
-    assert "--tie-embeddings true|false" in shown
-    assert "(a whole number; required in the file)" in flat
-
-
-def test_a_record_made_of_another_has_the_texts_of_both() -> None:
-    texts = field_texts(VisionConfig)
-    assert set(texts) >= {"", *(field.name for field in fields(VisionConfig))}
-    assert all(texts.values())
-    assert texts[""].startswith("A vision transformer")
 
 
 def test_the_choices_that_are_shown_are_accepted() -> None:

@@ -12,23 +12,50 @@ from rrfp_jax.simulation import Communication, Links, Machine, both_directions
 def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     """Links, communication and the host's overheads."""
     add = group.add_argument
-    add("--comm", metavar="MODE", default="async", help=f"{', '.join(Communication)} (default async)")
-    add("--comm-ms", type=float, default=0.0, help="latency of every tensor between stages")
+    add(
+        "--comm",
+        metavar="|".join(Communication),
+        default="async",
+        help="who is occupied while a tensor travels: nobody, the sender, or both",
+    )
+    add("--comm-ms", type=float, default=0.0, metavar="MS", help="latency of every tensor between stages")
     add("--message-bytes", metavar="A[,G]", help="size of an activation and of a gradient; needs --bandwidth-gb-per-s")
-    add("--bandwidth-gb-per-s", type=float, help="of each directed link, 10^9 bytes per second")
+    add(
+        "--bandwidth-gb-per-s",
+        type=float,
+        metavar="X",
+        help="bandwidth of each directed link, in 10^9 bytes per second; needs --message-bytes",
+    )
     add("--contention", action="store_true", help="a directed link carries one tensor at a time (async only)")
     add("--link-delay-ms", metavar="A-B:MS,...", help="extra latency of a link, both directions, as 6-7:30")
-    add("--dispatch-overhead-ms", type=float, default=0.0, help="of the host, per task")
+    add("--dispatch-overhead-ms", type=float, default=0.0, metavar="MS", help="what the host takes for every task")
     add(
         "--dispatch-ahead",
         default="0",
         metavar=f"N|{JUST_IN_TIME}",
         help="tasks handed over before the running one has ended; or the next one when that is about to (default 0)",
     )
-    add("--agreement-ms", type=float, default=0.0, help="of a tensor-parallel group, per task")
-    add("--control-ms", type=float, default=0.0, help="latency of the reports and verdicts between steps")
-    add("--announce-ms", type=float, help="latency of what foresight announces (default: as of a tensor without bytes)")
-    add("--announce-loss", type=float, default=0.0, metavar="SHARE", help="of what it announces, that never arrives")
+    add(
+        "--agreement-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="what the processes of one stage take to agree on every task",
+    )
+    add("--control-ms", type=float, default=0.0, metavar="MS", help="latency of the reports and verdicts between steps")
+    add(
+        "--announce-ms",
+        type=float,
+        metavar="MS",
+        help="latency of what foresight announces (default: as of a tensor without bytes)",
+    )
+    add(
+        "--announce-loss",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the announcements that never arrive, from 0 to 1",
+    )
 
 
 def make_machine(arguments: argparse.Namespace) -> Machine:

@@ -66,8 +66,18 @@ def _factor(part: str, name: str, argument: str) -> _Factor:
 def add_noise_arguments(group: argparse._ArgumentGroup) -> None:
     """``--jitter`` and ``--seed``."""
     add = group.add_argument
-    add("--jitter", metavar="FORM", help=f"{JITTER_FORMS}; several joined by +")
-    add("--seed", type=int, default=0, help="of the jitter; the same tasks meet the same noise whatever the order")
+    add(
+        "--jitter",
+        metavar="FORM",
+        help=f"how durations vary: {JITTER_FORMS}; several joined by + (default: not at all)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the jitter; the same tasks meet the same noise whatever the order",
+    )
 
 
 def check_noise(arguments: argparse.Namespace) -> None:

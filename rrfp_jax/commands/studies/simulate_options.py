@@ -20,12 +20,9 @@ from rrfp_jax.simulation import MemoryWeights
 FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
 
 
-def make_parser() -> CommandParser:
-    """The parser; what the small languages of its values mean is read later."""
-    parser = CommandParser(
-        "simulate",
-        "Simulate a schedule or a hint: the runtime's own arbiters in virtual time.",
-    )
+def simulate_parser(doc: str) -> CommandParser:
+    """The parser; what the small languages of its values mean is read later. ``doc`` is the command's docstring."""
+    parser = CommandParser("simulate", doc)
     add = parser.add_argument
     add("--list", action="store_true", help="name every schedule and hint, and end")
     add("--num-stages", type=int, metavar="P", help="stages of the pipeline (required, but for --list)")
@@ -44,7 +41,7 @@ def make_parser() -> CommandParser:
         help="several orders side by side: hints, and schedules, alone or with :strict, :ready (readiness alone) or "
         ":ready+footprint+foresight (+adaptive)",
     )
-    add("--steps", type=int, metavar="N", help="how many, one after the other (default: as many as the durations have)")
+    add("--steps", type=int, metavar="N", help="steps, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
     add_workload_arguments(parser.add_argument_group("workload"))
     add_machine_arguments(parser.add_argument_group("machine"))
@@ -54,7 +51,12 @@ def make_parser() -> CommandParser:
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--durations-ms", metavar="F,I,W", help="of every task of a chunk; B takes I + W (default 10,10,10)")
+    add(
+        "--durations-ms",
+        metavar="F,I,W",
+        help="milliseconds of a chunk's forward, input gradient and weight gradient; a backward in one takes I + W "
+        "(default 10,10,10)",
+    )
     add(
         "--durations",
         metavar="FILE",
@@ -64,10 +66,14 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     add(
         "--recorded",
         choices=("mean", "tasks"),
-        help="of a trace take means per chunk and kind (default), or every task by itself",
+        help="what to take of a trace: means per chunk and kind (default), or every task by itself",
     )
     add_noise_arguments(group)
-    add("--memory-weights", metavar="F,I,W", help="what F holds, and what I and W free of it (default 1,0,1)")
+    add(
+        "--memory-weights",
+        metavar="F,I,W",
+        help="memory that a forward holds, and what an input gradient and a weight gradient free of it (default 1,0,1)",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -80,8 +86,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how many of the last steps are drawn (default: one as a picture, in a page as many as it can well hold)",
     )
-    add("--trace", metavar="FILE.json", help="a trace for ui.perfetto.dev")
-    add("--optimum", type=float, metavar="SECONDS", help="look for the true optimum (small cases; extra 'optimum')")
+    add("--trace", metavar="FILE.json", help="write all steps for ui.perfetto.dev")
+    add(
+        "--optimum",
+        type=float,
+        metavar="SECONDS",
+        help="look so long for the true optimum; for small cases, and with the extra 'optimum' installed",
+    )
 
 
 def parse_memory_weights(text: str | None) -> MemoryWeights:

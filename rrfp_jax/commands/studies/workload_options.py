@@ -40,23 +40,32 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--workload",
         metavar="NAME",
-        help=f"durations and missing encoder tasks of {', '.join(WORKLOADS)} (default: every task takes the same)",
+        help=f"durations and missing encoder tasks as of: {', '.join(WORKLOADS)} (default: every task takes the same)",
     )
-    add("--model-pair", metavar="NAME", help=f"of the workload: {', '.join(MODEL_PAIRS)} (default {DEFAULT_PAIR})")
+    add(
+        "--model-pair",
+        metavar="NAME",
+        help=f"encoder and decoder of the workload: {', '.join(MODEL_PAIRS)} (default {DEFAULT_PAIR})",
+    )
     add(
         "--samples",
         type=int,
         metavar="N",
-        help=f"of a microbatch of the workload (default {DEFAULT_SAMPLES}; sft-packed: as have room in {ROW_TOKENS} "
-        "tokens)",
+        help=f"samples of a microbatch of the workload (default {DEFAULT_SAMPLES}; sft-packed: as have room in "
+        f"{ROW_TOKENS} tokens)",
     )
     add(
         "--balance",
         metavar=f"{ON}|{OFF}",
         help=f"put each step's samples into microbatches of about the same cost, or as they come (default {ON})",
     )
-    add("--mean-forward-ms", type=float, metavar="MS", help="of a decoder's chunk in the workload (default 10)")
-    add("--workload-seed", type=int, metavar="N", help="of the samples drawn (default 0)")
+    add(
+        "--mean-forward-ms",
+        type=float,
+        metavar="MS",
+        help="mean forward of a decoder's chunk in the workload (default 10)",
+    )
+    add("--workload-seed", type=int, metavar="N", help="seed of the samples drawn (default 0)")
 
 
 def has_graph(arguments: argparse.Namespace) -> bool:

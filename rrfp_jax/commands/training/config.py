@@ -19,7 +19,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
-from rrfp_jax.commands.common.options import add_record_options, as_text, flag_of, given_texts, takes_list
+from rrfp_jax.commands.common.field_words import as_text, takes_list
+from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
@@ -76,6 +77,10 @@ class TrainConfig:
         given = {section.name: getattr(self, section.name) for section in fields(self)}
         return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
 
+    def as_yaml(self) -> str:
+        """The text of a file that :func:`load_train_config` reads as the same."""
+        return yaml.safe_dump(self.as_dict(), sort_keys=False)
+
 
 def _record_type(kind: Any) -> type:
     return next(member for member in get_args(kind) or (kind,) if member is not type(None))
@@ -86,6 +91,8 @@ DATA_SETS = ("data", "rendered_text", "image_text")
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
 QUALIFIED = ("rendered_text", "image_text", "vision", "projector")
 """Sections whose options always name them."""
+_OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")
+"""Sections in the order in which help texts have them; the others follow."""
 _OPTIONAL = ("cluster", "data", *QUALIFIED)
 """Sections that a file may leave out."""
 
@@ -147,8 +154,9 @@ def _refuse_other_data_set(path: str, sections: Mapping[str, Any], overrides: Ma
 
 
 def add_overrides(parser: ArgumentParser) -> None:
-    """Add an option for every field of every section."""
-    add_record_options(parser, SECTIONS, choices_of_options(), QUALIFIED)
+    """Add an option for every field of every section, those that one changes most often first."""
+    ordered = {name: SECTIONS[name] for name in (*_OFTEN, *SECTIONS)}
+    add_record_options(parser, ordered, choices_of_options(), QUALIFIED)
 
 
 def overrides_of(arguments: Namespace) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""``rrfp train --print-config``: the resolved configuration, as a file that loads as the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.commands import train
+from rrfp_jax.commands.common.errors import BadInput
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.presets import preset_names
+from tests.commands.running import ROOT
+
+OPTIONS = {
+    "cpu/debug": ["--window", "8,6,4,2", "--run.seed", "7", "--freeze", "embedding,layer_0", "--num-kv-heads", "null"],
+    "gpu/one_node_8": ["--rope-scaling", "{factor: 8, original_max_positions: 4096}", "--memory-limit", "16GiB"],
+    "cpu/multimodal": ["--vision.norm-eps", "1e-7", "--rendered-text.words", "a, 'true', '1'"],
+}
+
+LIGHT = (
+    ("train", "--config", "cpu/multimodal", "--print-config"),
+    ("train", "--help"),
+    ("config", "--explain", "pipeline", "--config", "cpu/multimodal"),
+    ("config", "--list"),
+)
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "matplotlib", "plotly", "zmq"}
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_what_is_printed_loads_as_the_same_and_nothing_runs(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = OPTIONS.get(preset, [])
+    assert train.main(["--config", preset, *options, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    Path("mine.yaml").write_text(printed)
+    assert train.main(["--config", "mine.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    config = load_train_config("mine.yaml", {})
+    given = train.make_parser().parse_args(["--config", preset, *options])
+    assert config == load_train_config(preset, train.overrides_of(given))
+    assert (config == load_train_config(preset, {})) == (not options)
+
+
+def test_bad_values_are_refused_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInput, match=r"^--num-layers -1: model: num_layers is -1: give"):
+        train.main(["--config", "cpu/debug", "--num-layers", "-1", "--print-config"])
+    with pytest.raises(BadInput, match="neither a file nor a preset: did you mean cpu/debug"):
+        train.main(["--config", "cpu/debgu", "--print-config"])
+    assert capsys.readouterr().out == ""
+
+
+def test_no_library_that_computes_or_draws_is_loaded() -> None:
+    code = f"""
+import sys
+from rrfp_jax.commands.main import main
+for words in {LIGHT!r}:
+    sys.argv = ["rrfp", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0, (words, end.code)
+    loaded = {HEAVY!r} & set(sys.modules)
+    assert not loaded, (words, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("model:\n")
