@@ -468,8 +468,9 @@ class StageArbiter(Lookout):
         while len(self._running) < self._capacity and any(self._ready.lanes):
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
-            if self._foresight is not None and position is not None:
-                position = self._look_ahead(self._foresight, position, heads, out)
+            foresight = self._foresight
+            if foresight is not None and position is not None and position != foresight.next:
+                position = self._look_ahead(foresight, position, heads, out)
             if position is None:
                 return
             self._hint_state = state
@@ -519,9 +520,10 @@ class StageArbiter(Lookout):
         self._running.append(node)
         self._num_started += 1
         out.append(RunTask(self.step, task))  # type: ignore[arg-type]
-        if self._foresight is not None:
-            self._foresight.start(task, self._now_s)
-            if self._foresight.is_awake:
+        foresight = self._foresight
+        if foresight is not None:
+            foresight.start(task, position, self._now_s)
+            if foresight.is_awake:
                 for message, stage in plan.sends[node]:
                     if message.kind is not _TAKEN:
                         out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]

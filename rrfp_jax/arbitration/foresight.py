@@ -110,7 +110,7 @@ class Foresight:
         self._wake_s: float | None = None
         self._told_wake_s: float | None = None
         self.next = 0
-        """No position before this one is left to start."""
+        """No position before this one is left to start; where a task at this one is ready, it is the next entry."""
         durations = self.estimates.durations_s.values()
         self.is_awake = not durations or sum(durations) / len(durations) >= self.rules.shortest_s
 
@@ -167,8 +167,10 @@ class Foresight:
         """The driver has woken the stage, in time or not."""
         self._told_wake_s = None
 
-    def start(self, task: Task, time_s: float) -> None:
+    def start(self, task: Task, position: int, time_s: float) -> None:
         self._started_s[task] = time_s
+        if position == self.next:
+            self.next = position + 1
         if self.held_since_s is not None:
             self.held_since_s = self._wake_s = self._told_wake_s = None
 

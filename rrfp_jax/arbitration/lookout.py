@@ -32,9 +32,10 @@ class Lookout:
 
     def _hear_announcement(self, event: TaskAnnounced) -> bool:
         """Take in what only foresight hears; tells whether it may end a hold."""
-        foresight, (step, time_s, message) = self._foresight, event
+        foresight = self._foresight
         if foresight is None:
             return False
+        step, time_s, message = event
         if step != self.step or not self.is_active:
             is_ahead = self.step is None or step > self.step
             if is_ahead and all(message != early.message for early in self._early.get(step, ())):
@@ -46,7 +47,8 @@ class Lookout:
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
-        at, waiting, place = self._ranked.at, self._waiting, foresight.next
+        ranked, waiting, place = self._ranked, self._waiting, foresight.next
+        at, tasks = ranked.at, ranked.plan.tasks
         while waiting[at[place]] < 0:
             place += 1
         foresight.next = place
@@ -60,9 +62,7 @@ class Lookout:
         due = self._due
         if len(self._running) > (due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
-        tasks, free_s = self._ranked.plan.tasks, self._now_s
-        if due is not None:
-            free_s = max(free_s, foresight.expected_end_s(tasks[due]))
+        free_s = self._now_s if due is None else max(self._now_s, foresight.expected_end_s(tasks[due]))
         candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
         candidates.sort()  # ``best`` is the first
         chosen = foresight.choose(candidates, missing, self._now_s, free_s)
@@ -80,7 +80,7 @@ class Lookout:
     def _missing(self, position: int) -> list[Message]:
         """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
         node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
-        missing = [message for message in plan.messages_for[node] if message not in arrived]
+        missing = [message for message in plan.messages_for.get(node, ()) if message not in arrived]
         if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
             return []
         return missing

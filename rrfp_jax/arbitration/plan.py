@@ -108,9 +108,12 @@ class StagePlan:
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
     @cached_property
-    def messages_for(self) -> tuple[tuple[Message, ...], ...]:
-        """By node, the messages that it waits for."""
-        return tuple(tuple(p for p in before if isinstance(p, Message)) for before in self._prerequisites)
+    def messages_for(self) -> dict[int, tuple[Message, ...]]:
+        """For each node that waits for messages, which."""
+        found: dict[int, tuple[Message, ...]] = {}
+        for message, node in self.arrivals.items():
+            found[node] = (*found.get(node, ()), message)
+        return found
 
     def prerequisites(self, node: int) -> tuple[int | Message, ...]:
         """The nodes and messages that ``node`` waits for."""

@@ -247,13 +247,15 @@ class _Driver:
         step, message, target = instruction
         if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
-        at_ms = self.queue.now_ms + self._announcement_ms(index, target)
-        stage = self.stages[target]
-        heard = (at_ms, TaskAnnounced(step, at_ms / 1e3, message))
-        if stage.announced and stage.announced[-1][0] > at_ms:
-            insort(stage.announced, heard, key=itemgetter(0))
+        lasts_ms = self._announcements_ms.get((index, target))
+        if lasts_ms is None:
+            lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
+        at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
+        announced, heard = stage.announced, (at_ms, TaskAnnounced(step, at_ms / 1e3, message))
+        if announced and announced[-1][0] > at_ms:
+            insort(announced, heard, key=itemgetter(0))
         else:
-            stage.announced.append(heard)
+            announced.append(heard)
         if stage.holds:
             self.queue.post_arrival(at_ms, self._hear, target)
 
@@ -281,12 +283,6 @@ class _Driver:
                 assert not answer
                 if log is not None:
                     log.append((event, ()))
-
-    def _announcement_ms(self, source: int, target: int) -> float:
-        known = self._announcements_ms.get((source, target))
-        if known is None:
-            known = self._announcements_ms[source, target] = self.machine.links.announcement_ms(source, target)
-        return known
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
