@@ -11,21 +11,27 @@ CONFIG ?= tpu_gpu_configs/cpu/debug.yaml
 MULTIMODAL := tpu_gpu_configs/cpu/multimodal.yaml
 # Where train-multimodal leaves its run; beside it, with -blind, the one to compare with.
 READING ?= runs/reading
+# What JAX is installed for: cpu, cuda12, cuda13 or tpu; empty: what this machine calls for (rrfp_jax/hardware.py).
+ACCELERATOR ?=
 # Extra arguments, for example: make train ARGS="--steps 20"   make test ARGS="-k window"
 ARGS ?=
 
 BIN := $(VENV)/bin
 PINS := $(wildcard requirements/constraints-*.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# $(1): what to install. On a terminal with one line that tells what pip does; elsewhere a dot for every package. Where it
-# fails, with pip's whole output.
+# What the environment is for, chosen when it is made and whenever ACCELERATOR says something else.
+CHOSEN := $(VENV)/.accelerator
+# $(1): what to install, $(2): for which accelerator. On a terminal with one line that tells what pip does; elsewhere a dot
+# for every package. Where it fails, with pip's whole output.
 install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
-	log=$(VENV)/install.log; command="$(PIP) install -c requirements/constraints-$$pins.txt -e $(1)"; \
+	log=$(VENV)/install.log; what='$(1)'; also=; accelerator=$(2); \
+	if [ $$accelerator != cpu ]; then what="$$what[$$accelerator]"; also=" -c requirements/constraints-$$pins-$$accelerator.txt"; fi; \
+	command="$(PIP) install -c requirements/constraints-$$pins.txt$$also -e $$what"; \
 	say="printf ."; end="\n"; if [ -t 1 ]; then say="printf \r\033[K%.78s"; end="\r\033[K"; fi; \
 	$$command 2>&1 | tee "$$log" | while IFS= read -r line; do case "$$line" in \
 	  Collecting*|"  Downloading"*|Installing*) $$say "$$line";; esac; done \
 	&& printf "$$end" || { printf "$$end"; cat "$$log" >&2; \
-	  echo "error: pip could not install '$(1)'; its output is above" >&2; exit 1; }
+	  echo "error: pip could not install '$$what'; its output is above" >&2; exit 1; }
 
 .PHONY: help
 help: ## list every target
@@ -42,18 +48,27 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv --clear "$(VENV)" >/dev/null \
 	  || { rm -rf "$(VENV)"; echo "error: '$(PYTHON) -m venv' failed: on Debian or Ubuntu install the package python3-venv" >&2; exit 1; }
 
-$(VENV)/.installed: pyproject.toml $(PINS) | $(BIN)/python
+ifneq ($(ACCELERATOR),)
+$(CHOSEN): FORCE
+endif
+$(CHOSEN): | $(BIN)/python
+	@$(BIN)/python -P rrfp_jax/hardware.py "$(ACCELERATOR)" "$@"
+
+.PHONY: FORCE
+FORCE:
+
+$(VENV)/.installed: pyproject.toml $(PINS) $(CHOSEN) | $(BIN)/python
 	@echo "installing the pinned dependencies into $(VENV) (about a minute)"
-	@$(call install,.)
+	@$(call install,.,$$(cat $(CHOSEN)))
 	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools into $(VENV) (about a minute)"
-	@$(call install,.[dev])
+	@$(call install,.[dev],cpu)
 	@touch "$@"
 
 .PHONY: setup dev
-setup: $(VENV)/.installed ## make .venv and install the pinned dependencies
+setup: $(VENV)/.installed ## make .venv and install the pinned dependencies, for the GPU or TPU that it finds or ACCELERATOR=...
 
 dev: $(VENV)/.installed-dev ## the same with the tools for tests, lint and types
 

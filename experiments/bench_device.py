@@ -25,9 +25,9 @@ from rich.table import Table
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.process import use_cpu
+from rrfp_jax.commands.common.process import start_alone, use_cpu
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
@@ -50,8 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     if not arguments.accelerator:
         use_cpu(1)
-    elif jax.default_backend() == "cpu":
-        raise BadInput("JAX finds no accelerator here: leave --accelerator out, or install JAX for yours")
+    else:
+        with checking_input():
+            start_alone(None)
+        if jax.default_backend() == "cpu":
+            raise BadInput("JAX finds no accelerator here: leave --accelerator out, or install JAX for yours")
     bench_device(make_console(), arguments.steps)
     return 0
 

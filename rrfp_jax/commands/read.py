@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.process import start_alone
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.observe.output_files import check_file
@@ -76,6 +77,7 @@ def _config_of(run: Path) -> TrainConfig:
 
 def _read(run: Path, config: TrainConfig, num_samples: int) -> "tuple[int, list[ReadWord]]":
     """After how many steps, and what is read."""
+    start_alone(config.run.platform)
     from rrfp_jax.checkpoint.parameters import newest_step, read_params
     from rrfp_jax.commands.training.model_parts import vision_language_config
     from rrfp_jax.commands.training.reading import read_words

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.process import check_plugin
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
@@ -76,6 +77,7 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
     """Check everything, then train; returns the exit code."""
     with checking_input():
         planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
+        check_plugin(config.run.platform)
 
         from rrfp_jax.commands.training.assembly import assemble
 

@@ -170,15 +170,15 @@ class Cluster(AbstractContextManager["Cluster"]):
             This rank's first ``num_local_devices`` devices.
 
         Raises:
-            ValueError: where a rank has too few devices.
+            ValueError: where a rank has too few devices, or JAX sees CPU devices only on a host with more.
             StartFailed: where the coordination service cannot be reached.
         """
         if not self._is_connected:
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
-        from rrfp_jax.runtime.start_jax import start_jax
+        from rrfp_jax.runtime.start_jax import explaining_plugins, start_jax
 
         self._await_coordinator()
-        with self.losses_first():
+        with explaining_plugins(), self.losses_first():
             return start_jax(
                 self.membership,
                 self.hosts,

@@ -7,7 +7,8 @@ connects a client only, hence the use of ``jax._src`` here, which works with JAX
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,8 +17,12 @@ from jaxlib import _jax
 
 from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.membership import Membership
+from rrfp_jax.runtime.plugins import idle_plugin
 
 _CPU, _TPU = "cpu", "tpu"
+_NOT_STARTED = "Unable to initialize backend"
+_REASON = 300
+"""Characters of JAX's reason that are shown."""
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """What tells JAX how much of a GPU's memory to reserve; the second is the former name."""
 _SHARED_MEMORY = 0.9
@@ -50,8 +55,35 @@ def start_jax(
             jax.config.update("jax_rocm_visible_devices", visible)
     use_gloo(listen_on)
     connect_client(membership.coordinator, rank, num_ranks, timeout_s=timeout_s)
+    if platform != _CPU:
+        require_accelerator()
     check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
     return tuple(jax.local_devices()[:num_local])
+
+
+def require_accelerator() -> None:
+    """Start JAX where that has not been done; raise ValueError where it sees CPU devices only on a host with more."""
+    if jax.default_backend() != _CPU:
+        return
+    if (problem := idle_plugin(_environment(), None)) is not None:
+        raise ValueError(problem)
+
+
+@contextmanager
+def explaining_plugins() -> Iterator[None]:
+    """Around JAX's start: where JAX gives up for a plugin that fails, a ValueError says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        if reason.startswith(_NOT_STARTED) and (problem := idle_plugin(_environment(), reason[:_REASON])) is not None:
+            raise ValueError(problem) from error
+        raise
+
+
+def _environment() -> dict[str, str]:
+    """With the platforms that JAX has been told since it was imported."""
+    return os.environ | {"JAX_PLATFORMS": jax.config.jax_platforms or ""}  # type: ignore[attr-defined]
 
 
 def use_virtual_devices(num_devices: int) -> None:

@@ -7,6 +7,9 @@ import os
 
 import pytest
 
+from rrfp_jax.commands.common.process import start_alone
+from rrfp_jax.exit_codes import BAD_INPUT
+
 STAND_IN = "RRFP_STAND_IN"
 
 
@@ -15,6 +18,11 @@ def accelerator() -> str:
     """The platform under test: ``gpu``, ``tpu`` or the stand-in."""
     import jax
 
+    if STAND_IN not in os.environ:
+        try:
+            start_alone(None)
+        except ValueError as error:
+            pytest.exit(f"error: {error}", returncode=BAD_INPUT)
     platform = jax.default_backend()
     if platform != os.environ.get(STAND_IN) and platform == "cpu":
         pytest.skip("JAX finds no accelerator here: run make test-gpu or make test-tpu on a machine that has one")

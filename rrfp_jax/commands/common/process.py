@@ -10,6 +10,7 @@ from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
+from rrfp_jax.runtime.plugins import missing_plugin
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
@@ -42,9 +43,10 @@ def enter(
         pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
 
-    Raises ValueError where layout, processes and devices do not fit, and StartFailed where the processes do not come
-    together.
+    Raises ValueError where layout, processes and devices do not fit, or JAX sees CPU devices only on a host with more,
+    and StartFailed where the processes do not come together.
     """
+    check_plugin(platform)
     from rrfp_jax.runtime.process import Process
 
     membership = membership_from(os.environ, detect=cluster.detect)
@@ -53,6 +55,7 @@ def enter(
     if membership is None:
         process = Process(layout, num_devices=devices)
         _use_platform(process.num_devices, platform, pinned=pinned)
+        start_alone(platform)
         process.use_devices(process.devices)
         return process
     process = Process(
@@ -66,6 +69,22 @@ def enter(
     process.connect()
     process.start_jax(platform, pinned=pinned)
     return process
+
+
+def check_plugin(platform: str | None) -> None:
+    """Raise ValueError, with the command to run, where the installed JAX cannot use the accelerators of this host."""
+    if platform != "cpu" and (problem := missing_plugin(os.environ)) is not None:
+        raise ValueError(problem)
+
+
+def start_alone(platform: str | None) -> None:
+    """Start JAX in the only process of a run; raise ValueError as :func:`check_plugin`, or where a plugin fails."""
+    check_plugin(platform)
+    if platform != "cpu":
+        from rrfp_jax.runtime.start_jax import explaining_plugins, require_accelerator
+
+        with explaining_plugins():
+            require_accelerator()
 
 
 def _end_soon(failure: "RunFailed") -> None:

@@ -1,0 +1,210 @@
+"""Which accelerators this host has, which JAX they call for, and which is installed; found out without JAX.
+
+The standard library is all that is needed here: ``make setup`` runs this file by its path before anything is installed.
+
+::
+
+    python -P rrfp_jax/hardware.py WANTED FILE    # WANTED as ACCELERATOR= says, empty: what the host calls for
+
+An accelerator is named as the extra that installs JAX for it: ``cuda12``, ``cuda13``, ``tpu``, or ``cpu`` for none.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+CPU, CUDA12, CUDA13, TPU = "cpu", "cuda12", "cuda13", "tpu"
+ACCELERATORS = (CPU, CUDA12, CUDA13, TPU)
+OLDEST_DRIVER = {CUDA13: 580, CUDA12: 525}
+"""The major version of NVIDIA's driver that each CUDA needs at least, the newest CUDA first."""
+PACKAGES = {
+    CUDA12: ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+    CUDA13: ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    TPU: ("libtpu",),
+}
+"""What makes JAX use each; the first one tells whether it is installed."""
+_SMI_TIMEOUT_S = 60.0
+"""It wakes GPUs that nothing has used, which takes seconds for each."""
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+"""PCI devices, from v2 to v7x, as JAX knows them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a host calls for, and why."""
+
+    accelerator: str
+    """One of :data:`ACCELERATORS`; ``cuda12`` also where the driver is too old for either."""
+    why: str
+    driver: str | None = None
+    """NVIDIA's, as ``580.65.06``."""
+
+    @property
+    def is_too_old(self) -> bool:
+        """Whether the driver serves no CUDA that JAX comes with."""
+        return self.driver is not None and major(self.driver) < min(OLDEST_DRIVER.values())
+
+
+def find_hardware(root: Path = Path("/")) -> Found:
+    """Look at NVIDIA's driver, then for TPUs; ``root`` is where ``proc``, ``sys`` and ``dev`` are."""
+    driver, problem = _driver(root)
+    if driver is not None:
+        fitting = (name for name, oldest in OLDEST_DRIVER.items() if major(driver) >= oldest)
+        return Found(next(fitting, CUDA12), f"NVIDIA driver {driver}", driver)
+    if num_tpus := _num_tpus(root):
+        return Found(TPU, f"{num_tpus} TPU chip{'' if num_tpus == 1 else 's'}")
+    return Found(CPU, f"no NVIDIA GPU ({problem}) and no TPU found")
+
+
+def installed_accelerators() -> dict[str, str]:
+    """The accelerators that the environment's JAX is made for, each with the version of its plugin."""
+    found = {}
+    for name, packages in PACKAGES.items():
+        try:
+            found[name] = version(packages[0])
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def install_command(accelerator: str) -> str:
+    """What installs JAX for an accelerator: in a checkout, or where the package was installed by pip."""
+    checkout = Path(__file__).parents[1]
+    if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
+        return f"make setup ACCELERATOR={accelerator}"
+    return f"pip install 'rrfp-jax[{accelerator}]'"
+
+
+def removal(*accelerators: str) -> str:
+    """The command that takes the plugins of accelerators out of this environment."""
+    packages = [package for accelerator in accelerators for package in PACKAGES[accelerator]]
+    return f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(packages)}"
+
+
+def too_old() -> str:
+    """What a driver that serves no CUDA is."""
+    return f"older than JAX needs ({OLDEST_DRIVER[CUDA12]} for CUDA 12, {OLDEST_DRIVER[CUDA13]} for CUDA 13)"
+
+
+def major(driver: str) -> int:
+    """The first number of a driver's version."""
+    return int(driver.partition(".")[0])
+
+
+def _driver(root: Path) -> tuple[str | None, str]:
+    """The driver's version where there is a GPU; else why not."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        problem = "no nvidia-smi"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = f"nvidia-smi does not answer: {error}"
+    else:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if done.returncode == 0 and lines and lines[0].partition(".")[0].isdecimal():
+            return lines[0], ""
+        told = " ".join([*lines, *done.stderr.split("\n")]).strip()
+        problem = f"nvidia-smi ends with code {done.returncode}" + (f": {told.rstrip('.')}" if told else "")
+    return _loaded_driver(root), problem
+
+
+def _loaded_driver(root: Path) -> str | None:
+    """Containers may have GPUs without nvidia-smi."""
+    if not (root / "dev/nvidia0").exists():
+        return None
+    try:
+        words = (root / "proc/driver/nvidia/version").read_text().split()
+    except OSError:
+        return None
+    return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
+
+
+def _num_tpus(root: Path) -> int:
+    count = 0
+    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
+        try:
+            is_google = vendor.read_text().strip() == _GOOGLE
+            count += is_google and vendor.with_name("device").read_text().strip() in _TPUS
+        except OSError:
+            continue
+    return count
+
+
+# -- what `make setup` asks ----------------------------------------------------------------------------------------
+
+
+def choose(wanted: str) -> tuple[str, str]:
+    """The accelerator to install JAX for, and one line that says so with the reason.
+
+    Args:
+        wanted: what the user says; empty for what the host calls for.
+
+    Raises ValueError, with the command that mends it, where that cannot be, or does not go with what is installed.
+    """
+    if wanted and wanted not in ACCELERATORS:
+        raise ValueError(f"ACCELERATOR is '{wanted}': give one of {', '.join(ACCELERATORS)}")
+    found, installed = find_hardware(), installed_accelerators()
+    if wanted:
+        _check_alone(wanted, installed)
+        return wanted, f"JAX for {wanted}, as ACCELERATOR says{_doubt(wanted, found)}"
+    if found.is_too_old:
+        raise ValueError(
+            f"{found.why} is {too_old()}: update the driver, or leave the GPU out by 'make setup ACCELERATOR=cpu'"
+        )
+    if found.accelerator == CPU and len(installed) == 1:
+        (kept,) = installed
+        return kept, f"JAX for {kept}, since {PACKAGES[kept][0]} is installed already; {found.why} here"
+    _check_alone(found.accelerator, installed)
+    return found.accelerator, f"JAX for {found.accelerator}: {found.why}; ACCELERATOR=... takes another"
+
+
+def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
+    """Refuse what JAX cannot have side by side, or would take in place of what is chosen."""
+    others = [other for other in installed if other != chosen and TPU not in (other, chosen)]
+    if not others:
+        return
+    held = " and ".join(f"{PACKAGES[name][0]} {number}" for name, number in installed.items() if name != TPU)
+    reason = "JAX would take the GPU" if chosen == CPU else "two CUDA plugins side by side break JAX"
+    keep = (
+        f", or keep it by 'make setup ACCELERATOR={others[0]}'" if chosen not in installed and len(others) == 1 else ""
+    )
+    raise ValueError(
+        f"the environment holds {held} and is to be for {chosen}, but {reason}: run '{removal(*others)} && make setup "
+        f"ACCELERATOR={chosen}'{keep}"
+    )
+
+
+def _doubt(wanted: str, found: Found) -> str:
+    """Where this host's driver is too old for what the user says; the environment may be for another host."""
+    oldest = OLDEST_DRIVER.get(wanted, 0)
+    if found.driver is None or major(found.driver) >= oldest:
+        return ""
+    return f"; note that it needs NVIDIA driver {oldest}, and this host has {found.driver}"
+
+
+def main(wanted: str, file: str) -> int:
+    """Say what is chosen and write its name into ``file``, unless that is there already and installed."""
+    try:
+        chosen, line = choose(wanted.strip())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    record = Path(file)
+    is_as_recorded = record.exists() and record.read_text(encoding="utf-8").strip() == chosen
+    if is_as_recorded and (chosen == CPU or chosen in installed_accelerators()):
+        return 0
+    print(line)
+    record.write_text(f"{chosen}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
