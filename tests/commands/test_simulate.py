@@ -205,13 +205,22 @@ def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated, tmp_pa
     assert flags[-2] == "--timeline"
     assert flags[-1].startswith("runs/"), "what git does not see"
     compared = simulated(*flags[:-1], tmp_path / "page.html")["compare"]
-    assert (tmp_path / "page.html").stat().st_size < 500_000
-    took = {label: one["makespan_ms_mean"] for label, one in compared.items()}
-    share = {label: f"{took[label] / took['1f1b:strict']:.2f}" for label in took}
+    assert (tmp_path / "page.html").stat().st_size < 1_000_000
+    assert flags[flags.index("--window") + 1] == "16"
+    narrow = simulated(*flags[:-2], "--window", 8)["compare"]
+    share, narrow = of_strict_1f1b(compared), of_strict_1f1b(narrow)
     flat = " ".join(text.split())
     assert f"`bf` and `bfw` take {share['bf']} and {share['bfw']} of the time of strict 1F1B" in flat
-    assert f"(strict ZB-H1: {share['zb-h1:strict']})" in flat
-    assert took["bfw"] < took["bf"] < took["zb-h1:strict"]
+    assert f"ZB-H1's table takes {share['zb-h1']} as a hint and {share['zb-h1:strict']} strictly" in flat
+    assert f"the three take {narrow['bf']}, {narrow['bfw']} and {narrow['zb-h1']}" in flat
+    assert {label: max(one["peak_memory"]) for label, one in compared.items()} == {
+        "1f1b:strict": 8, "zb-h1:strict": 8, "zb-h1": 16, "bf": 16, "bfw": 16,
+    }  # fmt: skip
+
+
+def of_strict_1f1b(compared: dict[str, dict]) -> dict[str, str]:
+    first = compared["1f1b:strict"]["makespan_ms_mean"]
+    return {label: f"{one['makespan_ms_mean'] / first:.2f}" for label, one in compared.items()}
 
 
 def test_a_page_holds_all_steps_and_a_picture_the_last_one_unless_told_otherwise(simulated, tmp_path, monkeypatch):
