@@ -16,9 +16,9 @@ import argparse
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.help_text import wrap
-from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.explaining import explain_key, explain_section, find_key
+from rrfp_jax.commands.training.explaining import all_names, explain_key, explain_section, find_key
 from rrfp_jax.commands.training.presets import find_preset, preset_names, summary_of
 from rrfp_jax.exit_codes import DONE
 
@@ -38,12 +38,15 @@ def make_parser() -> CommandParser:
         "config", __doc__, usage="%(prog)s --explain KEY [--config FILE.yaml] | --list | --show NAME"
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--explain", metavar="KEY", help="say all about a key, as pipeline.window, or about a section")
+    key = which.add_argument("--explain", metavar="KEY", help="say all about a key, as pipeline.window, or a section")
     which.add_argument("--list", action="store_true", help="name the presets, each with what it is")
-    which.add_argument("--show", metavar="NAME", help="print the file of a preset, such as cpu/debug")
-    parser.add_argument(
+    preset = which.add_argument("--show", metavar="NAME", help="print the file of a preset, such as cpu/debug")
+    file = parser.add_argument(
         "--config", metavar="FILE.yaml", help="with --explain, also say what this file, or preset, gives the key"
     )
+    offer(key, all_names())
+    for each in (preset, file):
+        offer(each, preset_names())
     return parser
 
 

@@ -30,8 +30,8 @@ import sys
 from pathlib import Path
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
-from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.main import module_of
+from rrfp_jax.commands.common.options import CommandParser, offer
+from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.launch.binding import BINDINGS
 from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import PREFIXES, Output
@@ -58,7 +58,10 @@ def make_parser() -> CommandParser:
     """The parser of the command."""
     parser = CommandParser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node (required, but for --new-key)")
-    parser.add_argument("command", nargs="*", metavar="COMMAND ...", help="what every rank runs, and its arguments")
+    command = parser.add_argument(
+        "command", nargs="*", metavar="COMMAND ...", help="what every rank runs, and its arguments"
+    )
+    offer(command, COMMANDS)
     ends = parser.add_argument_group("how it ends")
     ends.add_argument(
         "--max-restarts", type=int, default=0, metavar="K", help="how often the ranks are started again after a failure"

@@ -21,6 +21,7 @@ COMMANDS = {
     "levels": "every schedule as formula, as ideal slots, and executed",
     "replay": "what the stages of a run were told and what they answered",
     "config": "what the keys of a configuration mean, and the presets",
+    "completion": "what a shell needs to complete all this",
 }
 """The commands, each with what it is for."""
 

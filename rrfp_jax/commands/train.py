@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
-from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.process import check_plugin
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
 from rrfp_jax.network.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.last_words import say_last_words
@@ -56,12 +57,13 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> CommandParser:
     """The parser of the command."""
     parser = CommandParser("train", __doc__, usage="%(prog)s --config FILE.yaml [option ...]", closing=_CLOSING)
-    parser.add_argument(
+    file = parser.add_argument(
         "--config",
         required=True,
         metavar="FILE.yaml",
         help="the run: a file, or a preset by name, such as cpu/debug; rrfp config --list names them",
     )
+    offer(file, preset_names())
     parser.add_argument(
         "--print-config", action="store_true", help="print the configuration with all options applied, and end"
     )

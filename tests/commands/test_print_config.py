@@ -23,8 +23,9 @@ LIGHT = (
     ("train", "--help"),
     ("config", "--explain", "pipeline", "--config", "cpu/multimodal"),
     ("config", "--list"),
+    ("completion", "bash"),
 )
-HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "matplotlib", "plotly", "zmq"}
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "matplotlib", "plotly"}
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -8,7 +8,7 @@ import difflib
 import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,10 +103,27 @@ def add_record_options(
             words = field_words(record, field.name, choices.get(name, ()))
             listed = f"one of {', '.join(words.choices)}; " if words.place == "NAME" else ""
             text = f"{words.short} ({listed}{words.left_out})".replace("%", "%%")
-            added = group.add_argument(flag, dest=name, metavar=words.place, default=SUPPRESS, help=text)
-            added.values = words.choices  # type: ignore[attr-defined] # not argparse's choices: the record refuses others
+            offer(group.add_argument(flag, dest=name, metavar=words.place, default=SUPPRESS, help=text), words.choices)
             if flag != whole:
                 group.add_argument(whole, dest=name, default=SUPPRESS, help=SUPPRESS)
+
+
+def offer(action: Action, values: Iterable[str]) -> None:
+    """Name values of an option that a shell may complete, where others are possible or are refused elsewhere."""
+    action.values = tuple(values)  # type: ignore[attr-defined]
+
+
+def values_of(action: Action) -> tuple[str, ...]:
+    """The values of an option that are known by name: those on offer, or the words of ``on|off``."""
+    offered: tuple[str, ...] = getattr(action, "values", ())
+    words = str(action.metavar or "").split("|")
+    return tuple(value for value in offered or words if re.fullmatch(r"[a-z0-9][\w./+-]*", value))
+
+
+def takes_file(action: Action) -> bool:
+    """Whether files are values of an option, by what stands for one or by its name."""
+    places = " ".join([str(action.metavar), *getattr(action, "values", ())])
+    return bool(re.search(r"FILE|PATH|RUN|LOG|\.npy", places) or re.search(r"(path|_dir|folder)$", action.dest))
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:

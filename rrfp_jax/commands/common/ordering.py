@@ -23,6 +23,7 @@ from rrfp_jax.arbitration import (
     check_words,
     hint_names,
 )
+from rrfp_jax.commands.common.options import offer
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
@@ -217,9 +218,10 @@ def given_order(arguments: Namespace) -> dict[str, Any]:
 def add_ordering_arguments(parser: ArgumentParser) -> None:
     """Add an option for each of :func:`parse_ordering`'s arguments, all None where not given."""
     group = parser.add_argument_group("order of the tasks")
-    group.add_argument(
+    schedule = group.add_argument(
         "--schedule", metavar="NAME|FILE.csv", help=f"a table: {', '.join(schedule_names())}; or a CSV file"
     )
+    offer(schedule, schedule_names())
     group.add_argument(
         "--group-size",
         type=int,
@@ -232,12 +234,13 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar=f"{READY}|{STRICT}",
         help="run the best of what is ready (default), or wait for the table's next entry",
     )
-    group.add_argument(
+    hint = group.add_argument(
         "--hint",
         metavar="NAME",
         help=f"rank what is ready by: {', '.join(hint_names())} (default: the schedule if there is one, else bf, or "
         "bf-deep with several chunks per stage); strict consumption follows its table instead",
     )
+    offer(hint, hint_names())
     group.add_argument(
         "--window",
         metavar="N|N,N,...",

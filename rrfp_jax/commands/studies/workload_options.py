@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from rrfp_jax.commands.common.options import offer
 from rrfp_jax.commands.common.ordering import OFF, ON, parse_switch
 from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph, make_graph, parse_graph
 from rrfp_jax.commands.studies.model_pairs import MODEL_PAIRS, model_pair
@@ -37,16 +38,18 @@ class Planned(NamedTuple):
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     """The options; :func:`plan_workload` reads them."""
     add = group.add_argument
-    add(
+    workload = add(
         "--workload",
         metavar="NAME",
         help=f"durations and missing encoder tasks as of: {', '.join(WORKLOADS)} (default: every task takes the same)",
     )
-    add(
+    offer(workload, WORKLOADS)
+    pair = add(
         "--model-pair",
         metavar="NAME",
         help=f"encoder and decoder of the workload: {', '.join(MODEL_PAIRS)} (default {DEFAULT_PAIR})",
     )
+    offer(pair, MODEL_PAIRS)
     add(
         "--samples",
         type=int,

@@ -20,6 +20,11 @@ Given = tuple[str, Mapping[str, Mapping[str, Any]]]
 _ROOM = 10
 
 
+def all_names() -> list[str]:
+    """The sections, and all keys with theirs."""
+    return [*SECTIONS, *(f"{section}.{key}" for section in SECTIONS for key in _keys(section))]
+
+
 def find_key(name: str) -> tuple[str, str | None]:
     """Section and key that a user means; the key is None where it is a section.
 
