@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax._src import compiler
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.private.jax_names import compiler
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process

@@ -19,13 +19,11 @@ import tensorstore as ts
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import future, type_handlers
 
-# Where Orbax puts an array inside a checkpoint, for its merging of what several processes wrote, has no public name.
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
 from rrfp_jax.checkpoint.arrays import HostArray, Name, batches, nested
 from rrfp_jax.checkpoint.durable_files import sum_tree
 from rrfp_jax.checkpoint.ownership import Part
 from rrfp_jax.checkpoint.record import PartRecord
+from rrfp_jax.private.orbax_names import build_array_write_spec
 
 _CHUNK_BYTES = 16 << 20
 """What is read at once, at least: small enough to read a share of a large array, large enough for a disk."""
@@ -90,7 +88,7 @@ class _HostArrayHandler(type_handlers.TypeHandler):
 
 async def _open_store(value: HostArray, info: Any, arg: ocp.SaveArgs) -> ts.KvStore:
     """Where this process writes; asked for an array, but the same for all of a checkpoint."""
-    spec = tensorstore_utils.build_array_write_spec(
+    spec = build_array_write_spec(
         info,
         arg,
         global_shape=value.shape,

@@ -1,9 +1,9 @@
 """Run as a module: JAX's coordination service in a process of its own, until standard input closes.
 
 ``python -m rrfp_jax.launch.coordination_process HOST PORT NUM_RANKS`` prints ``ready PORT`` once it listens
-(port 0: any that is free). The death of the process that hosts the service aborts all ranks within a tenth of a second,
-so no rank must host it. JAX offers the service under no public name; ``jaxlib._jax`` alone holds it, and loads without
-JAX itself.
+(port 0: any that is free). The run key is in its environment, as in a rank's. The death of the process that hosts the
+service aborts all ranks within a tenth of a second, so no rank must host it. JAX offers the service under no public
+name; jaxlib alone holds it, and loads without JAX itself.
 """
 
 import os
@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 
 from rrfp_jax.exit_codes import DONE, START_FAILED
 from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S
+from rrfp_jax.network.keys import RunKey
 
 _REMEDY = "end the run or program that has it, or give another port"
 _SHUTDOWN_TIMEOUT_S = 5
@@ -23,21 +24,27 @@ def main(argv: list[str]) -> int:
     """Serve; returns the exit code."""
     host, port, num_ranks = argv[0], int(argv[1]), int(argv[2])
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the service tells of each connection otherwise
-    from jaxlib import _jax
+    from rrfp_jax.network.certificates import service_credentials
+    from rrfp_jax.private.jaxlib_names import get_distributed_runtime_service
 
     try:
         reserved = _reserve(host, port)
+        credentials = service_credentials(RunKey.from_environment())
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return START_FAILED
     except OSError as error:
         where = f"{host}, port {port}: {error.strerror}; {_REMEDY}"
         print(f"the coordination service cannot listen on {where}", file=sys.stderr)
         return START_FAILED
     with closing(reserved):
         port = reserved.getsockname()[1]
-        service = _jax.get_distributed_runtime_service(
+        service = get_distributed_runtime_service(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             num_ranks,
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+            **credentials,
         )
     print(f"ready {port}", flush=True)
     with suppress(KeyboardInterrupt):

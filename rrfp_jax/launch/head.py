@@ -12,6 +12,7 @@ from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import LauncherLink, RendezvousServer, RunKey
+from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
 from rrfp_jax.network.sockets import LOOPBACK
 
 SERVICE = "coordination"
@@ -68,6 +69,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
             port=None if place is None else place.port,
             on_bulletin=launcher.events.put,
             notice=launcher.output.say,
+            expected={SERVICE_SECURITY: service_security()},
         )
     except ValueError as error:
         raise HeadFailed(f"the rendezvous {error}") from error
@@ -76,7 +78,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
     module = "rrfp_jax.launch.coordination_process"
     service = Child(
         [sys.executable, "-m", module, host, str(port), str(settings.num_ranks)],
-        launcher.environment,
+        {**launcher.environment, **key.environment()},
         launcher.guardian,
         server.service_ended,
         stdin=subprocess.PIPE,

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import zmq
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
 KEY_VARIABLE = "RRFP_RUN_KEY"
@@ -117,6 +119,10 @@ class RunKey:
     def pair(self, role: str) -> KeyPair:
         """The key pair of a role, the same in every process of the run."""
         return _derive(self._secret, role)
+
+    def expand(self, purpose: str, num_bytes: int) -> bytes:
+        """Secret bytes for a purpose (HKDF), from which nothing can be told of the key or of other purposes."""
+        return HKDF(SHA256(), num_bytes, salt=None, info=f"rrfp {purpose}".encode()).derive(self._secret)
 
     def mac_key(self, purpose: str) -> bytes:
         """32 bytes for a message authentication code, different for each purpose and from every key pair."""

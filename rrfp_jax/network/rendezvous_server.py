@@ -12,7 +12,7 @@ import socket as sockets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
@@ -53,6 +53,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     Args:
         deadline_s: from now, for all ranks to come.
         interface, port: where to listen; by default on loopback, on a free port.
+        expected: what holds for the head; a rank's configuration must say the same, or nothing of it.
         on_bulletin: called on the server's thread whenever there is news.
         notice: called there with sentences for the user: who is waited for, who is refused.
     """
@@ -65,12 +66,13 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         deadline_s: float = 60.0,
         interface: str = LOOPBACK,
         port: int | None = None,
+        expected: Mapping[str, Any] | None = None,
         on_bulletin: Callable[[Bulletin], None] | None = None,
         notice: Callable[[str], None] = _LOG.warning,
     ) -> None:
         if num_ranks < 1 or deadline_s <= 0:
             raise ValueError(f"num_ranks {num_ranks} and deadline_s {deadline_s} must be positive")
-        self._roll = RollCall(num_ranks)
+        self._roll = RollCall(num_ranks, expected)
         self._started_s = time.monotonic()
         self._deadline_s, self._ends_s = deadline_s, self._started_s + deadline_s
         self._on_bulletin, self._notice = on_bulletin, notice

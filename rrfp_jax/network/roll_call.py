@@ -95,10 +95,14 @@ class LauncherReport:
 
 
 class RollCall:
-    """Collects the hellos of one run until a verdict: ``members`` (all is well) or ``failure`` (why not)."""
+    """Collects the hellos of one run until a verdict: ``members`` (all is well) or ``failure`` (why not).
 
-    def __init__(self, num_ranks: int) -> None:
+    ``expected`` holds for the head: a rank's configuration must say the same, or nothing of it.
+    """
+
+    def __init__(self, num_ranks: int, expected: Mapping[str, Any] | None = None) -> None:
         self.num_ranks = num_ranks
+        self._expected = expected or {}
         self.endings: dict[int, Ending] = {}
         """Of the ranks that have ended, as their launchers reported them."""
         self.members: tuple[Member, ...] | None = None
@@ -200,7 +204,18 @@ class RollCall:
             f"{self.num_ranks} ranks are expected, rank {rank} was told of {hello.num_ranks}"
             for rank, hello in sorted(self._hellos.items())
             if hello.num_ranks != self.num_ranks
-        ] + differences({rank: hello.configuration for rank, hello in self._hellos.items()})
+        ] + [
+            *self._differences_from_head(),
+            *differences({rank: hello.configuration for rank, hello in self._hellos.items()}),
+        ]
+
+    def _differences_from_head(self) -> Iterator[str]:
+        brought = {rank: json.loads(hello.configuration) for rank, hello in self._hellos.items()}
+        for key, value in self._expected.items():
+            others = [rank for rank, configuration in brought.items() if configuration.get(key, value) != value]
+            if others:
+                values = sorted({json.dumps(brought[rank][key]) for rank in others})
+                yield f"{key} is {json.dumps(value)} on the head, but {' or '.join(values):.80} on {name_ranks(others)}"
 
 
 def differences(configurations: Mapping[int, str]) -> list[str]:

@@ -26,6 +26,7 @@ from rrfp_jax.network import (
     RunKey,
     meet,
 )
+from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.network.membership import Membership
@@ -72,7 +73,8 @@ def join(
     )
     member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
     # Ranks of different versions may compile different programs and then wait for each other.
-    hello = Hello.of(member, membership.num_ranks, {**configuration, "version of jax": version("jax")})
+    about_jax = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
+    hello = Hello.of(member, membership.num_ranks, {**configuration, **about_jax})
     try:
         members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
@@ -81,7 +83,7 @@ def join(
         if isinstance(error, RendezvousFailed):
             raise StartFailed(str(error)) from error
         raise
-    return Cluster(membership, config, network, addresses, tuple(other.host for other in members))
+    return Cluster(membership, config, network, addresses, tuple(other.host for other in members), key=key)
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -98,11 +100,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         network: PeerNetwork,
         addresses: Mapping[int, PeerAddress],
         hosts: tuple[str, ...],
+        *,
+        key: RunKey,
     ) -> None:
         self.rank, self.num_ranks = membership.rank, membership.num_ranks
         self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
         self.loop = LoopThread()
-        self._config = config
+        self._config, self._key = config, key
         self._on_lost: Callable[[int, str], None] = self._give_up
         self._on_left: Callable[[int], None] = self._give_up_too
         self._on_broken: Callable[[str], None] = self._give_up_broken
@@ -182,6 +186,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             return start_jax(
                 self.membership,
                 self.hosts,
+                self._key,
                 platform=platform,
                 num_local=num_local_devices,
                 listen_on=self._own_host(),

@@ -1,8 +1,8 @@
 """What was compiled once is loaded from then on: JAX's persistent compilation cache, for every process of a run.
 
 JAX's own cache writes the entries of process 0 only, because writers could collide on some file systems. Here they
-cannot (:mod:`rrfp_jax.runtime.cache_directory`), so every process writes. Three names of ``jax._src`` are replaced for
-it, since JAX has no public ones; they exist alike in JAX 0.10.2 to 0.12:
+cannot (:mod:`rrfp_jax.runtime.cache_directory`), so every process writes. Three private functions of JAX are replaced
+for it, since it has no public ones:
 
 ``compilation_cache.get_file_cache``
     gives our directory in place of JAX's.
@@ -31,10 +31,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compilation_cache, compiler
-from jax._src.compilation_cache_interface import CacheInterface
-from jaxlib import xla_client
 
+from rrfp_jax.private.jax_names import CacheInterface, compilation_cache, compiler
+from rrfp_jax.private.jaxlib_names import DeviceAssignment
 from rrfp_jax.runtime.cache_directory import CacheDirectory
 
 VARIABLE = "RRFP_COMPILE_CACHE"
@@ -143,7 +142,7 @@ def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: An
         options, assigned = copy.deepcopy(options), options.device_assignment
         shape = (assigned.replica_count(), assigned.computation_count())
         anywhere = np.arange(shape[0] * shape[1]).reshape(shape)
-        options.device_assignment = xla_client.DeviceAssignment.create(anywhere)
+        options.device_assignment = DeviceAssignment.create(anywhere)
     return f"{_jax_key(module, devices, options, backend, *rest)}-{host_digest()}"
 
 

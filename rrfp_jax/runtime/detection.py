@@ -48,10 +48,10 @@ def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Memb
 def _detect() -> tuple[int, int]:
     """Rank and number of ranks as JAX detects them from SLURM, Kubernetes or Open MPI; raises ValueError.
 
-    JAX keeps what it knows about these environments in ``jax._src.clusters``, without a public name: its own
-    ``jax.distributed.initialize`` is the only user, which would also start the coordination service in rank 0.
+    What JAX knows about these environments has no public name: its own ``jax.distributed.initialize`` is the only
+    user, which would also start the coordination service in rank 0.
     """
-    from jax._src.clusters import ClusterEnv
+    from rrfp_jax.private.jax_names import ClusterEnv
 
     known = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
     for kind in known:

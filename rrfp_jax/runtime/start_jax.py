@@ -2,7 +2,7 @@
 
 ``jax.distributed.initialize`` always starts the coordination service in process 0, whose death then aborts all others
 within a tenth of a second; it also waits for every process at the end, and takes SIGTERM for itself. No public name
-connects a client only, hence the use of ``jax._src`` here, which works with JAX 0.10.2 to 0.12.
+connects a client only, hence the private ones here.
 """
 
 import os
@@ -12,11 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
-from jaxlib import _jax
 
+from rrfp_jax.network.certificates import rank_credentials
 from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S, PINNED_THREADS
+from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.membership import Membership
+from rrfp_jax.private.jax_names import (
+    backends_are_initialized,
+    global_state,
+    make_cpu_client,
+    register_backend_factory,
+)
+from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, make_gloo_tcp_collectives
 from rrfp_jax.runtime.plugins import idle_plugin
 
 _CPU, _TPU = "cpu", "tpu"
@@ -32,6 +39,7 @@ _SHARED_MEMORY = 0.9
 def start_jax(
     membership: Membership,
     hosts: Sequence[str],
+    key: RunKey,
     *,
     platform: str | None,
     num_local: int,
@@ -54,7 +62,7 @@ def start_jax(
             jax.config.update("jax_cuda_visible_devices", visible)
             jax.config.update("jax_rocm_visible_devices", visible)
     use_gloo(listen_on)
-    connect_client(membership.coordinator, rank, num_ranks, timeout_s=timeout_s)
+    connect_client(membership.coordinator, rank, num_ranks, key, timeout_s=timeout_s)
     if platform != _CPU:
         require_accelerator()
     check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
@@ -157,30 +165,32 @@ def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: in
         )
 
 
-def connect_client(coordinator: str, rank: int, num_ranks: int, *, timeout_s: float) -> None:
+def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, timeout_s: float) -> None:
     """Make this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
 
-    A connection that breaks later ends the process at once with SIGABRT, so the service must outlive the ranks.
+    Where JAX can, it proves to the service that it has the run key, and the service to it
+    (:mod:`rrfp_jax.network.certificates`). A connection that breaks later ends the process at once with SIGABRT, so the
+    service must outlive the ranks.
 
     Raises:
         RuntimeError: where JAX has started its backends, or is connected.
     """
-    state = distributed.global_state
-    if xla_bridge.backends_are_initialized():
+    if backends_are_initialized():
         raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
-    if state.client is not None:
+    if global_state.client is not None:
         raise RuntimeError("JAX is already connected to a coordination service")
-    client = _jax.get_distributed_runtime_client(
+    client = get_distributed_runtime_client(
         coordinator,
         rank,
         init_timeout=max(1, round(timeout_s)),
         use_compression=True,
         heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
         shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
+        **rank_credentials(key, rank),
     )
     client.connect()
-    state.client, state.process_id, state.num_processes = client, rank, num_ranks
-    state.coordinator_address = coordinator
+    global_state.client, global_state.process_id, global_state.num_processes = client, rank, num_ranks
+    global_state.coordinator_address = coordinator
 
 
 def use_gloo(host: str) -> None:
@@ -190,7 +200,7 @@ def use_gloo(host: str) -> None:
     """
 
     def make_client() -> Any:
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=host)
-        return xla_bridge.make_cpu_client(collectives=collectives)
+        collectives = make_gloo_tcp_collectives(distributed_client=global_state.client, hostname=host)
+        return make_cpu_client(collectives=collectives)
 
-    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

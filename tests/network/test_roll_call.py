@@ -183,3 +183,15 @@ def test_hellos_travel_as_plain_data() -> None:
     for configuration in ("[1]", "{", ""):
         with pytest.raises(MalformedRecord):
             from_plain(Hello, {**to_plain(sent), "configuration": configuration})
+
+
+def test_what_does_not_fit_the_head_is_named_and_who_says_nothing_of_it_is_welcome() -> None:
+    roll = RollCall(3, {"service": "open", "other": 1})
+    roll.admit(hello(0, service="secured"))
+    roll.admit(hello(1))
+    roll.admit(hello(2, service="secured"))
+    assert roll.failure is not None
+    assert roll.failure.splitlines()[1] == '  service is "open" on the head, but "secured" on ranks 0, 2'
+    equal = RollCall(1, {"service": "open"})
+    assert equal.admit(hello(0, num_ranks=1, service="open")) is None
+    assert equal.members is not None

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax._src import compilation_cache, compiler
 from jax.sharding import SingleDeviceSharding
 
+from rrfp_jax.private.jax_names import compilation_cache, compiler
 from rrfp_jax.runtime import compile_cache
 from rrfp_jax.runtime.compile_cache import CompileCache, cache_path, use_compile_cache
 from tests.environment import of_child
@@ -27,8 +27,8 @@ from tests.runtime.test_compile_cache import Counts, compile_for
 
 use_virtual_devices(3)
 devices = jax.devices()
-from jax._src import distributed
-distributed.global_state.process_id = int(sys.argv[1])
+from rrfp_jax.private.jax_names import global_state
+global_state.process_id = int(sys.argv[1])
 counts, cache = Counts(), use_compile_cache()
 results = [compile_for(device) for device in json.loads(sys.argv[2])]
 print(json.dumps({"compiled": counts.num_compiled, "loaded": counts.num_loaded, "results": results,

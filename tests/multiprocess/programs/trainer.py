@@ -167,9 +167,10 @@ def _check_announcements(pipeline: Any, process: Any, looking_ahead: int) -> Non
 def _start_jax_once(cluster: Cluster, num_devices: int) -> None:
     """JAX can be started once only, with as many devices as the largest case needs."""
     import jax
-    from jax._src import distributed
 
-    if distributed.global_state.client is not None:
+    from rrfp_jax.private.jax_names import global_state
+
+    if global_state.client is not None:
         cluster.initialize_jax = lambda *_, **__: tuple(jax.local_devices())  # type: ignore[method-assign]
     else:
         start = cluster.initialize_jax

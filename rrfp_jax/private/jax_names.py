@@ -1,0 +1,50 @@
+"""Private names of JAX, as in 0.10.2 to 0.12."""
+
+from rrfp_jax.private.naming import Private, naming
+
+_CACHE = "a way to give jax.experimental.compilation_cache a cache of one's own, written by every process"
+
+NAMES = {
+    "global_state": Private(
+        "the client of the coordination service, which JAX looks for there",
+        "a way to hand a connected client to jax.distributed",
+    ),
+    "backends_are_initialized": Private(
+        "telling who asks for devices too early",
+        "jax.distributed.initialize's own check, or a public name of it in jax.extend.backend",
+    ),
+    "make_cpu_client": Private(
+        "CPU devices whose collectives listen on the interface of the run",
+        "an option of JAX beside jax_cpu_collectives_implementation that names gloo's interface",
+    ),
+    "register_backend_factory": Private(
+        "the same, in place of JAX's own CPU devices",
+        "the same option, or jax.extend.backend",
+    ),
+    "ClusterEnv": Private(
+        "the rank as SLURM, Kubernetes or Open MPI tell it to JAX",
+        "a name in jax.distributed that detects without connecting",
+    ),
+    "compilation_cache": Private("a cache of compiled programs by our rules, in place of its functions", _CACHE),
+    "compiler": Private("programs cached by all processes, in place of its _cache_write", _CACHE),
+    "CacheInterface": Private("the interface of such a cache", _CACHE),
+}
+
+with naming("jax", NAMES):
+    from jax._src import compilation_cache, compiler
+    from jax._src.clusters import ClusterEnv
+    from jax._src.compilation_cache_interface import CacheInterface
+    from jax._src.distributed import global_state
+    from jax._src.xla_bridge import backends_are_initialized, make_cpu_client, register_backend_factory
+
+__all__ = [
+    "NAMES",
+    "CacheInterface",
+    "ClusterEnv",
+    "backends_are_initialized",
+    "compilation_cache",
+    "compiler",
+    "global_state",
+    "make_cpu_client",
+    "register_backend_factory",
+]
