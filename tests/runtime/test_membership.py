@@ -43,7 +43,7 @@ def test_there_and_back(attempt: int, interface: str | None):
         ({"RRFP_RANK": "4"}, "ranks count from 0 to 3"),
         ({"RRFP_RANK": "-1"}, "RRFP_RANK is '-1': give a number"),
         ({"RRFP_RANK": None}, "set but not RRFP_RANK"),
-        ({"RRFP_NUM_RANKS": None}, "RRFP_NUM_RANKS is not set: start it with python -m experiments.launch"),
+        ({"RRFP_NUM_RANKS": None}, "RRFP_NUM_RANKS is not set: start it with rrfp launch"),
         ({"RRFP_RENDEZVOUS": "127.0.0.1:4000"}, "give tcp://host:port"),
         ({"RRFP_RENDEZVOUS": "tcp://:4000"}, "give tcp://host:port"),
         ({"RRFP_COORDINATOR": "127.0.0.1"}, "give host:port"),
