@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -28,10 +29,20 @@ def run_command(module: str, *arguments: object, timeout_s: float = 240) -> subp
 
     The process is forked from one that has imported libraries and done nothing else, which spares each command seconds.
     """
-    command = [f"experiments.{module}", *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = _with_libraries().Process(target=_run, args=(command, of_child(), streams))
+    return _run_forked(_run, [f"experiments.{module}", *map(str, arguments)], ROOT, of_child(), timeout_s)
+
+
+def run_code(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, forked alike, that works in ``folder``."""
+    return _run_forked(_run_code, [code], folder, of_child() | environment, 240)
+
+
+def _run_forked(
+    target: Callable[[list[str]], None], command: list[str], folder: Path, environment: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as temporary:
+        streams = [Path(temporary, name) for name in ("stdout", "stderr")]
+        process = _with_libraries().Process(target=_start, args=(target, command, folder, environment, streams))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
@@ -70,11 +81,25 @@ def _with_libraries() -> ForkServerContext:
     return context
 
 
-def _run(command: list[str], environment: dict[str, str], streams: list[Path]) -> None:
+def _start(
+    target: Callable[[list[str]], None],
+    command: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    streams: list[Path],
+) -> None:
     for descriptor, stream in enumerate(streams, start=1):
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    target(command)
+
+
+def _run_code(command: list[str]) -> None:
+    exec(compile(command[0], "<example>", "exec"), {"__name__": "__main__"})
+
+
+def _run(command: list[str]) -> None:
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
