@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 _PAGES = (".html", ".htm")
 _PICTURES = (".png", ".svg")
 _PAGE_BOXES = 100_000
-"""How many a browser draws at once without delay; in a file they take about half a megabyte."""
+"""How many a browser draws at once without delay; in a file they take a little less than a megabyte."""
 
 
 def check_outputs(*, timeline: str | None, trace: str | None, events: str | None = None) -> None:
