@@ -93,13 +93,16 @@ bench-gpu bench-tpu: setup ## measure a pipeline on one accelerator beside a pla
 
 # ----------------------------------------------------------------------------------------------------- checks
 
-.PHONY: test test-slow test-gpu test-tpu check lint types imports format
+.PHONY: test test-slow test-slurm test-gpu test-tpu check lint types imports format
 # In the order of the folders: by default modules with one long test would come last, and all cores but one would wait.
 test: dev ## run the fast tests, on all cores
 	@$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
+
+test-slurm: dev ## run both SLURM scripts on a real SLURM of three nodes on this machine (root, Debian's packages)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m slow -rs tests/multiprocess/test_slurm.py --timeout 900 $(ARGS)
 
 test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one that JAX finds
 	@RRFP_ACCELERATOR=$(@:test-%=%) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest tests/accelerators --timeout 900 -o faulthandler_timeout=900 $(ARGS)

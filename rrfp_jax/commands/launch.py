@@ -19,14 +19,17 @@ other ports, unless the input was bad, the user interrupted, or the launcher its
 Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
 
 Over several hosts, run it on each with the same ``--nodes``, ``--head`` and run key (``RRFP_RUN_KEY`` or
-``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. Where SLURM, Kubernetes or Open MPI
-start the ranks, run it once beside rank 0 with ``--supervise --processes ALL --head HOST:PORT``.
+``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. With ``--from-environment`` all but
+the key comes from what starts one launcher on each node: SLURM, SkyPilot, Kubeflow, Open MPI, or the variables that
+users of JAX set. Where SLURM, Kubernetes or Open MPI start the ranks, run it once beside rank 0 with ``--supervise
+--processes ALL --head HOST:PORT``.
 """
 
 import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
@@ -35,8 +38,11 @@ from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.launch.binding import BINDINGS
 from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import PREFIXES, Output
+from rrfp_jax.launch.placement import Placement
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import RunKey
+from rrfp_jax.network.membership import INTERFACE
+from rrfp_jax.network.routes import await_name
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,10 +53,12 @@ def main(argv: list[str] | None = None) -> int:
             RunKey.generate().write(Path(arguments.new_key))
         return 0
     with checking_input():
-        settings = _settings(arguments)
+        output = Output(sys.stdout.buffer, sys.stderr.buffer, prefix=arguments.prefix)
+        settings = _settings(arguments, os.environ, output)
+        if arguments.from_environment and settings.head is not None and settings.interface is None:
+            await_name(settings.head.host, settings.start_deadline_s, output.say)
         settings.listens_on()
         shared = RunKey.from_environment() if settings.shares_key else None
-    output = Output(sys.stdout.buffer, sys.stderr.buffer, prefix=settings.prefix)
     return launch(settings, os.environ, output, shared=shared)
 
 
@@ -89,17 +97,24 @@ def make_parser() -> CommandParser:
     )
     several = parser.add_argument_group("several hosts")
     several.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="hosts of the run, each with its own launcher"
+        "--nodes", type=int, metavar="N", help="hosts of the run, each with its own launcher (default 1)"
     )
     several.add_argument(
         "--node-rank",
         type=int,
-        default=0,
         metavar="I",
-        help="which of the hosts this is, 0 to N-1; node 0 hosts the head",
+        help="which of the hosts this is, 0 to N-1; node 0 hosts the head (default 0)",
     )
     several.add_argument("--head", metavar="HOST:PORT", help="node 0's address; the port after this one is used too")
-    several.add_argument("--interface", metavar="IF", help="what to listen on (default: what reaches the head)")
+    several.add_argument(
+        "--interface", metavar="IF", help="what to listen on (default: RRFP_INTERFACE; else what reaches the head)"
+    )
+    several.add_argument(
+        "--from-environment",
+        action="store_true",
+        help="take what is not given of --nodes, --node-rank, --head and --processes from the variables of Open MPI, "
+        "SkyPilot, SLURM, Kubeflow, JAX or Kubernetes; the run key comes from RRFP_RUN_KEY or RRFP_RUN_KEY_FILE",
+    )
     several.add_argument("--supervise", action="store_true", help="start no ranks, only host what they need")
     several.add_argument("--new-key", metavar="FILE", help="write a new run key to FILE and end")
     machine = parser.add_argument_group("machine")
@@ -116,8 +131,9 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> LaunchSettings:
-    if arguments.processes is None:
+def _settings(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> LaunchSettings:
+    place = _placement(arguments, environ, output)
+    if place.num_processes is None:
         raise ValueError("how many processes? give --processes N")
     command = tuple(arguments.command)
     if arguments.supervise and command:
@@ -126,11 +142,11 @@ def _settings(arguments: argparse.Namespace) -> LaunchSettings:
         command = _module_and_arguments(command)
     return LaunchSettings(
         command=command,
-        num_processes=arguments.processes,
-        num_nodes=arguments.nodes,
-        node_rank=arguments.node_rank,
-        head=None if arguments.head is None else Address.parse(arguments.head),
-        interface=arguments.interface,
+        num_processes=place.num_processes,
+        num_nodes=1 if place.num_nodes is None else place.num_nodes,
+        node_rank=place.node_rank or 0,
+        head=place.head,
+        interface=arguments.interface or environ.get(INTERFACE) or None,
         max_restarts=arguments.max_restarts,
         grace_s=arguments.grace_s,
         start_deadline_s=arguments.start_deadline_s,
@@ -138,6 +154,22 @@ def _settings(arguments: argparse.Namespace) -> LaunchSettings:
         threads=arguments.threads,
         bind=arguments.bind,
     )
+
+
+def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> Placement:
+    given = Placement(
+        num_nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        head=None if arguments.head is None else Address.parse(arguments.head),
+        num_processes=arguments.processes,
+    )
+    if not arguments.from_environment:
+        return given
+    if arguments.supervise:
+        raise ValueError("a supervisor has no node to look for: leave out --from-environment, or --supervise")
+    place, told = given.completed(environ)
+    output.say(told)
+    return place
 
 
 def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -116,6 +116,9 @@ class Attempt:
                 f"give every rank {RENDEZVOUS}={head.rendezvous} {COORDINATOR}={head.coordinator} {NUM_RANKS}="
                 f"{num_ranks}, its RRFP_RANK (or RRFP_DETECT=1), and the run key"
             )
+            self._output.tell(
+                f"{NUM_RANKS}={num_ranks}\n{RENDEZVOUS}={head.rendezvous}\n{COORDINATOR}={head.coordinator}"
+            )
 
     def _ended(self, rank: int, code: int, at_s: float) -> None:
         self._events.put(RankEnded(rank, code, at_s))

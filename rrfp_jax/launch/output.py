@@ -39,6 +39,10 @@ class Output:
         lines = [f"[launcher] {line}\n" for line in text.splitlines()]
         self._write(self._stderr, "".join(lines).encode())
 
+    def tell(self, text: str) -> None:
+        """Lines of the launcher's own that a program reads."""
+        self._write(self._stdout, f"{text}\n".encode())
+
     def drain(self, timeout_s: float) -> None:
         """Wait until all pipes are closed and copied."""
         for thread in self._threads:

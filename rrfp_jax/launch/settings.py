@@ -1,6 +1,5 @@
 """What a launcher is told to start, and where."""
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from rrfp_jax.launch.output import PREFIXES
 from rrfp_jax.network import KEY_FILE_VARIABLE, KEY_VARIABLE
 from rrfp_jax.network.cluster_config import PINNED_THREADS
 from rrfp_jax.network.membership import DETECT, LAUNCHER
+from rrfp_jax.network.routes import address_of, own_address, refuse_misleading_name
 from rrfp_jax.network.sockets import WILDCARDS
 
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -115,26 +115,16 @@ class LaunchSettings:
         """The interface of this node where it is not loopback.
 
         Raises:
-            ValueError: where the head's name is unknown or cannot be reached.
+            ValueError: where the head's name is unknown, out of reach, or leads to loopback while others shall come.
         """
         if self.interface is not None or self.head is None:
             return self.interface
-        try:
-            if self.hosts_head:
-                return str(socket.getaddrinfo(self.head.host, self.head.port, type=socket.SOCK_STREAM)[0][4][0])
-            return _route_to(self.head)
-        except OSError as error:
-            raise ValueError(
-                f"the head {self.head} is unknown or out of reach ({error}): give another, or the interface"
-            ) from error
-
-
-def _route_to(address: Address) -> str:
-    """This host's own address on the way there; nothing is sent."""
-    kind, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
+        host, port = self.head.host, self.head.port
+        if not self.hosts_head:
+            return own_address(host, port)
+        if self.shares_key:
+            refuse_misleading_name(host, port)
+        return address_of(host, port)
 
 
 def rank_environment(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:

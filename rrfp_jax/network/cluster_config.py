@@ -21,8 +21,9 @@ class ClusterConfig:
     """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
     start_deadline_s: float = 300.0
     """How long all processes may take to come together, and then the slowest of them to compile."""
-    interface: str = "127.0.0.1"
-    """Address or name (``eth0``) of the network interface that the processes listen on."""
+    interface: str | None = None
+    """Address or name (``eth0``) of the network interface that the processes listen on; null: what reaches the place
+    where the run meets, which is loopback on one machine."""
     encrypt_arrays: bool = True
     """False sends large arrays authenticated only by their head and not encrypted, and lets accelerators send theirs by
     transfer servers: faster, for networks that are trusted."""
@@ -46,5 +47,5 @@ class ClusterConfig:
             raise ValueError(
                 f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}, 2 if in doubt"
             )
-        if not self.interface.strip():
-            raise ValueError("interface is empty: give an address or a name as eth0, or 127.0.0.1 for one machine")
+        if self.interface is not None and not self.interface.strip():
+            raise ValueError("interface is empty: give an address or a name as eth0, or leave it out")

@@ -1,6 +1,6 @@
 """Which rank a process is, and where the run meets: what a launcher tells the processes that it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
 RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
@@ -22,7 +22,8 @@ class Membership:
     attempt: int = 0
     """How often the launcher has restarted the run."""
     interface: str | None = None
-    """This host's network interface, where it is not the one that the configuration names for all."""
+    """This host's network interface, where it is neither the one that the configuration names for all nor what reaches
+    the rendezvous."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -46,6 +47,18 @@ class Membership:
             ATTEMPT: str(self.attempt),
         }
         return variables if self.interface is None else variables | {INTERFACE: self.interface}
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Host and port of the rendezvous."""
+        host, _, port = self.rendezvous.removeprefix("tcp://").rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def meeting_at(self, host: str) -> "Membership":
+        """The same, with this address for the host where the run meets."""
+        shown = f"[{host}]" if ":" in host else host
+        ports = (address.rpartition(":")[2] for address in (self.rendezvous, self.coordinator))
+        rendezvous, coordinator = (f"{shown}:{port}" for port in ports)
+        return replace(self, rendezvous=f"tcp://{rendezvous}", coordinator=coordinator)
 
 
 def _has_port(address: str) -> bool:

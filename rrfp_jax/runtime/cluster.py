@@ -6,6 +6,7 @@ inside JAX or compiles.
 """
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -30,11 +31,14 @@ from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.network.membership import Membership
+from rrfp_jax.network.routes import await_name, is_misleading, own_address
+from rrfp_jax.network.settings import host_of
 from rrfp_jax.runtime.last_words import say_last_words
 
 if TYPE_CHECKING:
     import jax
 
+_LOG = logging.getLogger(__name__)
 _PAUSE_S, _MOMENT_S = 0.1, 0.5
 _MORE_LOSSES_S = 0.2
 _FAREWELL_S = 1.0
@@ -57,20 +61,25 @@ def join(
 
     Raises:
         StartFailed: where ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
-        ValueError: where no usable key is given, or the interface is none of this host.
+        ValueError: where no usable key is given, the interface is none of this host, or the name of the head leads to
+            loopback here and nothing else is named to listen on.
     """
     key = RunKey.from_environment() if key is None else key
+    host, port = membership.meeting_place()
+    await_name(host, config.start_deadline_s, _LOG.warning)
     network = PeerNetwork(
         rank=membership.rank,
         num_ranks=membership.num_ranks,
         key=key,
         settings=NetworkSettings(
-            interface=membership.interface or config.interface,
+            interface=membership.interface or config.interface or own_address(host, port),
             silence_deadline_s=config.silence_deadline_s,
             encrypt_arrays=config.encrypt_arrays,
             array_connections=config.array_connections,
         ),
     )
+    if is_misleading(host, port):  # the head is here, and listens on the interface that was named
+        membership = membership.meeting_at(host_of(network.address).strip("[]"))
     member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
     # Ranks of different versions may compile different programs and then wait for each other.
     about_jax = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}

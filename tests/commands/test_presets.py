@@ -1,6 +1,7 @@
 """The presets: each loads, fits the machine in its header, and is started by commands that exist."""
 
 import argparse
+import io
 import os
 import re
 import shlex
@@ -18,7 +19,8 @@ from rrfp_jax.commands import launch
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
-from rrfp_jax.exit_codes import BAD_INPUT, PREEMPTED
+from rrfp_jax.exit_codes import BAD_INPUT, INTERRUPTED, PEER_LOST, PREEMPTED
+from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.models.tensor_cut import check_divides
@@ -55,11 +57,16 @@ def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
 
 def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
     """Read a launcher's command line as the launcher and then each of its processes does."""
-    settings = launch._settings(launch.make_parser().parse_args(words))
-    assert settings.command[0] == "experiments.train"
+    settings = launch_settings(words, environ)
+    assert settings.command[0] in ("experiments.train", "rrfp_jax.commands.train")
     if settings.shares_key:
         RunKey.from_environment(environ)
     return settings, check_train(list(settings.command[1:]))
+
+
+def launch_settings(words: list[str], environ: dict[str, str]) -> LaunchSettings:
+    output = Output(io.BytesIO(), io.BytesIO(), prefix="always")
+    return launch._settings(launch.make_parser().parse_args(words), environ, output)
 
 
 def check_train(words: list[str]) -> TrainConfig:
@@ -154,14 +161,23 @@ def test_the_multimodal_preset_is_a_pair_of_the_models_that_are_known_by_name() 
 
 # -- SLURM -----------------------------------------------------------------------------------------------------------
 
-PYTHON = """#!/bin/bash
-printf '%s\\n' "$*" >>python.log
-env | grep ^RRFP_ | sort >"environment.${SLURM_NODEID-batch}"
-if [ "$3" = --new-key ]; then touch "$4"; elif [ "$3" != --supervise ]; then exit "${CODE-0}"; fi
+RRFP = """#!/bin/bash
+printf '%s\\n' "$*" >>rrfp.log
+env | grep -E '^(RRFP|SLURM)_|^NPROC=' | sort >"environment.${SLURM_NODEID-batch}"
+case $2 in
+--new-key) touch "$3" ;;
+--supervise)
+    if [ -n "${REFUSED-}" ]; then exit 2; fi
+    printf '%s\\n' RRFP_NUM_RANKS=16 RRFP_RENDEZVOUS=tcp://10.1.2.3:8476 RRFP_COORDINATOR=10.1.2.3:8477
+    exec sleep 60
+    ;;
+*) exit "${CODE-0}" ;;
+esac
 """
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 code=0
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES
 for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" || code=$?; done
 exit $code
 """
@@ -172,7 +188,7 @@ if [ "$1" = requeue ]; then echo "$2" >>requeued; else printf 'nodea\\nnodeb\\n'
 
 def submit(script: str, *arguments: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a batch script as on the first of two nodes, with stand-ins that write down what they are told."""
-    programs = {".venv/bin/python": PYTHON, "bin/srun": SRUN, "bin/scontrol": SCONTROL}
+    programs = {".venv/bin/rrfp": RRFP, "elsewhere/rrfp": RRFP, "bin/srun": SRUN, "bin/scontrol": SCONTROL}
     for name, text in programs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -190,8 +206,8 @@ def submit(script: str, *arguments: str, folder: Path, **environ: str) -> subpro
     )
 
 
-def python_calls(folder: Path) -> list[list[str]]:
-    return [line.split() for line in (folder / "python.log").read_text().splitlines()]
+def rrfp_calls(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "rrfp.log").read_text().splitlines()]
 
 
 def environment(folder: Path, of: str) -> dict[str, str]:
@@ -215,16 +231,18 @@ def test_a_launcher_on_every_node_starts_the_run(tmp_path: Path) -> None:
     config = "tpu_gpu_configs/gpu/two_nodes_16.yaml"
     result = submit("launchers.sbatch", config, "8", "--steps", "5", folder=tmp_path, RRFP_INTERFACE="ib0")
     assert result.returncode == 0, result.stderr
-    key, *launches = python_calls(tmp_path)
-    assert key == ["-m", "experiments.launch", "--new-key", "runs/rrfp-17/run.key"]
-    assert [words[:2] for words in launches] == [["-m", "experiments.launch"]] * 2
+    key, *launches = rrfp_calls(tmp_path)
+    assert key == ["launch", "--new-key", "runs/rrfp-17/run.key"]
+    assert [words[0] for words in launches] == ["launch"] * 2
     for node, words in enumerate(launches):
-        settings, loaded = check_launch(words[2:], RunKey.generate().environment())
+        told = environment(tmp_path, str(node))
+        key_file = told.pop("RRFP_RUN_KEY_FILE")
+        assert key_file == "runs/rrfp-17/run.key"
+        settings, loaded = check_launch(words[1:], told | RunKey.generate().environment())
         assert (settings.node_rank, settings.num_ranks, settings.interface) == (node, 16, "ib0")
         assert str(settings.head) == "nodea:8476"
         assert (loaded.run.steps, loaded.run.run_dir) == (5, "runs/rrfp-17")
         assert layout_of(loaded, settings.num_ranks).devices_per_rank == 1
-        assert environment(tmp_path, str(node))["RRFP_RUN_KEY_FILE"] == "runs/rrfp-17/run.key"
     assert not (tmp_path / "runs/rrfp-17/run.key").exists()
     assert not (tmp_path / "requeued").exists()
 
@@ -232,33 +250,62 @@ def test_a_launcher_on_every_node_starts_the_run(tmp_path: Path) -> None:
 def test_ranks_that_slurm_starts_find_the_supervisor(tmp_path: Path) -> None:
     result = submit("ranks.sbatch", "tpu_gpu_configs/gpu/two_nodes_16.yaml", "--window", "4", folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    calls = python_calls(tmp_path)
+    calls = rrfp_calls(tmp_path)
     (supervisor,) = [words for words in calls if "--supervise" in words]
-    settings = launch._settings(launch.make_parser().parse_args(supervisor[2:]))
-    assert settings.supervises
-    trains = [words for words in calls if words[1] == "experiments.train"]
+    settings = launch_settings(supervisor[1:], {"RRFP_INTERFACE": "ib0"})
+    assert (settings.supervises, settings.interface, str(settings.head)) == (True, "ib0", "nodea:8476")
+    trains = [words for words in calls if words[0] == "train"]
     assert len(trains) == 2
-    loaded = check_train(trains[0][2:])
+    loaded = check_train(trains[0][1:])
     assert loaded.pipeline.window == 4
     assert layout_of(loaded, settings.num_ranks).devices_per_rank == 1
     told = environment(tmp_path, "0")
-    assert told["RRFP_DETECT"] == "1"
-    place = membership_from(told | {"RRFP_RANK": "3", "RRFP_NUM_RANKS": "16"})
+    assert (told["RRFP_DETECT"], told["NPROC"]) == ("1", "8")
+    place = membership_from(told | {"RRFP_RANK": "3"})
     assert place is not None
-    assert place.rendezvous == f"tcp://{settings.head}"
-    assert settings.head is not None
-    assert place.coordinator == str(settings.head.next_port())
-    assert place.interface == "eth0"
+    assert (place.num_ranks, place.rendezvous, place.coordinator) == (16, "tcp://10.1.2.3:8476", "10.1.2.3:8477")
+    assert place.interface is None, "each node listens on what reaches the supervisor"
+
+
+def test_ranks_are_not_started_where_the_supervisor_is_refused(tmp_path: Path) -> None:
+    result = submit("ranks.sbatch", "gpu/two_nodes_16", folder=tmp_path, REFUSED="1")
+    assert result.returncode == BAD_INPUT
+    assert not [words for words in rrfp_calls(tmp_path) if words[0] == "train"]
 
 
 @pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
-@pytest.mark.parametrize("code", [BAD_INPUT, PREEMPTED])
-def test_a_preempted_run_is_queued_again_and_others_are_not(script: str, code: int, tmp_path: Path) -> None:
+def test_an_installed_rrfp_serves_as_well(script: str, tmp_path: Path) -> None:
+    processes = ["8"] if script == "launchers.sbatch" else []
+    elsewhere = tmp_path / "elsewhere" / "rrfp"
+    result = submit(script, "gpu/two_nodes_16", *processes, folder=tmp_path, RRFP=str(elsewhere))
+    assert result.returncode == 0, result.stderr
+    (tmp_path / ".venv/bin/rrfp").unlink()
+    assert submit(script, "gpu/two_nodes_16", *processes, folder=tmp_path, RRFP=str(elsewhere)).returncode == 0
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+@pytest.mark.parametrize(
+    ("code", "num_starts", "num_requeues"),
+    [(BAD_INPUT, 1, 0), (INTERRUPTED, 1, 0), (PREEMPTED, 4, 4), (PEER_LOST, 4, 2)],
+)
+def test_a_job_is_queued_again_where_that_may_help(
+    script: str, code: int, num_starts: int, num_requeues: int, tmp_path: Path
+) -> None:
     arguments = ["tpu_gpu_configs/gpu/two_nodes_16.yaml", *(["8"] if script == "launchers.sbatch" else [])]
-    result = submit(script, *arguments, folder=tmp_path, CODE=str(code))
-    assert result.returncode == code, result.stderr
-    assert (tmp_path / "requeued").exists() == (code == PREEMPTED)
+    for _ in range(num_starts):
+        result = submit(script, *arguments, folder=tmp_path, CODE=str(code), RRFP_MAX_REQUEUES="2")
+        assert result.returncode == code, result.stderr
+    requeued = tmp_path / "requeued"
+    assert (len(requeued.read_text().splitlines()) if requeued.exists() else 0) == num_requeues
     assert not (tmp_path / "runs/rrfp-17/run.key").exists()
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+def test_requeues_are_counted_in_a_row(script: str, tmp_path: Path) -> None:
+    arguments = ["tpu_gpu_configs/gpu/two_nodes_16.yaml", *(["8"] if script == "launchers.sbatch" else [])]
+    for code in (PEER_LOST, PREEMPTED, PEER_LOST):
+        submit(script, *arguments, folder=tmp_path, CODE=str(code), RRFP_MAX_REQUEUES="1")
+    assert len((tmp_path / "requeued").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])

@@ -13,6 +13,7 @@ import pytest
 
 from rrfp_jax.network import RunKey
 from tests.multiprocess.launching import PROGRAMS, ROOT, Launched, eventually, launched
+from tests.multiprocess.ports import free_port
 
 NOTICED_S = 2.0
 """Within which a closed connection is noticed, and all processes have ended."""
@@ -112,19 +113,6 @@ def test_a_dead_coordination_service_is_named_and_no_rank_blamed():
 
 
 # -- several nodes, here all on this machine -------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    """A port that is free, as is the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def two_nodes(stack: ExitStack, port: int, *arguments: object, one_key: bool = True) -> list[Launched]:
