@@ -39,7 +39,7 @@ JOB_SETS = {"jobset.yaml": ("nvidia.com/gpu", 8), "jobset_tpu.yaml": ("google.co
 
 
 def load(path: str | Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    return load_train_config(str(ROOT / path), overrides or {})
+    return load_train_config(str(ROOT / path if (ROOT / path).exists() else path), overrides or {})
 
 
 def machine_of(path: Path) -> tuple[int, int, int]:
@@ -382,6 +382,37 @@ def test_the_run_key_comes_from_a_secret_and_is_nowhere_else(name: str) -> None:
     assert "create secret generic rrfp-run-key --from-file=key=run.key" in text
 
 
+# -- SkyPilot --------------------------------------------------------------------------------------------------------
+
+
+def test_skypilot_starts_one_launcher_on_each_node() -> None:
+    task = yaml.safe_load((CONFIGS / "skypilot/train.yaml").read_text())
+    kind, _, gpus = task["resources"]["accelerators"].partition(":")
+    assert kind == "H100"
+    rrfp, command, *words = shlex.split(task["run"])
+    assert (rrfp, command) == (".venv/bin/rrfp", "launch")
+    addresses = [f"10.0.0.{node}" for node in range(task["num_nodes"])]
+    for node in range(task["num_nodes"]):
+        told = {
+            "SKYPILOT_NODE_IPS": "\n".join(addresses),
+            "SKYPILOT_NODE_RANK": str(node),
+            "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+            "SKYPILOT_NUM_GPUS_PER_NODE": gpus,
+        }
+        settings, loaded = check_launch(words, told | RunKey.generate().environment())
+        assert (settings.node_rank, str(settings.head)) == (node, "10.0.0.0:8476")
+        layout = layout_of(loaded, settings.num_ranks)
+        assert layout.num_devices == task["num_nodes"] * int(gpus)
+        assert loaded.run.run_dir is not None
+        assert any(loaded.run.run_dir.startswith(folder) for folder in task["volumes"])
+
+
+def test_skypilots_run_key_is_asked_for_and_nowhere_in_the_file() -> None:
+    text = (CONFIGS / "skypilot/train.yaml").read_text()
+    assert yaml.safe_load(text)["secrets"] == {"RRFP_RUN_KEY": None}
+    assert "--secret RRFP_RUN_KEY" in text
+
+
 def test_a_new_key_is_readable_by_its_owner_alone_and_serves_as_secret(tmp_path: Path) -> None:
     path = tmp_path / "run.key"
     assert launch.main(["--new-key", str(path)]) == 0
@@ -393,6 +424,6 @@ def test_the_readme_names_every_preset_and_script() -> None:
     text = (CONFIGS / "README.md").read_text()
     for path in (
         *PRESETS,
-        *(p.relative_to(CONFIGS) for kind in ("slurm", "kubernetes") for p in CONFIGS.glob(f"{kind}/*")),
+        *(p.relative_to(CONFIGS) for kind in ("slurm", "kubernetes", "skypilot") for p in CONFIGS.glob(f"{kind}/*")),
     ):
         assert f"`{path}" in text, path
