@@ -12,6 +12,7 @@ import pytest
 from rrfp_jax.commands.simulate import main
 from rrfp_jax.schedules import schedule_names
 from tests.commands.running import ROOT
+from tests.documentation.blocks import blocks
 
 ZERO_BUBBLE = Path(__file__).parents[1] / "schedules" / "golden" / "zero_bubble.csv"
 SMALL = ("--num-stages", "4", "--num-microbatches", "16")
@@ -200,8 +201,12 @@ def test_the_list_names_every_schedule_and_hint(capsys):
 
 def test_the_hints_win_the_comparison_of_the_readme_as_it_says(simulated, tmp_path):
     text = (ROOT / "README.md").read_text()
-    command = text[text.index("python -m experiments.simulate --num-stages") :].split("\n\n")[0].replace("\\\n", "")
-    flags = command.split()[3:]
+    (flags,) = [
+        command.split()[3:]
+        for block in blocks("console")
+        for command in block.commands
+        if block.path.name == "README.md" and "--compare" in command and "experiments.simulate" in command
+    ]
     assert flags[-2] == "--timeline"
     assert flags[-1].startswith("runs/"), "what git does not see"
     compared = simulated(*flags[:-1], tmp_path / "page.html")["compare"]
