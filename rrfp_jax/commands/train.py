@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.common.process import check_plugin
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
 from rrfp_jax.network.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.last_words import say_last_words
+from rrfp_jax.runtime.plugins import check_plugin
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.assembly import Run

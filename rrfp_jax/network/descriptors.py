@@ -7,6 +7,10 @@ _MOST = 1 << 20
 """Asked for where the system knows no limit."""
 _SPARE = 64
 """What the run's program opens beside: devices, data, logs, checkpoints."""
+FILES_OF_NETWORK = 30
+"""What sockets and threads need before anything is connected."""
+FILES_FOR_MESSAGES = 4
+"""For every rank with which messages are exchanged: two connections for heartbeats and two for messages."""
 
 
 def raise_descriptor_limit() -> int:
@@ -35,6 +39,12 @@ def require_descriptors(num_more: int, what: str) -> None:
             f"this process may have {limit} files open and needs {needed} for {what}: set 'ulimit -n {needed}' or more "
             "on every host"
         )
+
+
+def ranks_served(limit: int, array_connections: int) -> int:
+    """How many ranks a run may have with so many open files in each, even if all exchange messages and arrays."""
+    beside = _num_open() + FILES_OF_NETWORK + _SPARE
+    return max(0, 1 + (limit - beside) // (FILES_FOR_MESSAGES + array_connections))
 
 
 def _num_open() -> int:

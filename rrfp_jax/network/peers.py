@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 
 from rrfp_jax.network.channel import MAX_TOPIC_BYTES, Channel
-from rrfp_jax.network.descriptors import require_descriptors
+from rrfp_jax.network.descriptors import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
 from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes
@@ -27,8 +27,6 @@ _LOG = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
-_NUM_OWN_FILES = 30
-"""What sockets and threads need before anything is connected."""
 _LANES = "lanes"
 
 
@@ -56,7 +54,7 @@ class PeerNetwork:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._losses = Losses(rank, num_ranks, self._drop)
         self._is_closed = False
-        require_descriptors(_NUM_OWN_FILES, "the network of a run")
+        require_descriptors(FILES_OF_NETWORK, "the network of a run")
         self._context = zmq.Context()
         try:
             self._link = self._open(key)
@@ -179,7 +177,7 @@ class PeerNetwork:
     def _connect(self, ranks: frozenset[int], only_watched: frozenset[int] = frozenset()) -> None:
         new = ranks - self._connections
         only_watched -= ranks
-        num_files = 2 * len(only_watched) + 4 * len(new)
+        num_files = 2 * len(only_watched) + FILES_FOR_MESSAGES * len(new)
         require_descriptors(num_files, f"connections to {len(new)} of {self.num_ranks} ranks")
         self._connections |= new
         self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})

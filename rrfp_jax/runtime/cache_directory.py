@@ -9,10 +9,14 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+VARIABLE = "RRFP_COMPILE_CACHE"
+"""Environment variable that goes before what a configuration says, with the same values."""
+AUTO, NONE = "auto", "none"
 _ENTRY, _TEMPORARY = ".program", ".tmp"
 _SUM_BYTES = hashlib.sha256().digest_size
 _ABANDONED_S = 3600.0
@@ -102,3 +106,18 @@ class CacheDirectory:
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
+
+
+def cache_path(where: str, of_jax: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The directory that ``where`` means, with what JAX has been given; None: nothing is kept here."""
+    if where == NONE:
+        return None
+    if where != AUTO:
+        path = Path(where).expanduser()
+        if "://" in where or not path.is_absolute():
+            raise ValueError(f"compile_cache is {where!r}: give auto, none, or the absolute path of a directory")
+        return path
+    if of_jax:
+        return None if "://" in of_jax else Path(of_jax)
+    home = environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and f"{environ['HOME']}/.cache")
+    return Path(home, "rrfp", "programs") if home and Path(home).is_absolute() else None

@@ -24,7 +24,6 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,8 @@ import numpy as np
 
 from rrfp_jax.private.jax_names import CacheInterface, compilation_cache, compiler
 from rrfp_jax.private.jaxlib_names import DeviceAssignment
-from rrfp_jax.runtime.cache_directory import CacheDirectory
+from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, CacheDirectory, cache_path
 
-VARIABLE = "RRFP_COMPILE_CACHE"
-"""Environment variable that goes before what a configuration says, with the same values."""
-AUTO, NONE = "auto", "none"
 DEFAULT_BYTES = 4 * 2**30
 _NEVER = "not cached"
 _HOST_LINES = ("model name", "flags", "Features", "CPU part")
@@ -101,21 +97,6 @@ def use_compile_cache(where: str = AUTO, max_bytes: int = DEFAULT_BYTES) -> Comp
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # they would grow without bounds
     compilation_cache.reset_cache()
     return programs
-
-
-def cache_path(where: str, of_jax: str | None, environ: Mapping[str, str]) -> Path | None:
-    """The directory that ``where`` means, with what JAX has been given; None: nothing is kept here."""
-    if where == NONE:
-        return None
-    if where != AUTO:
-        path = Path(where).expanduser()
-        if "://" in where or not path.is_absolute():
-            raise ValueError(f"compile_cache is {where!r}: give auto, none, or the absolute path of a directory")
-        return path
-    if of_jax:
-        return None if "://" in of_jax else Path(of_jax)
-    home = environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and f"{environ['HOME']}/.cache")
-    return Path(home, "rrfp", "programs") if home and Path(home).is_absolute() else None
 
 
 def host_digest() -> str:

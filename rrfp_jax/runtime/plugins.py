@@ -1,9 +1,10 @@
 """Why JAX would see, or sees, CPU devices only on a host that has more, and the command to run.
 
 Nothing here imports JAX, so that a rank can be refused before it meets the others, and an environment be looked at
-whose JAX is broken. Each function returns a sentence, or None where nothing is wrong.
+whose JAX is broken. Functions return a sentence, or None where nothing is wrong.
 """
 
+import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -23,6 +24,15 @@ from rrfp_jax.hardware import (
     removal,
     too_old,
 )
+
+
+def check_plugin(platform: str | None) -> None:
+    """Raise ValueError, with the command to run, where the installed JAX cannot use the accelerators of this host.
+
+    ``platform`` is what the run asks for: ``cpu``, or None for what JAX finds.
+    """
+    if platform != CPU and (problem := missing_plugin(os.environ)) is not None:
+        raise ValueError(problem)
 
 
 def missing_plugin(environ: Mapping[str, str]) -> str | None:

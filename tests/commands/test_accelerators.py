@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands.common.process import check_plugin
+from rrfp_jax.runtime.plugins import check_plugin
 from tests.commands.running import ROOT, run_command, sentence
 from tests.environment import of_child
 from tests.fake_hosts import fake_package, fake_plugin, fake_smi

@@ -10,7 +10,7 @@ from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
-from rrfp_jax.runtime.plugins import missing_plugin
+from rrfp_jax.runtime.plugins import check_plugin
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
@@ -69,12 +69,6 @@ def enter(
     process.connect()
     process.start_jax(platform, pinned=pinned)
     return process
-
-
-def check_plugin(platform: str | None) -> None:
-    """Raise ValueError, with the command to run, where the installed JAX cannot use the accelerators of this host."""
-    if platform != "cpu" and (problem := missing_plugin(os.environ)) is not None:
-        raise ValueError(problem)
 
 
 def start_alone(platform: str | None) -> None:

@@ -1,0 +1,150 @@
+"""How the ranks of a run would reach each other: interfaces, names, the head and its ports."""
+
+import errno
+import socket
+from collections.abc import Mapping
+
+from rrfp_jax.commands.diagnosis.addresses import interface_of, is_loopback, own_addresses, resolve
+from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
+from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network.membership import INTERFACE
+from rrfp_jax.network.sockets import LOOPBACK
+
+_CONNECT_S = 3.0
+
+
+def check_interfaces(head: Address | None, interface: str | None) -> Finding:
+    """The interfaces of this host, and which one ranks would listen on."""
+    addresses = own_addresses()
+    text = ", ".join(f"{name} {' '.join(each)}" for name, each in addresses.items()) or "none is up"
+    figures = {"interfaces": addresses}
+    if interface is not None and interface not in addresses and interface_of(interface) is None:
+        return problem(
+            f"{interface} is no interface of this host that is up, and no address of it: {text}",
+            f"give another one (--interface, or {INTERFACE})",
+            **figures,
+        )
+    if interface_of(LOOPBACK) is None:
+        return problem(f"{text}; {LOOPBACK} is missing", "bring loopback up: ip link set lo up", **figures)
+    if interface is None and head is None:
+        return ok(f"{text}; ranks of one host listen on {LOOPBACK}", **figures, listens_on=LOOPBACK)
+    if interface is None and head is not None:
+        try:
+            listens_on = _listens_on(head)
+        except (OSError, ValueError):  # the head's own finding says more
+            return ok(f"{text}; none leads to {head}", **figures)
+    else:
+        listens_on = str(interface)
+    name = interface_of(listens_on)
+    where = listens_on if name in (None, listens_on) else f"{listens_on} ({name})"
+    return ok(f"{text}; ranks listen on {where}", **figures, listens_on=listens_on)
+
+
+def check_host_name() -> Finding:
+    """Whether this host's own name leads to it."""
+    name = socket.gethostname()
+    try:
+        addresses = resolve(name)
+    except OSError as error:
+        return warning(
+            f"{name} does not resolve ({error.strerror})",
+            "write it into /etc/hosts or the name server, or name this host by its address in --head",
+            name=name,
+        )
+    return ok(f"{name} is {' '.join(addresses)}", name=name, addresses=addresses)
+
+
+def check_head(head: Address) -> Finding:
+    """Whether the head's name resolves, to a host that this one can reach, and by which interface."""
+    try:
+        addresses = resolve(head.host)
+    except OSError as error:
+        return problem(
+            f"{head.host} does not resolve ({error.strerror})",
+            "write it into /etc/hosts or the name server, or give node 0's address",
+        )
+    figures = {"addresses": addresses, "is_here": is_here(head)}
+    if is_loopback(addresses[0]):
+        tell = warning if head.host in ("localhost", *addresses) else problem
+        return tell(
+            f"{head.host} is {addresses[0]} here, which leads to no other host",
+            "give node 0's address in the network that the hosts share, or mend /etc/hosts",
+            **figures,
+        )
+    try:
+        own = _listens_on(head)
+    except ValueError as error:
+        return problem(str(error), "give an address that this host has a route to", **figures)
+    by = f"{own} ({interface_of(own)})"
+    if figures["is_here"]:
+        return ok(f"{head.host} is this host, {by}", **figures)
+    reached = _knock(head)
+    if reached is None:
+        return warning(
+            f"{head.host} is {addresses[0]}, reached from {by}, but does not answer",
+            f"let the hosts reach ports {head.port} and {head.port + 1} of node 0 through firewalls",
+            **figures,
+        )
+    return ok(f"{head.host} is {addresses[0]}, reached from {by}; {reached} at port {head.port}", **figures)
+
+
+def check_ports(head: Address | None, port: int, *, is_asked: bool) -> Finding:
+    """Whether the two ports of a head are free here; ``is_asked`` says that a run is to take just these."""
+    if head is not None and not is_here(head):
+        return ok(f"{head.port} and {head.port + 1} are used on the head's host")
+    where = "" if head is None else _listens_on(head)
+    taken = {number: why for number in (port, port + 1) if (why := _why_taken(where, number)) is not None}
+    if not taken:
+        return ok(f"{port} and {port + 1} are free", ports=[port, port + 1])
+    told = ", ".join(f"{number}: {why}" for number, why in taken.items())
+    tell = problem if is_asked else warning
+    return tell(
+        f"port {told}",
+        "end the run or program that has it, or give a head another port (--head HOST:PORT); a run on one host takes "
+        "free ones",
+        ports=[port, port + 1],
+        taken=sorted(taken),
+    )
+
+
+def is_here(head: Address) -> bool:
+    """Whether this host is the head's."""
+    try:
+        return any(interface_of(address) for address in resolve(head.host))
+    except OSError:
+        return False
+
+
+def given_interface(option: str | None, environ: Mapping[str, str]) -> str | None:
+    """What the user says that ranks listen on."""
+    return option or environ.get(INTERFACE) or None
+
+
+def _listens_on(head: Address) -> str:
+    """As a launcher decides; raises ValueError where the head is out of reach."""
+    node = 0 if is_here(head) else 1
+    settings = LaunchSettings(command=("-",), num_processes=1, num_nodes=2, node_rank=node, head=head)
+    return settings.listens_on() or LOOPBACK
+
+
+def _why_taken(where: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((where, port))
+            probe.listen()
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return None
+
+
+def _knock(head: Address) -> str | None:
+    """What is at the head's port; None where nothing comes back."""
+    try:
+        socket.create_connection((head.host, head.port), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return "nothing listens yet"
+    except OSError:
+        return None
+    return "something listens"

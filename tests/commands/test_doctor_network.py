@@ -1,0 +1,126 @@
+"""What is wrong with names, interfaces and ports is found, with real sockets and names."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rrfp_jax.commands.diagnosis import network_checks
+from rrfp_jax.commands.diagnosis.addresses import is_loopback, own_addresses
+from rrfp_jax.commands.diagnosis.finding import Status
+from rrfp_jax.commands.diagnosis.network_checks import (
+    check_head,
+    check_host_name,
+    check_interfaces,
+    check_ports,
+    given_interface,
+)
+from rrfp_jax.launch.settings import Address
+from tests.commands.running import ROOT
+from tests.commands.test_doctor import assert_found
+
+UNKNOWN = "nowhere.invalid"
+OWN = next((each for all_of in own_addresses().values() for each in all_of if not is_loopback(each)), None)
+MAY_UNSHARE = (
+    shutil.which("unshare") is not None
+    and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_port_in_use_is_found(taken: int, before: int) -> None:
+    found = check_ports(None, taken - before, is_asked=True)
+    assert_found(found, Status.PROBLEM, f"{taken}: in use", "--head HOST:PORT")
+    assert taken in found.figures["taken"]
+    assert check_ports(None, taken - before, is_asked=False).status is Status.WARNING, "one host takes free ones"
+    head = Address(host="127.0.0.1", port=taken - before)
+    assert_found(check_ports(head, head.port, is_asked=True), Status.PROBLEM, f"{taken}: in use", "end the run")
+
+
+def test_free_ports_are_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert check_ports(None, port, is_asked=True).figures["ports"] == [port, port + 1]
+    assert check_ports(Address(host=UNKNOWN, port=port), port, is_asked=True).status is Status.OK
+
+
+def test_a_host_name_that_does_not_resolve_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (UNKNOWN, "a" * 64):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert_found(check_host_name(), Status.WARNING, f"{name} does not resolve", "/etc/hosts")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert "127.0.0.1" in check_host_name().figures["addresses"] or "::1" in check_host_name().figures["addresses"]
+
+
+def test_a_head_whose_name_is_unknown_is_found() -> None:
+    head = Address(host=UNKNOWN, port=8476)
+    assert_found(check_head(head), Status.PROBLEM, f"{UNKNOWN} does not resolve", "/etc/hosts")
+    assert f"none leads to {head}" in check_interfaces(head, None).text
+
+
+def test_a_head_whose_name_leads_back_to_each_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes a host's own name into /etc/hosts."""
+    assert_found(check_head(Address(host="localhost", port=1)), Status.WARNING, "leads to no other host", "address")
+    monkeypatch.setattr(network_checks, "resolve", lambda name: ["127.0.1.1"])
+    found = check_head(Address(host="node0", port=8476))
+    assert_found(found, Status.PROBLEM, "node0 is 127.0.1.1 here, which leads to no other host", "/etc/hosts")
+
+
+@pytest.mark.skipif(OWN is None, reason="this host has no address but loopback")
+def test_the_interface_of_the_head_is_told() -> None:
+    assert OWN is not None
+    head = Address(host=OWN, port=8476)
+    name = next(name for name, addresses in own_addresses().items() if OWN in addresses)
+    found = check_head(head)
+    assert found.status is Status.OK
+    assert found.figures["is_here"]
+    assert f"this host, {OWN} ({name})" in found.text
+    assert check_interfaces(head, None).figures["listens_on"] == OWN
+
+
+@pytest.mark.skipif(OWN is None, reason="this host has no way to others")
+def test_a_head_that_does_not_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_checks, "is_here", lambda head: False)
+    monkeypatch.setattr(network_checks, "resolve", lambda name: ["192.0.2.77"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        head = Address(host="127.0.0.1", port=server.getsockname()[1])
+        assert "something listens" in check_head(head).text
+    assert "nothing listens yet" in check_head(head).text
+
+    def silent(*_: object, **__: object) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    assert_found(check_head(Address(host="127.0.0.1", port=8476)), Status.WARNING, "does not answer", "firewalls")
+
+
+def test_interfaces_are_told_and_unknown_ones_found() -> None:
+    assert check_interfaces(None, None).figures["listens_on"] == "127.0.0.1"
+    assert check_interfaces(None, "127.0.0.1").status is Status.OK
+    assert_found(
+        check_interfaces(None, "nosuch0"), Status.PROBLEM, "nosuch0 is no interface of this host", "--interface"
+    )
+    assert given_interface(None, {"RRFP_INTERFACE": "ib0"}) == "ib0"
+    assert given_interface("eth1", {"RRFP_INTERFACE": "ib0"}) == "eth1"
+    assert given_interface(None, {}) is None
+
+
+@pytest.mark.skipif(not MAY_UNSHARE, reason="an empty network takes root")
+def test_a_host_without_loopback_is_found() -> None:
+    program = (
+        "from rrfp_jax.commands.diagnosis.network_checks import check_interfaces; print(check_interfaces(None, None))"
+    )
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "127.0.0.1 is missing" in told
+    assert "ip link set lo up" in told
