@@ -331,7 +331,7 @@ def test_a_job_set_starts_one_launcher_on_each_node(name: str) -> None:
     assert job["completions"] == job["parallelism"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == ["python", "-m", "experiments.launch"]
+    assert container["command"] == ["rrfp", "launch"]
     resource, devices = JOB_SETS[name]
     assert container["resources"]["limits"] == {resource: devices}
     for node in range(job["completions"]):
@@ -422,8 +422,6 @@ def test_a_new_key_is_readable_by_its_owner_alone_and_serves_as_secret(tmp_path:
 
 def test_the_readme_names_every_preset_and_script() -> None:
     text = (CONFIGS / "README.md").read_text()
-    for path in (
-        *PRESETS,
-        *(p.relative_to(CONFIGS) for kind in ("slurm", "kubernetes", "skypilot") for p in CONFIGS.glob(f"{kind}/*")),
-    ):
+    folders = ("slurm", "kubernetes", "skypilot", "containers")
+    for path in (*PRESETS, *(p.relative_to(CONFIGS) for folder in folders for p in CONFIGS.glob(f"{folder}/*"))):
         assert f"`{path}" in text, path
