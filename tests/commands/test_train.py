@@ -81,6 +81,22 @@ def test_a_run_writes_its_directory_and_the_same_command_goes_on(tmp_path: Path)
     assert rows_of(run) == rows
 
 
+@pytest.mark.slow
+def test_the_first_example_learns_to_spell_and_its_second_start_compiles_nothing(tmp_path: Path) -> None:
+    """What ``make train`` runs."""
+    options = ("--config", DEBUG, "--run-dir", tmp_path / "run", "--compile-cache", tmp_path / "programs")
+    first = run_afresh("train", *options, timeout_s=900)
+    assert first.returncode == 0, first.stderr
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert losses[0] > 5.4, "all bytes are as likely"
+    assert sum(losses[-10:]) / 10 < 2.2
+    (compiled,) = re.findall(r"programs in all: .*, (\d+) compiled", first.stdout)
+    assert int(compiled) > 16
+    second = run_afresh("train", *options, timeout_s=300)
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"programs in all: (\d+) loaded from .*, 0 compiled", second.stdout)
+
+
 def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--config", DEBUG, *SMALL, "--num-stages", 1, "--run-dir", run)
