@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import NoReturn
 
 from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.help_text import wrap
 from rrfp_jax.version import __version__
 
 COMMANDS = {
     "train": "train a model through a pipeline",
-    "launch": "start the processes of a run on this host, watch them, and end them together",
+    "launch": "start, watch and end the processes of a run on this host",
     "read": "what a trained vision-language model reads in pictures of words",
     "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
     "emulate": "the real runtime on stages whose tasks only take time",
@@ -58,8 +59,12 @@ def _answer(word: str) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items()]
-    return "\n".join(["usage: rrfp COMMAND [option ...]", "", *lines, "", "rrfp COMMAND --help lists its options."])
+    room = max(map(len, COMMANDS)) + 4
+    lines = ["usage: rrfp COMMAND [option ...]", ""]
+    for name, purpose in COMMANDS.items():
+        lines += wrap(purpose, indent=" " * room, start=f"  {name}".ljust(room))
+    closing = "rrfp COMMAND --help lists the options of a command, with examples. rrfp --version prints the version."
+    return "\n".join([*lines, "", *wrap(closing)])
 
 
 if __name__ == "__main__":

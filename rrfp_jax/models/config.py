@@ -89,7 +89,7 @@ class LanguageModelConfig:
     tie_embeddings: bool = False
     """Whether the head uses the transposed embedding table instead of a matrix of its own."""
     init_std: float = 0.02
-    """Standard deviation of the initial matrices; those that write to the residual stream get
+    """Standard deviation of the initial matrices. Those that write to the residual stream get
     ``init_std / sqrt(2 * num_layers)`` (Radford et al. 2019, section 2.3)."""
     param_dtype: str = "float32"
     """Dtype in which parameters are kept and updated (master weights)."""

@@ -201,8 +201,8 @@ class ProjectorConfig:
     patches_per_feature: int = 1
     """Patches that are concatenated and become one feature, 4 for 2 x 2."""
     row_order: bool = False
-    """Whether patches come row by row from a square image, and those of a square are to be found (pixel shuffle);
-    otherwise the patches of a feature are consecutive."""
+    """Whether patches come row by row from a square image, and those of a square are to be found (pixel shuffle). If
+    not, the patches of a feature are consecutive."""
     norm: bool = False
     """Whether a LayerNorm stands before ``linear_1``."""
     norm_eps: float = 1e-5

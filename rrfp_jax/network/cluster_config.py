@@ -25,11 +25,11 @@ class ClusterConfig:
     """Address or name (``eth0``) of the network interface that the processes listen on; null: what reaches the place
     where the run meets, which is loopback on one machine."""
     encrypt_arrays: bool = True
-    """False sends large arrays authenticated only by their head and not encrypted, and lets accelerators send theirs by
-    transfer servers: faster, for networks that are trusted."""
+    """Whether large arrays are encrypted; false is faster, for networks that are trusted. They are then authenticated
+    by their head only, and accelerators may send theirs by transfer servers."""
     array_connections: int = 2
-    """Over how many connections the arrays between two processes travel: on how many cores they are encrypted, and by
-    how many threads copied from devices, and to them."""
+    """Over how many connections the arrays between two processes travel. On as many cores they are encrypted, and by as
+    many threads copied from devices, and to them."""
     processes_per_device: int = 1
     """Processes of a host that share an accelerator; each takes an equal part of its memory."""
     detect: bool = False

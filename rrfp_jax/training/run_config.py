@@ -95,14 +95,15 @@ class PipelineConfig:
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
     dispatch_ahead: int | str = AUTO
-    """When a stage is handed its next task: a number, so many before the running one has ended; ``just-in-time``, when
-    that may end within the host's latency; or ``auto``, which is 0 on CPU devices and elsewhere ``just-in-time``."""
+    """When a stage is handed its next task: so many tasks ahead, ``just-in-time``, or ``auto``. A number says how many
+    before the running one has ended; just-in-time is when that may end within the host's latency; auto is 0 on CPU
+    devices and just-in-time elsewhere."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
     transport: str = "auto"
-    """Between processes: ``sockets`` (through host memory, works everywhere), ``transfer`` (JAX's own transfer
-    server, not encrypted), or ``auto``: on accelerators, where arrays need not be encrypted, ``transfer`` between those
-    where an exchange at the start shows that it works, else ``sockets``."""
+    """How tensors travel between processes: through host memory (``sockets``), by JAX's transfer server, not encrypted
+    (``transfer``), or by what suits (``auto``). Sockets work everywhere. Auto takes transfer on accelerators, where
+    arrays need not be encrypted, between those where an exchange at the start shows that it works."""
     group_protocol: str = "leader"
     """How the processes of a stage that spans several agree on the next task: by a leader, or all proposing."""
 
@@ -186,7 +187,7 @@ class RunConfig:
     """How many of the newest checkpoints stay."""
     compile_cache: str = "auto"
     """Where compiled programs are kept for later starts: ``auto`` (the user's cache directory), ``none``, or an
-    absolute path; the environment variable RRFP_COMPILE_CACHE goes before it."""
+    absolute path. The environment variable RRFP_COMPILE_CACHE goes before it."""
     compile_cache_size: int | str = "4GiB"
     """About how much is kept there, in bytes or as ``4GiB``; what was not used for longest goes first."""
 

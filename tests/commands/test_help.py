@@ -1,14 +1,20 @@
 """Help texts: every option of every command and bench says what it is, what it takes and what it is without being
 given, at every width of a terminal."""
 
+import os
+import pty
 import re
 import shlex
+import subprocess
+import sys
+import termios
 from argparse import SUPPRESS, Action
 from dataclasses import fields
 from importlib import import_module
 
 import pytest
 
+from rrfp_jax.commands import main
 from rrfp_jax.commands.common.field_words import field_texts, field_words
 from rrfp_jax.commands.common.help_text import examples_in
 from rrfp_jax.commands.common.options import CommandParser
@@ -17,6 +23,7 @@ from rrfp_jax.commands.training.config import SECTIONS, choices_of_options
 from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.training.run_config import PipelineConfig
 from tests.commands.running import ROOT
+from tests.environment import of_child
 
 BENCHES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if "Parser(" in path.read_text())
 MODULES = [*map(module_of, COMMANDS), *(f"experiments.{name}" for name in BENCHES)]
@@ -97,6 +104,44 @@ def test_terminals_of_other_widths_get_the_nearest(module: str, columns: str, mo
         return parser_of(module).format_help()
 
     assert shown(columns) == shown("80" if columns == "20" else "120")
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_overview_names_every_command_at_every_width(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main._answer("--help") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    for name, purpose in COMMANDS.items():
+        assert f" {name} {purpose} " in f" {' '.join(shown.split())} "
+
+
+def test_a_pager_has_the_width_of_its_terminal() -> None:
+    """Where the output goes into a pipe, the errors still go to the terminal."""
+    code = "from rrfp_jax.commands.common.help_text import width; print(width())"
+    environment = {name: text for name, text in of_child().items() if name != "COLUMNS"}
+
+    def told(errors: int) -> int:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            check=True,
+        )
+        return int(done.stdout)
+
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 97))
+    assert told(theirs) == 97
+    assert told(subprocess.DEVNULL) == 120
+    for end in (ours, theirs):
+        os.close(end)
 
 
 @EACH

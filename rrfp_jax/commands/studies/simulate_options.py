@@ -38,8 +38,8 @@ def simulate_parser(doc: str) -> CommandParser:
     add(
         "--compare",
         metavar="A,B,...",
-        help="several orders side by side: hints, and schedules, alone or with :strict, :ready (readiness alone) or "
-        ":ready+footprint+foresight (+adaptive)",
+        help="several orders side by side, by the names that --list has: hints, and schedules, alone or with :strict, "
+        ":ready (readiness alone) or :ready+footprint+foresight (+adaptive)",
     )
     add("--steps", type=int, metavar="N", help="steps, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
