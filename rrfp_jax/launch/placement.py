@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.launch.settings import Address
-from rrfp_jax.launch.surroundings import Surroundings, read_surroundings
+from rrfp_jax.launch.surroundings import read_surroundings
+from rrfp_jax.launch.variables import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

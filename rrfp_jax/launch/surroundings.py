@@ -7,78 +7,11 @@ that is there is taken, whole, and no other is mixed in.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-PORT = "RRFP_PORT"
-DEFAULT_PORT = 8476
-_LAST_PORT = (1 << 16) - 2
-"""The coordination service takes the next one."""
+from rrfp_jax.launch.variables import Reader, Surroundings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a scheduler says; None: it does not say."""
-
-    scheduler: str
-    variables: tuple[str, ...]
-    """Those that were read."""
-    num_nodes: int | None = None
-    node_rank: int | None = None
-    head_host: str | None = None
-    head_port: int = DEFAULT_PORT
-    num_processes: int | None = None
-    """On each node."""
-
-    def __post_init__(self) -> None:
-        if self.num_nodes is not None and self.node_rank is not None and self.node_rank >= self.num_nodes:
-            names = " and ".join(self.variables)
-            raise ValueError(f"{names} say node {self.node_rank} of {self.num_nodes}: nodes count from 0")
-
-
-class _Reader:
-    """A mapping that remembers which of its variables were there when they were asked for."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.names: list[str] = []
-
-    def text(self, *names: str) -> str | None:
-        """The first of these that is set."""
-        for name in names:
-            if value := self._environ.get(name, "").strip():
-                self.names.append(name)
-                return value
-        return None
-
-    def number(self, *names: str) -> int | None:
-        text = self.text(*names)
-        if text is None or (text.isascii() and text.isdecimal()):
-            return None if text is None else int(text)
-        raise ValueError(f"{self.names[-1]} is '{text}': a number is needed; give the launcher's options instead")
-
-    def port(self, *names: str) -> int:
-        port = self.number(*names, PORT)
-        if port is not None and not 0 < port <= _LAST_PORT:
-            raise ValueError(f"{self.names[-1]} is {port}: give a port from 1 to {_LAST_PORT}")
-        return DEFAULT_PORT if port is None else port
-
-    def agreed(self, *names: str) -> int | None:
-        """What all of these say that are set."""
-        said = {name: number for name in names if (number := self.number(name)) is not None}
-        if len(set(said.values())) > 1:
-            raise ValueError(f"{_listed(said)} contradict each other: unset what is wrong")
-        return next(iter(said.values()), None)
-
-    def needed(self, value: str | int | None, *names: str) -> None:
-        if value is None:
-            raise ValueError(f"{' and '.join(self.names)} set, but not {' or '.join(names)}: set it, or give options")
-
-
-def _listed(said: Mapping[str, int]) -> str:
-    return " and ".join(f"{name}={number}" for name, number in said.items())
-
-
-def _open_mpi(read: _Reader) -> Surroundings:
+def _open_mpi(read: Reader) -> Surroundings:
     num_nodes, node_rank = read.number("OMPI_COMM_WORLD_SIZE"), read.number("OMPI_COMM_WORLD_RANK")
     read.needed(node_rank, "OMPI_COMM_WORLD_RANK")
     if (beside := read.number("OMPI_COMM_WORLD_LOCAL_SIZE")) not in (None, 1):
@@ -94,7 +27,7 @@ def _open_mpi(read: _Reader) -> Surroundings:
     )
 
 
-def _skypilot(read: _Reader) -> Surroundings:
+def _skypilot(read: Reader) -> Surroundings:
     hosts = (read.text("SKYPILOT_NODE_IPS") or "").split()
     node_rank, said = read.number("SKYPILOT_NODE_RANK"), read.number("SKYPILOT_NUM_NODES")
     read.needed(hosts[0] if hosts else None, "SKYPILOT_NODE_IPS")
@@ -112,7 +45,7 @@ def _skypilot(read: _Reader) -> Surroundings:
     )
 
 
-def _slurm(read: _Reader) -> Surroundings:
+def _slurm(read: Reader) -> Surroundings:
     num_nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     node_rank = read.number("SLURM_NODEID")
     hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -139,7 +72,7 @@ def _slurm(read: _Reader) -> Surroundings:
     )
 
 
-def _torch_elastic(read: _Reader) -> Surroundings:
+def _torch_elastic(read: Reader) -> Surroundings:
     num_nodes, node_rank = read.number("PET_NNODES"), read.number("PET_NODE_RANK")
     host = read.text("PET_MASTER_ADDR")
     read.needed(num_nodes, "PET_NNODES")
@@ -156,7 +89,7 @@ def _torch_elastic(read: _Reader) -> Surroundings:
     )
 
 
-def _jax(read: _Reader) -> Surroundings:
+def _jax(read: Reader) -> Surroundings:
     place = read.text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
     read.needed(place, "JAX_COORDINATOR_ADDRESS")
     assert place is not None
@@ -179,12 +112,12 @@ def _jax(read: _Reader) -> Surroundings:
     )
 
 
-def _kubernetes(read: _Reader) -> Surroundings:
+def _kubernetes(read: Reader) -> Surroundings:
     node_rank = read.number("JOB_COMPLETION_INDEX")
     return Surroundings(scheduler="Kubernetes", node_rank=node_rank, head_port=read.port(), variables=tuple(read.names))
 
 
-SOURCES: dict[str, tuple[tuple[str, ...], Callable[[_Reader], Surroundings]]] = {
+SOURCES: dict[str, tuple[tuple[str, ...], Callable[[Reader], Surroundings]]] = {
     "Open MPI": (("OMPI_COMM_WORLD_SIZE",), _open_mpi),
     "SkyPilot": (("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"), _skypilot),
     "SLURM": (("SLURM_JOB_ID",), _slurm),
@@ -202,7 +135,7 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
     """
     for marks, reader in SOURCES.values():
         if any(environ.get(mark) for mark in marks):
-            return reader(_Reader(environ))
+            return reader(Reader(environ))
     known = "; ".join(f"{name}: {' or '.join(marks)}" for name, (marks, _) in SOURCES.items())
     raise ValueError(
         f"--from-environment finds no scheduler's variables here ({known}): give --nodes, --node-rank, --head"

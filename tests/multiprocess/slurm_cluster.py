@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ PACKAGES = (
 )
 PROGRAMS = ("unshare", "nsenter", "ip", "mount", "dpkg", "apt-get")
 NODES = (1, 2, 3)
+ADDRESSES = {host: f"10.213.9.1{host}" for host in (0, *NODES)}
 UNPACKED = ROOT / "build" / "slurm" / "packages"
 _HOSTS = Path(__file__).with_name("slurm_hosts.sh")
 _START_S, _CALL_S, _DOWNLOAD_S = 30.0, 30.0, 120.0
@@ -104,6 +105,15 @@ class Slurm:
         """Bring a node up that was killed."""
         self.call("bash", _HOSTS, "node", self.folder, node)
 
+    @contextmanager
+    def loopback_named(self, node: int) -> Iterator[None]:
+        """As Debian does it: on this node, its own name leads to 127.0.1.1."""
+        name_hosts(self.folder, node, ADDRESSES | {node: "127.0.1.1"})
+        try:
+            yield
+        finally:
+            name_hosts(self.folder, node, ADDRESSES)
+
     def kill_node(self, node: int) -> None:
         """End all processes of a node at once, without a word to anybody."""
         self.call("kill", "-KILL", (self.folder / f"h{node}.pid").read_text().strip())
@@ -119,8 +129,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         (folder / name).mkdir(parents=True)
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, plugins=libraries))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # version 2 would ask systemd for a place
-    addresses = [f"10.213.9.1{host} h{host}" for host in (0, *NODES)]
-    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
+    for host in (0, *NODES):
+        name_hosts(folder, host, ADDRESSES)
     environment = {
         **of_child("JAX_PLATFORMS"),
         "SLURM_CONF": str(folder / "slurm.conf"),
@@ -154,6 +164,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=_START_S)
+
+
+def name_hosts(folder: Path, host: int, addresses: Mapping[int, str]) -> None:
+    """Write what is ``/etc/hosts`` on a host."""
+    named = [f"{address} h{other}" for other, address in addresses.items()]
+    (folder / f"hosts.h{host}").write_text("\n".join(["127.0.0.1 localhost", *named, ""]))
 
 
 def _check_rights() -> None:

@@ -5,12 +5,12 @@
 #   slurm_hosts.sh all FOLDER     bring all up, say the process id, and hold them until standard input closes
 #   slurm_hosts.sh node FOLDER N  bring node N up (again)
 #
-# FOLDER has slurm.conf, hosts and what they write; SLURM's programs are on the PATH.
+# FOLDER has slurm.conf, each host's /etc/hosts as hosts.hN, and what they write; SLURM's programs are on the PATH.
 set -euo pipefail
 
 node() {
     nsenter --net="/run/netns/h$2" unshare --uts --pid --mount --fork --kill-child --mount-proc \
-        bash -c "hostname h$2; slurmd-wlm -D -N h$2 -d '$(command -v slurmstepd-wlm)' & wait" \
+        bash -c "hostname h$2; mount --bind '$1/hosts.h$2' /etc/hosts; slurmd-wlm -D -N h$2 -d '$(command -v slurmstepd-wlm)' & wait" \
         >>"$1/logs/h$2.out" 2>&1 </dev/null &
     echo $! >"$1/h$2.pid"
 }
@@ -38,7 +38,7 @@ all)
     read -r pid _ </proc/self/stat # as the caller sees it, until there is a /proc of our own
     mount -t proc proc /proc
     mount -t tmpfs tmpfs /run
-    mount --bind "$folder/hosts" /etc/hosts
+    mount --bind "$folder/hosts.h0" /etc/hosts
     hostname h0
     network 10.213.9.10/24
     slurmctld-wlm -D >"$folder/logs/h0.out" 2>&1 </dev/null &

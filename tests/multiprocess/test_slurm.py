@@ -6,8 +6,10 @@ Logs of SLURM, of the jobs, and the small files of their runs are kept under ``R
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +74,14 @@ def expected(folder: Path) -> Outcome:
 class Job:
     """A run that was submitted."""
 
-    def __init__(self, cluster: Slurm, script: str) -> None:
+    def __init__(self, cluster: Slurm, script: str, **variables: str) -> None:
         each_node = ("--ntasks-per-node", 2) if script == "ranks.sbatch" else ()
         machine = ("--nodes", 2, "--gpus-per-node", 0, "--cpus-per-task", 1, *each_node)
         path = ROOT / "tpu_gpu_configs" / "slurm" / script
         words = ("sbatch", "--parsable", *machine, path, "run.yaml", *SCRIPTS[script])
         rrfp = str(Path(sys.executable).with_name("rrfp"))
         self._cluster = cluster
-        self.number = cluster.call(*words, RRFP=rrfp, **QUICK_TO_COMPILE)
+        self.number = cluster.call(*words, RRFP=rrfp, **QUICK_TO_COMPILE, **variables)
         self.run = cluster.folder / "runs" / f"rrfp-{self.number}"
 
     def text(self) -> str:
@@ -155,3 +157,43 @@ def test_a_job_that_the_user_cancels_is_not_queued_again(cluster: Slurm, script:
     cluster.call("scancel", job.number)
     assert job.await_state(JobState="CANCELLED")["Restarts"] == "0"
     assert not (job.run / "run.key").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_head_whose_name_is_loopbacks_is_refused_until_an_interface_is_named(
+    cluster: Slurm, script: str, expected: Outcome
+) -> None:
+    with cluster.loopback_named(1):
+        refused = Job(cluster, script, RRFP_MAX_REQUEUES="0", SLURM_WAIT="3")
+        assert refused.await_state(JobState="FAILED")["Restarts"] == "0"
+        assert "error: the name 'h1' leads to 127.0.1.1 on this host, which no other host can reach" in refused.text()
+        assert "set RRFP_INTERFACE" in refused.text()
+        Job(cluster, script, RRFP_INTERFACE="net0").finish().assert_same(expected)
+
+
+def test_nothing_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, pathlib\n"
+        "from tests.multiprocess.slurm_cluster import slurm\n"
+        "with slurm(pathlib.Path(sys.argv[1])): print('up', flush=True); time.sleep(600)"
+    )
+    folder = tmp_path / "killed"
+    with subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        is_up = process.stdout.readline()
+        if not is_up:
+            pytest.skip("SLURM cannot run here, as the other tests say")
+        assert len(named_in_environment(folder)) > len(NODES)
+        process.kill()
+    assert eventually(lambda: not named_in_environment(folder))
+    assert str(folder) not in Path("/proc/mounts").read_text()
+
+
+def named_in_environment(folder: Path) -> list[int]:
+    """The processes with SLURM's configuration of this cluster."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"SLURM_CONF={folder}".encode() in (place / "environ").read_bytes():
+                found.append(int(place.name))
+    return found
