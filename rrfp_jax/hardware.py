@@ -168,11 +168,13 @@ def choose(wanted: str) -> tuple[str, str]:
 
 def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
     """Refuse what JAX cannot have side by side, or would take in place of what is chosen."""
-    others = [other for other in installed if other != chosen and TPU not in (other, chosen)]
+    others = [
+        other for other in installed if other != chosen and (chosen == CPU or {other, chosen} <= {*OLDEST_DRIVER})
+    ]
     if not others:
         return
-    held = " and ".join(f"{PACKAGES[name][0]} {number}" for name, number in installed.items() if name != TPU)
-    reason = "JAX would take the GPU" if chosen == CPU else "two CUDA plugins side by side break JAX"
+    held = " and ".join(f"{PACKAGES[name][0]} {number}" for name, number in installed.items() if name != chosen)
+    reason = "JAX would take the device" if chosen == CPU else "two CUDA plugins side by side break JAX"
     keep = (
         f", or keep it by 'make setup ACCELERATOR={others[0]}'" if chosen not in installed and len(others) == 1 else ""
     )

@@ -107,13 +107,24 @@ def test_two_cuda_plugins_side_by_side_are_refused(tmp_path: Path) -> None:
             refused.value
         )
         assert str(refused.value).endswith("or keep it by 'make setup ACCELERATOR=cuda12'")
-    with pytest.raises(ValueError, match="JAX would take the GPU: run"):
+    with pytest.raises(ValueError, match="JAX would take the device: run"):
         choose("cpu")
     assert choose("cuda12")[0] == "cuda12"
+    assert choose("tpu")[0] == "tpu", "JAX can have it beside CUDA"
     fake_package(tmp_path / "installed", "jax-cuda13-plugin")
     for wanted, other in (("", "12"), ("cuda13", "12"), ("cuda12", "13")):
         with pytest.raises(ValueError, match=f"uninstall -y jax-cuda{other}-plugin jax-cuda{other}-pjrt && make setup"):
             choose(wanted)
+
+
+def test_a_tpu_is_left_out_only_where_its_library_is(tmp_path: Path) -> None:
+    fake_package(tmp_path / "installed", "libtpu", "0.0.50")
+    with pytest.raises(
+        ValueError, match=r"holds libtpu 0.0.50 and is to be for cpu, .* pip uninstall -y libtpu && make"
+    ):
+        choose("cpu")
+    assert choose("")[0] == "tpu"
+    assert choose("cuda13")[0] == "cuda13"
 
 
 def test_an_environment_stays_what_it_is_where_no_accelerator_is_found(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.runtime.plugins import check_plugin
 from tests.commands.running import ROOT, run_command, sentence
 from tests.environment import of_child
@@ -64,16 +66,16 @@ def test_training_is_refused_before_devices_are_counted(host: Callable[[str], Ho
     assert sentence(done) == f"error: {CPU_ONLY}"
 
 
-def test_each_of_several_ranks_is_refused_and_so_is_the_run(host: Callable[[str], Host], tmp_path: Path) -> None:
+def test_ranks_are_refused_and_so_is_the_run(host: Callable[[str], Host], tmp_path: Path) -> None:
+    """At least the first; those that have not come so far need not be waited for."""
     train = training(tmp_path, num_stages=2)
     done = host("525.60.13").run("-m", "experiments.launch", "--processes", 2, "--", "train", *train)
     assert done.returncode == 2, done.stderr
-    for rank in range(2):
-        told = (
-            f"[rank {rank}] error: this host has a GPU (NVIDIA driver 525.60.13), but the installed JAX is for CPU only"
-        )
-        assert told in done.stderr
-    assert "'make setup ACCELERATOR=cuda12'" in done.stderr
+    told = [line for line in done.stderr.splitlines() if "] error: " in line]
+    assert 1 <= len(told) <= 2
+    for line in told:
+        assert line.startswith("[rank ")
+        assert CPU_ONLY.replace("580.65.06", "525.60.13").replace("cuda13", "cuda12") in line
 
 
 def test_a_plugin_that_fails_is_named(host: Callable[[str], Host], tmp_path: Path) -> None:
@@ -113,6 +115,13 @@ def test_emulation_goes_on(here: Callable[[str], Path]) -> None:
     sizes = ("--num-stages", 2, "--num-microbatches", 2, "--durations-ms", "0,0,0", "--steps", 1)
     done = run_command("emulate", *sizes, "--json")
     assert done.returncode == 0, done.stderr
+
+
+def test_reading_is_refused_too(here: Callable[[str], Path], tmp_path: Path) -> None:
+    here("580.65.06")
+    trained = load_train_config("cpu/multimodal", {"run.platform": None}).as_dict()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained))
+    assert sentence(run_command("read", tmp_path)) == f"error: {CPU_ONLY}"
 
 
 @pytest.mark.slow
