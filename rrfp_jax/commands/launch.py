@@ -65,7 +65,12 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> CommandParser:
     """The parser of the command."""
     parser = CommandParser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks on each node (required, but for --new-key)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="ranks on each node (required, but for --new-key and where --from-environment finds it)",
+    )
     command = parser.add_argument(
         "command", nargs="*", metavar="COMMAND ...", help="what every rank runs, and its arguments"
     )
