@@ -7,6 +7,7 @@
     rrfp completion fish >~/.config/fish/completions/rrfp.fish
 
 The text is made once and starts no Python when a key is pressed; make it anew after an update. A new shell reads it.
+bash also completes the command that stands behind ``rrfp launch ... --``.
 """
 
 import argparse
@@ -19,6 +20,20 @@ from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.exit_codes import DONE
 
 SHELLS = ("bash", "zsh", "fish")
+_LAUNCHED = """
+# What stands behind "rrfp launch ... --" is completed as a command line of its own.
+_rrfp() {
+  local i words=("${COMP_WORDS[@]}") cword=$COMP_CWORD
+  for ((i = 2; i < cword; i++)); do
+    if [[ ${words[1]} == launch && ${words[i]} == -- ]]; then
+      local COMP_WORDS=("${words[0]}" "${words[@]:i+1}") COMP_CWORD=$((cword - i))
+      break
+    fi
+  done
+  _shtab_rrfp
+}
+complete -o bashdefault -F _rrfp rrfp
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +64,7 @@ def script(shell: str) -> str:
                 action.complete = candidates
         commands.add_parser(name, parents=[parser], add_help=False, help=purpose, description=purpose)
     text: str = shtab.complete(root, shell)
-    return text
+    return text + (_LAUNCHED if shell == "bash" else "")
 
 
 def _candidates(action: argparse.Action) -> dict[str, object] | None:

@@ -20,7 +20,7 @@ while IFS= read -r line; do
     read -ra COMP_WORDS <<<"$line"
     [[ $line == *" " ]] && COMP_WORDS+=("")
     COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    _shtab_rrfp
+    _rrfp
     echo "${COMPREPLY[*]-}"
 done
 """
@@ -37,6 +37,9 @@ OFFERED = {
     "rrfp simulate --workload sft": {"sft-single", "sft-packed"},
     "rrfp launch --bind ": {"cores", "none"},
     "rrfp launch --processes 4 -- em": {"emulate"},
+    "rrfp launch --processes 4 -- train --config tpu/": {name for name in preset_names() if name.startswith("tpu/")},
+    "rrfp launch --processes 4 -- emulate --num-micro": {"--num-microbatches"},
+    "rrfp launch --max-": {"--max-restarts"},
     "rrfp config --explain pipeline.wind": {"pipeline.window"},
     "rrfp config --show tpu/v5e": {"tpu/v5e_16"},
     "rrfp completion z": {"zsh"},
@@ -64,7 +67,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     registered, *offered = done.stdout.splitlines()
-    assert registered == "complete -o bashdefault -F _shtab_rrfp rrfp"
+    assert registered == "complete -o bashdefault -F _rrfp rrfp"
     assert {line: {*words.split()} for line, words in zip(OFFERED, offered, strict=True)} == OFFERED
 
 
