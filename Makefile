@@ -91,6 +91,10 @@ bench: setup ## measure what the runtime itself costs
 bench-gpu bench-tpu: setup ## measure a pipeline on one accelerator beside a plain jitted loop
 	@$(BIN)/python -m experiments.bench_device --accelerator $(ARGS)
 
+.PHONY: paper
+paper: setup ## measure the evaluation again, quickly, and write its report to runs/paper (goes on if stopped)
+	@$(BIN)/python -m experiments.paper run $(ARGS)
+
 # ----------------------------------------------------------------------------------------------------- checks
 
 .PHONY: test test-slow test-slurm test-gpu test-tpu check lint types imports format

@@ -1,0 +1,143 @@
+"""A simulated or emulated setting, and the methods that are compared in it: what an order is, and what it may hold."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.paper.rows import Cell, Value
+from rrfp_jax.arbitration import READY, STRICT, Order
+from rrfp_jax.arbitration import Ordering as TableOrdering
+from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.simulate import RULES
+from rrfp_jax.commands.studies.noise import parse_jitter
+from rrfp_jax.planning.replanning import simulate_adapting
+from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.simulation import (
+    Communication,
+    Costs,
+    Links,
+    Machine,
+    both_directions,
+    constant,
+    for_steps,
+    peak_memory,
+    simulate,
+)
+from rrfp_jax.timeline import Timeline
+
+NO_JITTER, SLOW_LINK = "none", "slow link"
+SLOW_LINK_PARTS = 3.0
+"""What the link in the middle takes more, in forwards."""
+EQUAL = "equal"
+"""The memory of strict 1F1B: ``p - s`` microbatches on stage s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Stages, work, links and noise. Durations are those of a whole stage, in milliseconds."""
+
+    stages: int
+    microbatches: int
+    jitter: str = NO_JITTER
+    """``none``, ``slow link``, or as ``--jitter`` of simulate."""
+    comm_ms: float = 1.0
+    forward_ms: float = 10.0
+    input_ms: float = 10.0
+    weight_ms: float = 10.0
+    steps: int = 8
+    seed: int = 1
+
+    @classmethod
+    def of(cls, cell: Cell) -> "Scene":
+        """Its fields among the settings of a cell."""
+        return cls(**{name: cell[name] for name in cls.__dataclass_fields__ if name in cell})  # type: ignore[arg-type]
+
+    def as_cell(self) -> dict[str, Value]:
+        return asdict(self)
+
+    def machine(self, communication: str) -> Machine:
+        middle = (self.stages // 2 - 1, self.stages // 2)
+        slow = self.jitter == SLOW_LINK
+        extra = both_directions({middle: SLOW_LINK_PARTS * self.forward_ms}, self.stages) if slow else {}
+        return Machine(links=Links(latency_ms=self.comm_ms, extra_ms=extra), communication=Communication(communication))
+
+    def costs(self, order: Order) -> Costs:
+        """The same draws for every order with so many chunks."""
+        per_chunk = self.stages / order.placement.num_chunks
+        whole = (self.forward_ms, self.input_ms, self.weight_ms)
+        quiet_ms = constant((whole[0] * per_chunk, whole[1] * per_chunk, whole[2] * per_chunk), order.graph)
+        text = None if self.jitter in (NO_JITTER, SLOW_LINK) else self.jitter
+        rng = np.random.default_rng((self.seed, *map(ord, self.jitter)))
+        durations_ms, sleeps = parse_jitter(text).apply(for_steps(quiet_ms, self.steps), order.placement, rng)
+        return Costs(durations_ms=durations_ms, sleeps=sleeps)
+
+
+class Method(NamedTuple):
+    """An order, how much it may hold, and how tensors travel."""
+
+    words: Mapping[str, Any]
+    """Of :class:`rrfp_jax.commands.common.ordering.Ordering`, without the window."""
+    holds: int | str | None = None
+    """A window; :data:`EQUAL`; None: what the order itself says."""
+    communication: str = "async"
+    frozen: str | None = None
+    """Of the order that the words give, what it comes to where nothing varies, as a table: consumed ``strict``, or as a
+    hint within its memory with ``foresight``."""
+
+    def order(self, scene: Scene) -> Order:
+        words = dict(self.words)
+        if self.holds is not None:
+            equal = tuple(range(scene.stages, 0, -1))
+            words["window"] = equal if self.holds == EQUAL else min(int(self.holds), scene.microbatches)
+        resolved = Ordering(**words).resolve(
+            num_stages=scene.stages,
+            num_microbatches=scene.microbatches,
+            durations_ms=(scene.forward_ms, scene.input_ms, scene.weight_ms),
+            comm_ms=scene.comm_ms,
+        )
+        return resolved if self.frozen is None else _table_order(_quiet_table(resolved, scene), self.frozen)
+
+
+class Simulated(NamedTuple):
+    """Means over the steps."""
+
+    step_ms: float
+    peak: float
+    """Most microbatches' activations that a stage held."""
+    above_1f1b: float
+    """By how many activations a stage held more than under strict 1F1B; 0 or less: within its memory."""
+
+
+def simulated(scene: Scene, method: Method) -> Simulated:
+    """Run a method in virtual time; the first step, in which averages are learnt, counts too."""
+    order = method.order(scene)
+    costs, machine = scene.costs(order), scene.machine(method.communication)
+    if order.adaptive:
+        run, _ = simulate_adapting(order, costs, rules=RULES, machine=machine, num_steps=scene.steps)
+    else:
+        run = simulate(order.arbiters(RULES), costs, machine=machine, num_steps=scene.steps)
+    makespans_ms = [run.timeline.of_step(step).makespan_s() * 1e3 for step in range(scene.steps)]
+    held = peak_memory(run.timeline, order.graph, order.placement)
+    return Simulated(fmean(makespans_ms), max(held), peaks_above_1f1b(run.timeline, order))
+
+
+def peaks_above_1f1b(timeline: Timeline, order: Order) -> float:
+    """By how many activations some stage held more than under strict 1F1B; 0 or less: none did."""
+    held = peak_memory(timeline, order.graph, order.placement)
+    return max(each - (len(held) - stage) for stage, each in enumerate(held))
+
+
+def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
+    """The order that a hint comes to where nothing varies."""
+    quiet = Scene(**(asdict(scene) | {"jitter": NO_JITTER, "steps": 1}))
+    run = simulate(order.arbiters(RULES), quiet.costs(order), machine=quiet.machine("async"))
+    orders = run.timeline.order()
+    return ScheduleTable.from_orders(f"{order.label}, frozen", order.placement, order.graph, orders).validate()
+
+
+def _table_order(table: ScheduleTable, use: str) -> Order:
+    consume = STRICT if use == STRICT else READY
+    return TableOrdering(schedule=table, consume=consume).resolve(table.placement, table.graph)

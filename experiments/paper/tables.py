@@ -1,0 +1,36 @@
+"""Tables and numbers of the report."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t for 95%, by degrees of freedom from 1 on; beyond these 2."""
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """Of how many times as fast something is."""
+    return math.exp(fmean(map(math.log, ratios)))
+
+
+def interval(ratios: Sequence[float]) -> str:
+    """The geometric mean with its 95% interval and the least, ``1.234 +- 0.010 (least 1.198)``."""
+    mean = geometric_mean(ratios)
+    if len(ratios) < 2:
+        return f"{mean:.3f}"
+    logs = [math.log(ratio) for ratio in ratios]
+    degrees = len(logs) - 1
+    t = _T_95[degrees - 1] if degrees <= len(_T_95) else 2.0
+    half = mean * math.expm1(t * stdev(logs) / math.sqrt(len(logs)))
+    return f"{mean:.3f} ± {half:.3f} (least {min(ratios):.3f})"
+
+
+def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table, numbers to the right."""
+    marks = ["---"] + ["---:"] * (len(headings) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [headings, marks, *lines])
+
+
+def settings_of(names: Sequence[str]) -> Callable[[Mapping[str, str]], tuple[str, ...]]:
+    """What names a row's cell."""
+    return lambda row: tuple(row[name] for name in names)

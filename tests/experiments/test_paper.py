@@ -1,0 +1,176 @@
+"""The evaluation: rows survive kills and are measured once; every question's report is made of its rows alone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.paper import endtoend, real
+from experiments.paper.__main__ import main
+from experiments.paper.question import Measured, Question, Rows
+from experiments.paper.questions import QUESTIONS
+from experiments.paper.report import write_report
+from experiments.paper.rows import Cell, RowFile
+from experiments.paper.run import measure_all, row_file
+from experiments.paper.scene import EQUAL, Method, Scene, simulated
+from experiments.paper.tables import geometric_mean, interval
+
+MEASURED: list[Cell] = []
+QUIET = Console(quiet=True)
+SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
+
+
+def _measure(cell: Cell) -> Measured:
+    MEASURED.append(cell)
+    return [{"method": name, "ms": int(cell["size"]) * factor} for name, factor in (("slow", 3), ("fast", 2))]
+
+
+def _write(rows: Rows, folder: Path) -> str:
+    return json.dumps([(row["size"], row["method"], row["ms"]) for row in rows])
+
+
+def toy(*sizes: int) -> Question:
+    return Question(
+        name="toy",
+        title="A toy",
+        settings=("size",),
+        figures=("method", "ms"),
+        cells=lambda quick: [{"size": size} for size in sizes],
+        measure=_measure,
+        write=_write,
+        is_timed=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def measured() -> list[Cell]:
+    MEASURED.clear()
+    return MEASURED
+
+
+def run(question: Question, folder: Path) -> str:
+    measure_all([question], folder, QUIET, quick=True, command="the command")
+    assert write_report([question], folder, folder / "report.md") == []
+    return (folder / "report.md").read_text()
+
+
+def test_a_run_goes_on_where_it_was_and_the_report_says_the_same(tmp_path: Path, measured: list[Cell]) -> None:
+    run(toy(3, 1), tmp_path)
+    text = run(toy(3, 1, 2), tmp_path)
+    assert measured == [{"size": 3}, {"size": 1}, {"size": 2}]
+    assert run(toy(3, 1, 2), tmp_path) == text
+    assert '[["1", "slow", "3"], ["1", "fast", "2"], ["2",' in text, "whatever came first"
+    assert "`the command`" in text
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40, 60])
+def test_what_a_kill_has_cut_off_is_measured_again(tmp_path: Path, measured: list[Cell], cut: int) -> None:
+    """In the middle of a line, or between two rows of a cell."""
+    text = run(toy(1, 2), tmp_path)
+    path = tmp_path / "toy.csv"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    measured.clear()
+    assert run(toy(1, 2), tmp_path) == text
+    assert measured == [{"size": 2}]
+    assert path.read_bytes() == whole
+
+
+def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
+    run(toy(1), tmp_path)
+    with pytest.raises(ValueError, match="move it away"):
+        RowFile(tmp_path / "toy.csv", ("size", "more"), ("method", "ms"))
+
+
+def test_a_question_without_rows_is_left_out_and_named(tmp_path: Path) -> None:
+    run(toy(1), tmp_path)
+    other = Question(**(vars(toy(1)) | {"name": "other"}))
+    assert write_report([other, toy(1)], tmp_path, tmp_path / "report.md") == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [(["run", "laddder"], "there is no question 'laddder'"), (["report", "--full"], "report measures nothing")],
+)
+def test_bad_input_is_refused(arguments: list[str], refusal: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        main([*arguments, "--folder", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_cells_have_names_of_their_own(name: str) -> None:
+    for quick in (True, False):
+        cells = QUESTIONS[name].cells(quick)
+        assert len({tuple(cell[key] for key in QUESTIONS[name].settings) for cell in cells}) == len(cells) > 1
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every question, measured in small: rows have its columns, and text and pictures come of them."""
+    monkeypatch.setattr(real, "_prepare", lambda num_stages: None)
+    question = QUESTIONS[name]
+    every = [cell for cell in question.cells(True) if cell.get("model", endtoend.GPT3) in SMALL_MODELS]
+    cells = {tuple(small.items()): small for cell in every for small in [_small(name, cell)]}
+    rows = row_file(question, tmp_path)
+    for cell in cells.values():
+        rows.add(cell, question.measure(cell), "python -m experiments.paper run")
+    assert set(rows.rows[0]) == set(rows.columns)
+    write_report([question], tmp_path, tmp_path / "report.md")
+    text = (tmp_path / "report.md").read_text()
+    assert question.title in text
+    assert "*Threats*" in text
+    assert "nan" not in text
+    pictures = list((tmp_path / "evaluation").glob("*.png"))
+    assert len(pictures) == text.count("![") == (name != "real")
+
+
+def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
+    small: dict[str, str | int | float] = {**cell, "seed": 1}
+    if "steps" in cell:
+        small |= {"steps": 1, "stages": 4 if name != "real" else 2, "microbatches": 64 if name == "windows" else 8}
+    if name == "real":
+        small |= {"forward_ms": 1.0, "input_ms": 1.0, "weight_ms": 1.0, "comm_ms": 0.5, "microbatches": 4}
+    if name == "endtoend":
+        small |= {"stages": 8, "microbatches": 8}
+    return small
+
+
+def test_methods_hold_what_they_may() -> None:
+    scene = Scene(stages=4, microbatches=12, jitter="lognormal:0.5", steps=2)
+    assert simulated(scene, Method({"hint": "bf"}, EQUAL)).above_1f1b <= 0
+    assert simulated(scene, Method({"schedule": "1f1b-split"})).above_1f1b <= 0
+    assert simulated(scene, Method({"hint": "bfw"}, 12)).above_1f1b > 0
+
+
+def test_a_frozen_hint_is_its_own_order_where_nothing_varies() -> None:
+    scene = Scene(stages=4, microbatches=8, steps=2)
+    ready, strict = (simulated(scene, Method({"hint": "bf"}, 6, frozen=frozen)) for frozen in (None, "strict"))
+    assert strict == ready
+    noisy = Scene(stages=4, microbatches=8, jitter="lognormal:1", steps=2)
+    assert simulated(noisy, Method({"hint": "bf"}, 6, frozen="strict")) != simulated(noisy, Method({"hint": "bf"}, 6))
+
+
+def test_blocking_senders_and_tasks_that_last_until_arrival_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the real runtime emulates a blocking sender, in virtual time."""
+    scene = Scene(stages=4, microbatches=8, jitter="lognormal:0.5", comm_ms=3.0, steps=2)
+    method = Method({"schedule": "1f1b", "consume": "strict"}, communication="blocking")
+    blocking_ms = simulated(scene, method).step_ms
+    costs = Scene.costs
+    monkeypatch.setattr(
+        Scene,
+        "costs",
+        lambda self, order: type(costs(self, order))(
+            durations_ms=real._until_arrived(costs(self, order).durations_ms, 3.0)
+        ),
+    )
+    free = Scene(stages=4, microbatches=8, jitter="lognormal:0.5", comm_ms=0.0, steps=2)
+    lasting_ms = simulated(free, Method({"schedule": "1f1b", "consume": "strict"})).step_ms
+    assert lasting_ms == pytest.approx(blocking_ms, rel=1e-9)
+
+
+def test_means_of_ratios() -> None:
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert interval([1.25]) == "1.250"
+    assert interval([1.0, 1.0, 1.0]) == "1.000 ± 0.000 (least 1.000)"
