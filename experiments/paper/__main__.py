@@ -6,7 +6,8 @@
     python -m experiments.paper run ladder hints --full # these two, in all settings
     python -m experiments.paper report                  # tables, pictures and text from the rows
 
-A run that was stopped goes on where it was. Rows and report go to ``--folder``, by default runs/paper.
+A run that was stopped goes on where it was. The report goes to ``--folder``, by default runs/paper, rows and pictures
+into its folder ``evaluation``; with ``--folder docs`` they are those of the documentation.
 """
 
 import shlex
@@ -16,14 +17,13 @@ from pathlib import Path
 
 from experiments.paper.question import Question
 from experiments.paper.questions import QUESTIONS
-from experiments.paper.report import write_report
-from experiments.paper.run import measure_all, row_file
+from experiments.paper.report import REPORT, write_report
+from experiments.paper.run import measure_all, row_file, row_path
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 
 DEFAULT_FOLDER = "runs/paper"
-REPORT = "evaluation.md"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("report measures nothing: leave --full and --fresh out")
         if arguments.fresh:
             for question in questions:
-                (folder / f"{question.name}.csv").unlink(missing_ok=True)
+                row_path(question, folder).unlink(missing_ok=True)
         for question in questions:
             row_file(question, folder)
     if arguments.action == "run":
         given = sys.argv[1:] if argv is None else argv
         command = shlex.join(["python", "-m", "experiments.paper", *given])
         measure_all(questions, folder, console, quick=not arguments.full, command=command)
-    missing = write_report(list(QUESTIONS.values()), folder, folder / REPORT)
+    missing = write_report(list(QUESTIONS.values()), folder)
     if missing:
         console.print(f"not measured yet, and not in the report: {', '.join(missing)}")
     console.print(f"the report is {folder / REPORT}")

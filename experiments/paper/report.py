@@ -5,26 +5,28 @@ from pathlib import Path
 
 from experiments.paper.question import Question, Rows
 from experiments.paper.rows import ORIGIN
-from experiments.paper.run import row_file
+from experiments.paper.run import PARTS, row_file
 
-PICTURES = "evaluation"
-"""The folder of the pictures, beside the report."""
+REPORT = "evaluation.md"
 _HEAD = """# Evaluation
 
 What makes a readiness-first pipeline faster than a fixed order, when, and for how much memory. Each section asks one
 question of the [paper](https://arxiv.org/abs/2605.18750) or one that it leaves open, and says what was measured, what
-was found, and what may be wrong with it. Every figure below is worked out from the rows beside this file by
-`python -m experiments.paper report`; none is written by hand. "1.234 ± 0.010 (least 1.198)" is a geometric mean over
-cells of how many times as fast something is, its 95% interval, and the least of them; 1.000 is no difference.
+was found, and what may be wrong with it. Every figure below is worked out from the rows in [evaluation/](evaluation) by
+`python -m experiments.paper report`; none is written by hand. `make paper` measures them again.
+
+"1.234 ± 0.010 (least 1.198)" is a geometric mean over cells of how many times as fast something is, its 95% interval,
+and the least of them; 1.000 is no difference.
 
 *Held* counts the activations of whole microbatches on the stage that holds most. Strict 1F1B holds `p - s` on stage
 `s` of `p`; *within its memory* means on every stage. *Foresight* is a table used as a hint, within the table's own
 memory, that waits briefly for what it names next ([schedules.md](schedules.md))."""
 
 
-def write_report(questions: Sequence[Question], folder: Path, path: Path) -> list[str]:
+def write_report(questions: Sequence[Question], folder: Path) -> list[str]:
     """Write the report of what was measured; returns the names of questions without rows, which it leaves out."""
     sections, missing = [_HEAD], []
+    path = folder / REPORT
     for question in questions:
         rows = row_file(question, folder).complete_rows()
         if rows:
@@ -39,7 +41,7 @@ def write_report(questions: Sequence[Question], folder: Path, path: Path) -> lis
 def _section(question: Question, rows: Rows, path: Path) -> str:
     """In the order of the settings, so that the order of measuring never shows."""
     ordered = sorted(rows, key=lambda row: tuple(map(_sortable, (row[name] for name in question.settings))))
-    pictures = path.parent / PICTURES
+    pictures = path.parent / PARTS
     return "\n\n".join([f"## {question.title}", question.write(ordered, pictures), _origin(rows)])
 
 

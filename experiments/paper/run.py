@@ -18,9 +18,18 @@ _LINE_EVERY_S = 20.0
 """How often a line tells of progress where no bar can be drawn."""
 
 
+PARTS = "evaluation"
+"""The folder of rows and pictures, beside the report."""
+
+
 def row_file(question: Question, folder: Path) -> RowFile:
-    """The rows of a question in a folder."""
-    return RowFile(folder / f"{question.name}.csv", question.settings, question.figures)
+    """The rows of a question; ``folder`` is the report's."""
+    return RowFile(row_path(question, folder), question.settings, question.figures)
+
+
+def row_path(question: Question, folder: Path) -> Path:
+    """Where they are."""
+    return folder / PARTS / f"{question.name}.csv"
 
 
 def measure_all(

@@ -11,7 +11,7 @@ from experiments.paper import endtoend, real
 from experiments.paper.__main__ import main
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.questions import QUESTIONS
-from experiments.paper.report import write_report
+from experiments.paper.report import REPORT, write_report
 from experiments.paper.rows import Cell, RowFile
 from experiments.paper.run import measure_all, row_file
 from experiments.paper.scene import EQUAL, Method, Scene, simulated
@@ -52,8 +52,8 @@ def measured() -> list[Cell]:
 
 def run(question: Question, folder: Path) -> str:
     measure_all([question], folder, QUIET, quick=True, command="the command")
-    assert write_report([question], folder, folder / "report.md") == []
-    return (folder / "report.md").read_text()
+    assert write_report([question], folder) == []
+    return (folder / REPORT).read_text()
 
 
 def test_a_run_goes_on_where_it_was_and_the_report_says_the_same(tmp_path: Path, measured: list[Cell]) -> None:
@@ -69,7 +69,7 @@ def test_a_run_goes_on_where_it_was_and_the_report_says_the_same(tmp_path: Path,
 def test_what_a_kill_has_cut_off_is_measured_again(tmp_path: Path, measured: list[Cell], cut: int) -> None:
     """In the middle of a line, or between two rows of a cell."""
     text = run(toy(1, 2), tmp_path)
-    path = tmp_path / "toy.csv"
+    path = tmp_path / "evaluation" / "toy.csv"
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     measured.clear()
@@ -81,13 +81,13 @@ def test_what_a_kill_has_cut_off_is_measured_again(tmp_path: Path, measured: lis
 def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
     run(toy(1), tmp_path)
     with pytest.raises(ValueError, match="move it away"):
-        RowFile(tmp_path / "toy.csv", ("size", "more"), ("method", "ms"))
+        RowFile(tmp_path / "evaluation" / "toy.csv", ("size", "more"), ("method", "ms"))
 
 
 def test_a_question_without_rows_is_left_out_and_named(tmp_path: Path) -> None:
     run(toy(1), tmp_path)
     other = Question(**(vars(toy(1)) | {"name": "other"}))
-    assert write_report([other, toy(1)], tmp_path, tmp_path / "report.md") == ["other"]
+    assert write_report([other, toy(1)], tmp_path) == ["other"]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
     for cell in cells.values():
         rows.add(cell, question.measure(cell), "python -m experiments.paper run")
     assert set(rows.rows[0]) == set(rows.columns)
-    write_report([question], tmp_path, tmp_path / "report.md")
-    text = (tmp_path / "report.md").read_text()
+    write_report([question], tmp_path)
+    text = (tmp_path / REPORT).read_text()
     assert question.title in text
     assert "*Threats*" in text
     assert "nan" not in text
