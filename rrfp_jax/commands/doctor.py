@@ -24,6 +24,7 @@ from rrfp_jax.commands.diagnosis.finding import Finding, Status, guarded, within
 from rrfp_jax.commands.diagnosis.folder_checks import check_compile_cache, check_run_directory
 from rrfp_jax.commands.diagnosis.host_checks import (
     check_cores,
+    check_hardware,
     check_memory,
     check_open_files,
     check_shared_memory,
@@ -92,16 +93,18 @@ def _findings(arguments: Any, head: Address | None) -> Iterator[tuple[str, Findi
     is_asked = head is not None or arguments.port is not None
     interface = given_interface(arguments.interface, os.environ)
     yield "versions", guarded(check_versions)
+    hardware = guarded(check_hardware)
+    yield "accelerators", hardware
     jax = guarded(check_jax)
     yield "JAX", jax
     quick: dict[str, Callable[[], Finding]] = {
         "cores": check_cores,
         "memory": check_memory,
-        "shared memory": check_shared_memory,
+        "shared memory": lambda: check_shared_memory(has_gpu=hardware.figures.get("driver") is not None),
         "open files": check_open_files,
         "interfaces": lambda: check_interfaces(head, interface),
         "host name": check_host_name,
-        **({} if head is None else {"head": lambda: check_head(head)}),
+        **({} if head is None else {"head": lambda: check_head(head, interface)}),
         "ports": lambda: check_ports(head, port, is_asked=is_asked),
         "run directory": lambda: check_run_directory(Path(arguments.run_dir)),
         "compile cache": lambda: check_compile_cache(os.environ),

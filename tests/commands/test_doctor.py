@@ -14,7 +14,13 @@ from rrfp_jax.commands.diagnosis import jax_checks
 from rrfp_jax.commands.diagnosis.cgroups import core_quota, memory_limit
 from rrfp_jax.commands.diagnosis.finding import Finding, Status, guarded, ok, within
 from rrfp_jax.commands.diagnosis.folder_checks import check_compile_cache, check_run_directory
-from rrfp_jax.commands.diagnosis.host_checks import check_cores, check_memory, check_open_files, check_shared_memory
+from rrfp_jax.commands.diagnosis.host_checks import (
+    check_cores,
+    check_hardware,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
 from rrfp_jax.commands.diagnosis.jax_checks import check_jax
 from rrfp_jax.commands.diagnosis.start_check import check_start
 from rrfp_jax.commands.doctor import main
@@ -111,15 +117,26 @@ def test_few_open_files_are_found_without_root() -> None:
 
 
 def test_small_and_missing_shared_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = tmp_path / "shm"
-    monkeypatch.setenv("PATH", str(fake_smi(tmp_path / "bin", "580.1")))
-    assert_found(check_shared_memory(missing), Status.PROBLEM, "No such file", "--shm-size=8g")
+    assert_found(check_shared_memory(tmp_path / "shm", has_gpu=True), Status.PROBLEM, "No such file", "--shm-size=8g")
     size = os.statvfs(tmp_path)
     few = os.statvfs_result((size.f_bsize, 4096, 16384, 16384, 16384, *size[5:]))  # 64 MiB, as in a container
     monkeypatch.setattr(os, "statvfs", lambda path: few)
     assert_found(
-        check_shared_memory(), Status.PROBLEM, "64 MiB of 64 MiB free, too little for NCCL", "mount -o remount"
+        check_shared_memory(has_gpu=True),
+        Status.PROBLEM,
+        "64 MiB of 64 MiB free, too little for NCCL",
+        "mount -o remount",
     )
+
+
+def test_what_nvidia_smi_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fake_smi(tmp_path / "bin", "580.65.06")))
+    assert check_hardware().figures == {"calls_for": "cuda13", "driver": "580.65.06"}
+    fake_smi(tmp_path / "bin", "470.1")
+    assert_found(check_hardware(), Status.PROBLEM, "470.1 is older than JAX needs", "update the driver")
+    if not Path("/dev/nvidia0").exists():
+        fake_smi(tmp_path / "bin", None)
+        assert_found(check_hardware(), Status.WARNING, "nvidia-smi ends with code 9: NVIDIA-SMI has failed", "driver")
 
 
 def test_a_gpu_that_jax_does_not_see_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

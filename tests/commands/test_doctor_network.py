@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Any
 
 import pytest
 
 from rrfp_jax.commands.diagnosis import network_checks
-from rrfp_jax.commands.diagnosis.addresses import is_loopback, own_addresses
+from rrfp_jax.commands.diagnosis.addresses import own_addresses
 from rrfp_jax.commands.diagnosis.finding import Status
 from rrfp_jax.commands.diagnosis.network_checks import (
     check_head,
@@ -23,7 +25,7 @@ from tests.commands.running import ROOT
 from tests.commands.test_doctor import assert_found
 
 UNKNOWN = "nowhere.invalid"
-OWN = next((each for all_of in own_addresses().values() for each in all_of if not is_loopback(each)), None)
+OWN = next((each for all_of in own_addresses().values() for each in all_of if not ip_address(each).is_loopback), None)
 MAY_UNSHARE = (
     shutil.which("unshare") is not None
     and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
@@ -64,16 +66,25 @@ def test_a_host_name_that_does_not_resolve_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_a_head_whose_name_is_unknown_is_found() -> None:
     head = Address(host=UNKNOWN, port=8476)
-    assert_found(check_head(head), Status.PROBLEM, f"{UNKNOWN} does not resolve", "/etc/hosts")
+    assert_found(check_head(head, None), Status.PROBLEM, f"{UNKNOWN} does not resolve", "/etc/hosts")
     assert f"none leads to {head}" in check_interfaces(head, None).text
 
 
 def test_a_head_whose_name_leads_back_to_each_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian writes a host's own name into /etc/hosts."""
-    assert_found(check_head(Address(host="localhost", port=1)), Status.WARNING, "leads to no other host", "address")
-    monkeypatch.setattr(network_checks, "resolve", lambda name: ["127.0.1.1"])
-    found = check_head(Address(host="node0", port=8476))
-    assert_found(found, Status.PROBLEM, "node0 is 127.0.1.1 here, which leads to no other host", "/etc/hosts")
+    assert_found(check_head(Address(host="localhost", port=1), None), Status.WARNING, "for this host alone", "address")
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **more: look_up(_written(name), *rest, **more))
+    head = Address(host="node0", port=8476)
+    found = check_head(head, None)
+    assert_found(found, Status.PROBLEM, "node0 is 127.0.0.1 here, which leads to no other host", "/etc/hosts")
+    assert found.figures["is_here"]
+    assert check_head(head, "lo").status is Status.OK, "it is node 0, and knows where to listen"
+
+
+def _written(name: Any) -> Any:
+    """As /etc/hosts would say."""
+    return "127.0.0.1" if name == "node0" else name
 
 
 @pytest.mark.skipif(OWN is None, reason="this host has no address but loopback")
@@ -81,7 +92,7 @@ def test_the_interface_of_the_head_is_told() -> None:
     assert OWN is not None
     head = Address(host=OWN, port=8476)
     name = next(name for name, addresses in own_addresses().items() if OWN in addresses)
-    found = check_head(head)
+    found = check_head(head, None)
     assert found.status is Status.OK
     assert found.figures["is_here"]
     assert f"this host, {OWN} ({name})" in found.text
@@ -94,14 +105,14 @@ def test_a_head_that_does_not_answer_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(network_checks, "resolve", lambda name: ["192.0.2.77"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = Address(host="127.0.0.1", port=server.getsockname()[1])
-        assert "something listens" in check_head(head).text
-    assert "nothing listens yet" in check_head(head).text
+        assert "something listens" in check_head(head, None).text
+    assert "nothing listens yet" in check_head(head, None).text
 
     def silent(*_: object, **__: object) -> socket.socket:
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", silent)
-    assert_found(check_head(Address(host="127.0.0.1", port=8476)), Status.WARNING, "does not answer", "firewalls")
+    assert_found(check_head(Address(host="127.0.0.1", port=8476), None), Status.WARNING, "does not answer", "firewalls")
 
 
 def test_interfaces_are_told_and_unknown_ones_found() -> None:

@@ -30,8 +30,3 @@ def resolve(name: str) -> list[str]:
     except UnicodeError:
         raise socket.gaierror(socket.EAI_NONAME, "this cannot be a name") from None
     return list(dict.fromkeys(str(place[4][0]) for place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address leads to its own host only."""
-    return address == "::1" or address.startswith("127.")

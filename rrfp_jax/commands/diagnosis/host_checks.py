@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.diagnosis.cgroups import core_quota, memory_limit
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
-from rrfp_jax.hardware import find_hardware
+from rrfp_jax.hardware import CPU, find_hardware, too_old
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.network.descriptors import ranks_served
 
@@ -52,9 +53,22 @@ def check_memory(root: Path = Path("/")) -> Finding:
     return ok(text, **figures)
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+def check_hardware() -> Finding:
+    """GPUs and TPUs, whether JAX is made for them or not."""
+    found = find_hardware()
+    figures = {"calls_for": found.accelerator, "driver": found.driver}
+    if found.is_too_old:
+        return problem(f"{found.why} is {too_old()}", "update the driver, or take platform cpu", **figures)
+    if found.accelerator == CPU and shutil.which("nvidia-smi") is not None:
+        return warning(
+            found.why, "where there is a GPU, look after its driver: dmesg, or start the host anew", **figures
+        )
+    return ok(found.why, **figures)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), *, has_gpu: bool) -> Finding:
     """Shared memory, by which NCCL joins the processes of a host."""
-    tell = problem if find_hardware().driver is not None else warning
+    tell = problem if has_gpu else warning
     try:
         size = os.statvfs(path)
     except OSError as error:

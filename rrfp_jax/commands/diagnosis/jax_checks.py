@@ -67,8 +67,6 @@ def check_jax(deadline_s: float = _DEADLINE_S) -> Finding:
     packages = ", ".join(
         f"{name} {at}" for name, at in (("jax", seen["jax"]), ("jaxlib", seen["jaxlib"]), *plugins.items())
     )
-    driver = find_hardware().driver
-    packages += "" if driver is None else f", NVIDIA driver {driver}"
     devices = f"{number} {seen['platform']} device{'' if number == 1 else 's'} ({', '.join(seen['kinds'])})"
     return ok(f"{devices}; {packages}", **figures)
 

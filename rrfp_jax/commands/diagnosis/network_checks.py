@@ -3,11 +3,14 @@
 import errno
 import socket
 from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Any
 
-from rrfp_jax.commands.diagnosis.addresses import interface_of, is_loopback, own_addresses, resolve
+from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses, resolve
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network.membership import INTERFACE
+from rrfp_jax.network.routes import is_misleading
 from rrfp_jax.network.sockets import LOOPBACK
 
 _CONNECT_S = 3.0
@@ -54,7 +57,7 @@ def check_host_name() -> Finding:
     return ok(f"{name} is {' '.join(addresses)}", name=name, addresses=addresses)
 
 
-def check_head(head: Address) -> Finding:
+def check_head(head: Address, interface: str | None) -> Finding:
     """Whether the head's name resolves, to a host that this one can reach, and by which interface."""
     try:
         addresses = resolve(head.host)
@@ -63,37 +66,47 @@ def check_head(head: Address) -> Finding:
             f"{head.host} does not resolve ({error.strerror})",
             "write it into /etc/hosts or the name server, or give node 0's address",
         )
-    figures = {"addresses": addresses, "is_here": is_here(head)}
-    if is_loopback(addresses[0]):
-        tell = warning if head.host in ("localhost", *addresses) else problem
-        return tell(
+    here = is_here(head)
+    figures = {"addresses": addresses, "is_here": here}
+    if is_misleading(head.host, head.port) and not (here and interface is not None):
+        return problem(
             f"{head.host} is {addresses[0]} here, which leads to no other host",
-            "give node 0's address in the network that the hosts share, or mend /etc/hosts",
+            "give node 0's address in the network that the hosts share or mend /etc/hosts; on node 0 itself "
+            f"{INTERFACE} or --interface will do",
             **figures,
         )
     try:
-        own = _listens_on(head)
+        own = interface or _listens_on(head)
     except ValueError as error:
         return problem(str(error), "give an address that this host has a route to", **figures)
-    by = f"{own} ({interface_of(own)})"
-    if figures["is_here"]:
+    if ip_address(addresses[0]).is_loopback and interface is None:
+        return warning(f"{head.host} is {addresses[0]}: for this host alone", "give node 0's address", **figures)
+    by = own if interface_of(own) in (None, own) else f"{own} ({interface_of(own)})"
+    if here:
         return ok(f"{head.host} is this host, {by}", **figures)
-    reached = _knock(head)
-    if reached is None:
+    return _reached(head, f"{head.host} is {addresses[0]}, reached from {by}", figures)
+
+
+def _reached(head: Address, text: str, figures: dict[str, Any]) -> Finding:
+    """What comes back from the head's port on another host."""
+    try:
+        socket.create_connection((head.host, head.port), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return ok(f"{text}; nothing listens yet at port {head.port}", **figures)
+    except OSError:
         return warning(
-            f"{head.host} is {addresses[0]}, reached from {by}, but does not answer",
+            f"{text}, but does not answer",
             f"let the hosts reach ports {head.port} and {head.port + 1} of node 0 through firewalls",
             **figures,
         )
-    return ok(f"{head.host} is {addresses[0]}, reached from {by}; {reached} at port {head.port}", **figures)
+    return ok(f"{text}; something listens at port {head.port}", **figures)
 
 
 def check_ports(head: Address | None, port: int, *, is_asked: bool) -> Finding:
     """Whether the two ports of a head are free here; ``is_asked`` says that a run is to take just these."""
     if head is not None and not is_here(head):
         return ok(f"{head.port} and {head.port + 1} are used on the head's host")
-    where = "" if head is None else _listens_on(head)
-    taken = {number: why for number in (port, port + 1) if (why := _why_taken(where, number)) is not None}
+    taken = {number: why for number in (port, port + 1) if (why := _why_taken(number)) is not None}
     if not taken:
         return ok(f"{port} and {port + 1} are free", ports=[port, port + 1])
     told = ", ".join(f"{number}: {why}" for number, why in taken.items())
@@ -127,24 +140,13 @@ def _listens_on(head: Address) -> str:
     return settings.listens_on() or LOOPBACK
 
 
-def _why_taken(where: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in where else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+def _why_taken(port: int) -> str | None:
+    """Whatever the address: who listens on one of this host's has the port on all."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((where, port))
+            probe.bind(("", port))
             probe.listen()
         except OSError as error:
             return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
     return None
-
-
-def _knock(head: Address) -> str | None:
-    """What is at the head's port; None where nothing comes back."""
-    try:
-        socket.create_connection((head.host, head.port), timeout=_CONNECT_S).close()
-    except ConnectionRefusedError:
-        return "nothing listens yet"
-    except OSError:
-        return None
-    return "something listens"
