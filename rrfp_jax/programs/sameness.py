@@ -20,6 +20,7 @@ import numpy as np
 from rrfp_jax.programs.splitting.versions import open_jaxpr
 
 _PLAIN = (type(None), bool, int, str, bytes, complex, types.CodeType, range, np.dtype, jax.ShapeDtypeStruct)
+_JAXPRS = tuple({jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr)})  # one class since JAX 0.12
 _SMALL_BYTES = 4096
 
 
@@ -135,7 +136,7 @@ def _is_small(const: Any) -> bool:
 
 
 def _parameter(value: Any) -> Hashable:
-    if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+    if isinstance(value, _JAXPRS):
         return program_identity(value)
     if isinstance(value, Mapping):
         return tuple([(name, _parameter(each)) for name, each in value.items()])
@@ -143,7 +144,16 @@ def _parameter(value: Any) -> Hashable:
         return type(value), tuple([_parameter(each) for each in value])
     if isinstance(value, jax.sharding.Sharding | jax.sharding.PartitionSpec):
         return value
-    return identity(value)
+    key = identity(value)
+    return value if isinstance(key, Same) and _is_compared_by_jax(value) else key
+
+
+def _is_compared_by_jax(value: Any) -> bool:
+    """Whether this is of a class of JAX's own, such as how a scan's arguments are nested, that says what equals it."""
+    classes = type(value).__mro__[:-1]
+    if classes[0].__module__.partition(".")[0] != "jax" or not isinstance(value, Hashable):
+        return False
+    return all(any(name in vars(each) for each in classes) for name in ("__eq__", "__hash__"))
 
 
 def _aval(aval: Any) -> Hashable:
