@@ -22,6 +22,7 @@ NOT_RUN = {
     "python -m experiments.launch --supervise": "needs ranks that others have started",
     "python -m experiments.train --config tpu_gpu_configs/gpu/": "needs a GPU",
     "python -m experiments.launch --processes 4 -- experiments.train --config tpu_gpu_configs/gpu/": "needs a GPU",
+    "docker ": "needs Docker, and a GPU",
     "python -m venv /tmp/torch": "downloads torch",
     "python -m experiments.bench_torch": "needs torch",
     "python -m experiments.bench --only": "takes minutes",
@@ -44,6 +45,16 @@ def is_run(command: str) -> bool:
 
 def test_every_block_names_its_language():
     assert languages() <= {"console", "python", "json", "yaml", "text"}
+
+
+def test_what_is_no_command_of_this_project_is_listed():
+    foreign = [
+        f"{block}: {command}"
+        for block in CONSOLE
+        for command in filter(is_run, block.commands)
+        if module_and_flags(command) is None and not command.startswith("export ")
+    ]
+    assert foreign == [], "say in NOT_RUN why they are not run"
 
 
 def test_every_reason_has_a_command():
