@@ -49,7 +49,7 @@ def field_words(record: type, name: str, choices: Sequence[str] = ()) -> FieldWo
         text=text,
         short=re.split(r"\. (?=[A-Z])", first)[0].rstrip("."),
         kind=" or ".join(map(_kind, kinds_of(field.type))),
-        place=_place(field.type, choices),
+        place=_place(field, choices),
         default=default,
         left_out=_left_out(default, unset),
         choices=tuple(choices),
@@ -88,11 +88,12 @@ def _kind(kind: Any) -> str:
     return _WORDS.get(kind, "a value")
 
 
-def _place(kind: Any, choices: Sequence[str]) -> str:
+def _place(field: Field, choices: Sequence[str]) -> str:
     if choices:
         listed = "|".join(choices)
         return listed if len(listed) <= _NARROW else "NAME"
-    return "|".join(map(_place_of, kinds_of(kind)))
+    place = "|".join(map(_place_of, kinds_of(field.type)))
+    return "PATH" if place == "TEXT" and re.search(r"(path|_dir|folder)$", field.name) else place
 
 
 def _place_of(kind: Any) -> str:

@@ -121,9 +121,9 @@ def values_of(action: Action) -> tuple[str, ...]:
 
 
 def takes_file(action: Action) -> bool:
-    """Whether files are values of an option, by what stands for one or by its name."""
+    """Whether files are values of an option, by what stands for one."""
     places = " ".join([str(action.metavar), *getattr(action, "values", ())])
-    return bool(re.search(r"FILE|PATH|RUN|LOG|\.npy", places) or re.search(r"(path|_dir|folder)$", action.dest))
+    return bool(re.search(r"FILE|PATH|RUN|LOG|\.npy", places))
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:
