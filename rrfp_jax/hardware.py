@@ -30,8 +30,8 @@ PACKAGES = {
 _SMI_TIMEOUT_S = 60.0
 """It wakes GPUs that nothing has used, which takes seconds for each."""
 _GOOGLE = "0x1ae0"
-_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-"""PCI devices, from v2 to v7x, as JAX knows them."""
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083")
+"""PCI devices, from v2 to v8, as JAX 0.12 knows them."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 def test_tpus_are_known_by_their_pci_devices(tmp_path: Path) -> None:
     make_tpus(tmp_path / "root", "0x0042")
     assert find_hardware().accelerator == "cpu", "a network card of the same maker"
-    make_tpus(tmp_path / "other", "0x0042", "0x0063", "0x0063")
+    make_tpus(tmp_path / "other", "0x0042", "0x0063", "0x007c")
     found = find_hardware(tmp_path / "other")
     assert (found.accelerator, found.why) == ("tpu", "2 TPU chips")
 
