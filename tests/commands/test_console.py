@@ -5,10 +5,13 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
+from rrfp_jax import Layout, Pipeline, looped
 from rrfp_jax.commands.common.console import log_plainly
 from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
 from rrfp_jax.training.loop import StepRow
@@ -118,3 +121,25 @@ def test_a_terminal_has_one_bar_and_lines_for_what_is_not_usual(monkeypatch: pyt
         f"steps {first} to 3: the loss went from {5 - first:.4f} to 2.0000",
     ]
     assert shown.rfind("\x1b[2K") > shown.rfind("step 4/4"), "the bar goes"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_stage_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr("rrfp_jax.commands.training.training_console.make_console", lambda **_: console)
+    pipeline = SimpleNamespace(
+        chunks=[SimpleNamespace(name=f"layers {n}-{n + 9} with a long name") for n in range(0, 40, 10)],
+        placement=looped(2, 2),
+        layout=Layout(num_stages=2),
+        process=SimpleNamespace(devices_of=lambda unit: [f"cpu:{unit}"]),
+        order=SimpleNamespace(foresight=None, bounds=["512 MiB", "8"]),
+        forecast=[SimpleNamespace(peak=123 * 2**30)] * 2,
+        num_params=lambda: [1_234_567_890, 2],
+    )
+    TrainingConsole(4).show_stages(cast(Pipeline, pipeline))
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= width
+    assert len(lines) == 5, "title, headings, a line, and one line for a stage"
+    assert "layers 0-9" in lines[3]
+    assert lines[3].split()[-5:] == ["1,234,567,890", "512", "MiB", "123", "GiB"]
