@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -172,8 +173,9 @@ def test_the_commands_of_the_readme_build_these_files_and_are_taken_by_rrfp() ->
 
 def builder() -> str | None:
     """A program that builds images here, and answers."""
-    for name in ("docker", "podman", "buildah"):
-        if shutil.which(name) and not subprocess.run([name, "info"], capture_output=True, check=False).returncode:
+    for name in filter(shutil.which, ("docker", "podman", "buildah")):
+        with suppress(subprocess.SubprocessError):
+            subprocess.run([name, "info"], capture_output=True, check=True, timeout=60)
             return name
     return None
 
