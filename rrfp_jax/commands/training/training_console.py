@@ -1,13 +1,14 @@
 """What a training run shows: how far compiling has come, the stages, and the steps, by one bar or by lines."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
@@ -20,6 +21,8 @@ _LINE = (
 )
 
 
+_COLUMN_GAP = 3
+"""Between two columns of a table, in characters."""
 _LINE_EVERY_S = 10.0
 """How often a line tells of progress where no bar can be drawn."""
 
@@ -93,23 +96,36 @@ class TrainingConsole:
 
     def show_stages(self, pipeline: Pipeline) -> None:
         """The stages (every replica of them), with what they hold and how much they may hold in flight."""
-        table = make_table("stages", "stage", "devices", "layers", "parameters", "may hold", "peak memory")
-        for column in table.columns[3:]:
-            column.justify, column.no_wrap = "right", True
-        table.columns[2].overflow, table.columns[2].no_wrap = "ellipsis", self._has_bar
         num_params, layout = pipeline.num_params(), pipeline.layout
         self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
+        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory")]
         for unit in range(layout.num_units):
             stage = layout.stage_of(unit)
-            table.add_row(
-                str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
-                ", ".join(map(str, pipeline.process.devices_of(unit))),
-                "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
-                f"{num_params[stage]:,}",
-                pipeline.order.bounds[unit],
-                format_bytes(pipeline.forecast[unit].peak),
+            rows.append(
+                (
+                    str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
+                    ", ".join(map(str, pipeline.process.devices_of(unit))),
+                    "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
+                    f"{num_params[stage]:,}",
+                    pipeline.order.bounds[unit],
+                    format_bytes(pipeline.forecast[unit].peak),
+                )
             )
-        self._console.print(table)
+        self._console.print(self._stage_table(rows))
+
+    def _stage_table(self, rows: Sequence[Sequence[str]]) -> Table:
+        """The first row is the heading. On a terminal only the names of layers are shortened, numbers never."""
+        table = make_table("stages", *rows[0])
+        for row in rows[1:]:
+            table.add_row(*row)
+        for column in table.columns[3:]:
+            column.justify, column.no_wrap = "right", True
+        if self._has_bar:
+            layers, others = table.columns[2], [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+            taken = sum(others) - others[2] + _COLUMN_GAP * len(others)
+            layers.no_wrap, layers.overflow = True, "ellipsis"
+            layers.max_width = max(8, self._console.width - taken)
+        return table
 
     def show_step(self, row: StepRow) -> None:
         if self._first is None:
