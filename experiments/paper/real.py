@@ -1,28 +1,19 @@
 """The ladder in the real runtime: the same steps on emulated stages, beside what the simulator says of them.
 
-Asynchronous tensors arrive later than they were sent, while their sender goes on. A blocking sender is emulated by a
-task that lasts until its tensor has arrived. The simulation is given the same draws, and the host's time for a task
-that the run itself shows. All methods take their turn, again and again; a cell is one round of them.
+All methods take their turn, again and again; a cell is one round of them.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
-import numpy as np
-
+from experiments.paper.emulated import emulated
 from experiments.paper.ladder import BASE, EQUAL_MEMORY, METHODS, PAPER_REGIME
 from experiments.paper.question import Measured, Question, Rows
-from experiments.paper.rows import Cell, Value, selected
-from experiments.paper.scene import NO_JITTER, Method, Scene
+from experiments.paper.rows import Cell, selected
+from experiments.paper.scene import NO_JITTER, Scene
 from experiments.paper.tables import markdown
-from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.simulation import Costs, Links, Machine, both_directions, simulate
-from rrfp_jax.simulation.jitter import Durations
 
-WARM_UP = 1
-"""Steps before those that count, in which averages are learnt."""
 BAR = 0.03
 """How far a factor may be from its forecast."""
 REAL = {name: method for name, method in METHODS.items() if "adaptive" not in name}
@@ -51,60 +42,8 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 def measure(cell: Cell) -> Measured:
     """Each method once, and its forecast."""
-    _prepare(int(cell["stages"]))
     scene = Scene.of(cell)
-    rows: list[dict[str, Value]] = []
-    for name, method in REAL.items():
-        real_ms, forecast_ms, host_ms = _emulated(scene, method)
-        rows.append(
-            {
-                "method": name,
-                "real_ms": round(real_ms, 6),
-                "forecast_ms": round(forecast_ms, 6),
-                "host_ms": round(host_ms, 6),
-            }
-        )
-    return rows
-
-
-@cache
-def _prepare(num_stages: int) -> None:
-    from rrfp_jax.commands.common.process import use_cpu
-
-    use_cpu(num_stages)
-
-
-def _emulated(scene: Scene, method: Method) -> tuple[float, float, float]:
-    """Mean makespans in milliseconds, real and simulated, and the host's time per task."""
-    from rrfp_jax.testing import dispatch_overhead_ms, emulate
-
-    order = method.order(scene)
-    drawn_ms, num_steps = scene.costs(order).durations_ms, WARM_UP + scene.steps
-    durations_ms = np.concatenate([drawn_ms[:WARM_UP], drawn_ms])
-    delays_ms: dict[tuple[int, int], float] = {}
-    if method.communication == "blocking":
-        durations_ms = _until_arrived(durations_ms, scene.comm_ms)
-    else:
-        delays_ms = both_directions({(s, s + 1): scene.comm_ms for s in range(scene.stages - 1)}, scene.stages)
-    emulation = emulate(order.arbiters(EMULATED_STEP), durations_ms, num_steps, link_delays_ms=delays_ms)
-    host_ms = max(0.0, dispatch_overhead_ms(emulation.timeline, durations_ms))
-    machine = Machine(links=Links(extra_ms=delays_ms), dispatch_overhead_ms=host_ms)
-    forecast = simulate(
-        order.arbiters(EMULATED_STEP), Costs(durations_ms=durations_ms), machine=machine, num_steps=num_steps
-    )
-    real_ms, forecast_ms = (
-        fmean(timeline.of_step(step).makespan_s() for step in range(WARM_UP, num_steps)) * 1e3
-        for timeline in (emulation.timeline, forecast.timeline)
-    )
-    return real_ms, forecast_ms, host_ms
-
-
-def _until_arrived(durations_ms: Durations, comm_ms: float) -> Durations:
-    """Every task lasts until the tensor that it sends has arrived: no F of the last stage, no gradient of the first."""
-    lasting = durations_ms.copy()
-    lasting[:, :-1, :, 0] += comm_ms
-    lasting[:, 1:, :, 1] += comm_ms
-    return lasting
+    return [{"method": name, **emulated(scene, method)._asdict()} for name, method in REAL.items()]
 
 
 def factor(rows: Rows, before: str, after: str, column: str, jitter: str) -> float:

@@ -11,8 +11,8 @@ from statistics import fmean
 
 import numpy as np
 
-from rrfp_jax.simulation.jitter import Durations, InjectedSleeps
-from rrfp_jax.tasks import PipelineGraph, TaskKind
+from rrfp_jax.simulation.jitter import EMA_KEPT, Durations, InjectedSleeps
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 from rrfp_jax.timeline import Timeline
 
 SLOTS = {TaskKind.F: (0,), TaskKind.B: (1, 2), TaskKind.I: (1,), TaskKind.W: (2,)}
@@ -36,6 +36,43 @@ class Costs:
         check_durations(self.durations_ms)
         if self.reduce_ms < 0 or self.update_ms < 0:
             raise ValueError(f"reduce_ms ({self.reduce_ms}) and update_ms ({self.update_ms}) must not be negative")
+
+
+class StageTimes:
+    """How long the tasks of one stage take, asked in the order in which they start.
+
+    Injected sleeps depend on what the stage ran before (:class:`rrfp_jax.simulation.jitter.InjectedSleeps`).
+    """
+
+    __slots__ = ("_average_ms", "_base_ms", "_durations_ms", "_factors", "_num_given", "_reduce_ms", "_update_ms")
+
+    def __init__(self, costs: Costs) -> None:
+        self._durations_ms, self._num_given = of_tasks(costs.durations_ms), len(costs.durations_ms)
+        self._reduce_ms, self._update_ms = costs.reduce_ms, costs.update_ms
+        self._factors: list[list[list[list[float]]]] = costs.sleeps.factors.tolist() if costs.sleeps else []
+        self._base_ms = costs.sleeps.base_ms if costs.sleeps else 0.0
+        self._average_ms = 0.0
+
+    def of_another_stage(self) -> "StageTimes":
+        """One that has run nothing; the tables are shared."""
+        twin = object.__new__(StageTimes)
+        for name in self.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._average_ms = 0.0
+        return twin
+
+    def duration_ms(self, step: int, task: Task) -> float:
+        """What the task takes that starts now."""
+        kind, chunk, microbatch = task
+        if microbatch < 0:
+            return self._reduce_ms if kind is TaskKind.R else self._update_ms
+        compute_ms = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
+        if not self._factors or kind is TaskKind.W:
+            return compute_ms
+        self._average_ms = EMA_KEPT * self._average_ms + (1 - EMA_KEPT) * compute_ms
+        slot = 0 if kind is TaskKind.F else 1
+        factor = self._factors[step % len(self._factors)][chunk][microbatch][slot]
+        return compute_ms + factor * max(self._base_ms, self._average_ms)
 
 
 def check_durations(durations_ms: Durations) -> None:

@@ -9,7 +9,7 @@ task is about to end, when a stage's own timer expects it to. Times are millisec
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from rrfp_jax.arbitration import (
@@ -27,12 +27,11 @@ from rrfp_jax.arbitration import (
     TaskAnnounced,
     WakeAt,
 )
-from rrfp_jax.simulation.costs import Costs, for_graph, of_tasks
+from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.event_queue import EventQueue
-from rrfp_jax.simulation.jitter import EMA_KEPT
 from rrfp_jax.simulation.links import Communication, Links
 from rrfp_jax.simulation.transfers import Surroundings, make_transfers
-from rrfp_jax.tasks import Absences, Task, TaskKind
+from rrfp_jax.tasks import Absences, Task
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 OCCUPIED = IdleReason.INPUT
@@ -124,7 +123,6 @@ class _Stage:
     __slots__ = (
         "announced",
         "arbiter",
-        "average_ms",
         "dispatched",
         "holds",
         "host_free_ms",
@@ -134,10 +132,13 @@ class _Stage:
         "log",
         "started_ms",
         "timer",
+        "times",
     )
 
-    def __init__(self, arbiter: StageArbiter, timer: DecisionTimer | None, record_events: bool) -> None:
-        self.arbiter = arbiter
+    def __init__(
+        self, arbiter: StageArbiter, times: StageTimes, timer: DecisionTimer | None, record_events: bool
+    ) -> None:
+        self.arbiter, self.times = arbiter, times
         self.announced: list[tuple[float, Event]] = []
         """What it will hear, and when, the soonest first."""
         self.dispatched: deque[tuple[float, int, Task]] = deque()
@@ -147,8 +148,6 @@ class _Stage:
         """Whether it has asked to be woken and has started nothing since."""
         self.idle: tuple[int, IdleReason] | None = None
         self.idle_since_ms = 0.0
-        self.average_ms = 0.0
-        """The moving average of compute times that injected sleeps depend on."""
         self.is_over = False
         self.timer = timer
         self.started_ms = 0.0
@@ -168,9 +167,15 @@ class _Driver:
         absent: Sequence[Absences],
     ) -> None:
         durations = for_graph(costs.durations_ms, arbiters[0].graph)
-        self.costs, self.machine, self.num_steps, self.absent = costs, machine, num_steps, absent
+        self.machine, self.num_steps, self.absent = machine, num_steps, absent
+        times = StageTimes(replace(costs, durations_ms=durations))
         self.stages = [
-            _Stage(arbiter, machine.just_in_time() if machine.just_in_time else None, record_events)
+            _Stage(
+                arbiter,
+                times.of_another_stage(),
+                machine.just_in_time() if machine.just_in_time else None,
+                record_events,
+            )
             for arbiter in arbiters
         ]
         self.timeline = Timeline(len(arbiters))
@@ -188,9 +193,6 @@ class _Driver:
                 is_computing=self.is_computing,
             ),
         )
-        self._durations_ms = of_tasks(durations)
-        self._num_given = durations.shape[0]
-        self._sleep_factors = costs.sleeps.factors.tolist() if costs.sleeps else []
 
     def run(self) -> None:
         for stage in range(len(self.stages)):
@@ -302,7 +304,7 @@ class _Driver:
         self._set_idle(index, stage, None)
         if start_ms > now_ms:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
-        duration_ms = self._duration_ms(stage, step, task)
+        duration_ms = stage.times.duration_ms(step, task)
         end_ms = start_ms + duration_ms
         if stage.timer is not None:
             stage.started_ms = start_ms
@@ -324,20 +326,6 @@ class _Driver:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)
         self._note_idle(index, stage)
-
-    def _duration_ms(self, stage: _Stage, step: int, task: Task) -> float:
-        kind, chunk, microbatch = task
-        if microbatch < 0:
-            return self.costs.reduce_ms if kind is TaskKind.R else self.costs.update_ms
-        compute_ms: float = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
-        sleeps = self.costs.sleeps
-        if sleeps is None or kind is TaskKind.W:
-            return compute_ms
-        stage.average_ms = EMA_KEPT * stage.average_ms + (1 - EMA_KEPT) * compute_ms
-        slot = 0 if kind is TaskKind.F else 1
-        factor: float = self._sleep_factors[step % len(self._sleep_factors)][chunk][microbatch][slot]
-        slept_ms: float = factor * max(sleeps.base_ms, stage.average_ms)
-        return compute_ms + slept_ms
 
     # -- record ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.sleeping import Sleeper
-from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.simulation.costs import Costs, StageTimes
+from rrfp_jax.simulation.jitter import InjectedSleeps
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 DEFAULT_ACTIVATION_BYTES = 32
@@ -33,7 +34,8 @@ class EmulatedStage:
     """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
 
     ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the
-    sum of the last two, and step ``s`` reads row ``s mod steps``. ``activation`` is what travels between chunks, as
+    sum of the last two, and step ``s`` reads row ``s mod steps``. ``sleeps`` are the RRFP paper's, beside them, as in a
+    simulation. ``activation`` is what travels between chunks, as
     :func:`activation_spec` makes it. A stage of several devices works on one of them, and hands its outputs over as if
     all had them.
     """
@@ -45,6 +47,7 @@ class EmulatedStage:
         stage: int,
         *,
         durations_ms: np.ndarray,
+        sleeps: InjectedSleeps | None = None,
         ship: Ship,
         device: jax.Device,
         activation: jax.ShapeDtypeStruct | None = None,
@@ -52,7 +55,7 @@ class EmulatedStage:
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
         self._graph = self._of_step = graph
-        self._duration_ms = duration_of(durations_ms)
+        self._duration_ms = duration_of(durations_ms, sleeps)
         self._mailbox = Mailbox(placement, stage, ship)
         self.accept = self._mailbox.accept
         self._is_alone = num_devices == 1
@@ -98,15 +101,12 @@ class EmulatedStage:
         return StageOutcome()
 
 
-def duration_of(durations_ms: np.ndarray) -> Callable[[int, Task], float]:
-    """How long a task of a step takes, from an array as :class:`EmulatedStage` has it."""
-    by_kind, num_rows = of_tasks(durations_ms), len(durations_ms)
+def duration_of(durations_ms: np.ndarray, sleeps: InjectedSleeps | None = None) -> Callable[[int, Task], float]:
+    """How long a task of a step takes, from an array as :class:`EmulatedStage` has it.
 
-    def duration(step: int, task: Task) -> float:
-        kind, chunk, microbatch = task
-        return by_kind[kind][step % num_rows][chunk][microbatch]
-
-    return duration
+    For one stage, and asked once for each task, in the order in which they start.
+    """
+    return StageTimes(Costs(durations_ms=durations_ms, sleeps=sleeps)).duration_ms
 
 
 @lru_cache(maxsize=1)  # all stages of a process have the same graph

@@ -24,6 +24,7 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.simulation.jitter import InjectedSleeps
 from rrfp_jax.tasks import Absences
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
 from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
@@ -64,6 +65,7 @@ def emulate(
     events: Path | None = None,
     link_delays_ms: Mapping[tuple[int, int], float] | None = None,
     absent: Sequence[Absences] = (),
+    sleeps: InjectedSleeps | None = None,
 ) -> Emulation:
     """Run ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
@@ -80,6 +82,7 @@ def emulate(
             own, with the rank in the name.
         link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
         absent: the pairs that each step lacks beyond those of the graph, beginning again after the last; empty: none.
+        sleeps: what the RRFP paper injects into tasks, as in a simulation.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
@@ -97,6 +100,7 @@ def emulate(
             placement,
             stage,
             durations_ms=durations_ms if launch_ms is None else np.zeros_like(durations_ms),
+            sleeps=sleeps if launch_ms is None else None,
             ship=ship,
             device=process.own_device(stage),
             activation=activation,
@@ -105,7 +109,8 @@ def emulate(
         if launch_ms is None:
             return emulated
         accelerator = EmulatedAccelerator(launch_ms=launch_ms)
-        accelerated.append(AcceleratedStage(emulated, accelerator, duration_of(durations_ms), stage=stage))
+        lasts_ms = duration_of(durations_ms, sleeps)
+        accelerated.append(AcceleratedStage(emulated, accelerator, lasts_ms, stage=stage))
         return accelerated[-1]
 
     def edge(message: Message, _: int) -> Edge:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.paper import endtoend, real
+from experiments.paper import emulated, endtoend
 from experiments.paper.__main__ import main
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.questions import QUESTIONS
@@ -19,6 +19,7 @@ from experiments.paper.tables import geometric_mean, interval
 
 MEASURED: list[Cell] = []
 QUIET = Console(quiet=True)
+REAL = ("real", "jitter_real")
 SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
 
 
@@ -109,7 +110,7 @@ def test_cells_have_names_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""
-    monkeypatch.setattr(real, "_prepare", lambda num_stages: None)
+    monkeypatch.setattr(emulated, "use_devices", lambda num_stages: None)
     question = QUESTIONS[name]
     every = [cell for cell in question.cells(True) if cell.get("model", endtoend.GPT3) in SMALL_MODELS]
     cells = {tuple(small.items()): small for cell in every for small in [_small(name, cell)]}
@@ -129,8 +130,8 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
 def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
     small: dict[str, str | int | float] = {**cell, "seed": 1}
     if "steps" in cell:
-        small |= {"steps": 1, "stages": 4 if name != "real" else 2, "microbatches": 64 if name == "windows" else 8}
-    if name == "real":
+        small |= {"steps": 1, "stages": 2 if name in REAL else 4, "microbatches": 64 if name == "windows" else 8}
+    if name in REAL:
         small |= {"forward_ms": 1.0, "input_ms": 1.0, "weight_ms": 1.0, "comm_ms": 0.5, "microbatches": 4}
     if name == "endtoend":
         small |= {"stages": 8, "microbatches": 8}
@@ -162,7 +163,7 @@ def test_blocking_senders_and_tasks_that_last_until_arrival_are_one(monkeypatch:
         Scene,
         "costs",
         lambda self, order: type(costs(self, order))(
-            durations_ms=real._until_arrived(costs(self, order).durations_ms, 3.0)
+            durations_ms=emulated.until_arrived(costs(self, order).durations_ms, 3.0)
         ),
     )
     free = Scene(stages=4, microbatches=8, jitter="lognormal:0.5", comm_ms=0.0, steps=2)
