@@ -49,6 +49,7 @@ class CompileReport:
         self._bar.update(self._bar.tasks[0].id, completed=done)
         now_s = time.monotonic()
         if done == total:
+            self._bar.stop()
             self._console.print(f"the stages' {total} programs were ready after {now_s - self._started_s:.0f} s")
         elif self._bar.disable and now_s - self._told_s >= _LINE_EVERY_S:
             self._told_s = now_s
