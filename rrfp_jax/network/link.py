@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.sockets import Context, bind, connect_as, descriptor, new_socket, rank_role, serve_as
+from rrfp_jax.network.sockets import Context, bind, connect, connect_as, descriptor, new_socket, rank_role, serve_as
 
 _COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
@@ -74,7 +74,7 @@ class Link:
             self._early[rank] = []
         connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
         self.inbound.setsockopt(zmq.CONNECT_ROUTING_ID, name)
-        self.inbound.connect(address)
+        connect(self.inbound, address)
         self.greet(rank)
 
     def greet(self, rank: int) -> None:

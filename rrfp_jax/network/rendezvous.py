@@ -23,7 +23,7 @@ from rrfp_jax.network.rendezvous_server import (
     RendezvousFailed,
 )
 from rrfp_jax.network.roll_call import Bulletin, Ending, Hello, LauncherReport, Member
-from rrfp_jax.network.sockets import connect_as, connection_events, new_socket, watch
+from rrfp_jax.network.sockets import connect, connect_as, connection_events, new_socket, watch
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _REPEAT_S = 1.0
@@ -199,7 +199,7 @@ class _Guest:
         self.linger_ms = 0
         connect_as(self._socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
         try:
-            self._socket.connect(address)
+            connect(self._socket, address)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(f"'{address}' is no address of a rendezvous: give tcp://host:port") from error

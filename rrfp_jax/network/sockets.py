@@ -74,6 +74,13 @@ def bind(socket: Socket, interface: str, port: int | None = None) -> str:
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
+def connect(socket: Socket, address: str) -> None:
+    """Connect to what :func:`bind` returned. Names go by IPv4, since ZeroMQ tries one kind of address only."""
+    if "[" in address:
+        socket.ipv6 = 1
+    socket.connect(address)
+
+
 class ConnectionEvent(NamedTuple):
     """What happened to a connection of a socket; ``address`` is the peer's where this side connected.
 

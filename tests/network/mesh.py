@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rrfp_jax.network import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
 from rrfp_jax.network.plain import pack
@@ -45,6 +47,16 @@ def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
             return False
         time.sleep(0.005)
     return True
+
+
+def ipv6() -> str:
+    """Loopback by IPv6; skips the test where this host has none."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this host has no IPv6")
+    return "::1"
 
 
 class Node:

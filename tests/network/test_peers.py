@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.network import NetworkSettings, PeerNetwork, RunKey
-from tests.network.mesh import PATIENCE_S, eventually, nodes, processes, running_loop, tree_connections
+from tests.network.mesh import PATIENCE_S, eventually, ipv6, nodes, processes, running_loop, tree_connections
 
 
 def on_loop(node: Any, call: Any) -> None:
@@ -36,6 +36,13 @@ def test_frames_of_every_size_arrive_as_they_were() -> None:
             found = np.frombuffer(b"".join(frames), np.uint8)
             np.testing.assert_array_equal(found, payloads[header["step"]])
         assert eventually(lambda: first.network.traffic().unconfirmed_bytes == 0)
+
+
+def test_ranks_may_listen_on_ipv6_addresses() -> None:
+    with nodes(2, interface=ipv6()) as (first, second):
+        first.network.send_threadsafe(1, "note", {"step": 0}, [b"frame"])
+        first.send_arrays(1, {"step": 1}, [np.zeros(1 << 18, np.uint8)])
+        assert eventually(lambda: len(second.got) == 2)
 
 
 def test_thousands_of_messages_among_processes_arrive_once_and_in_order() -> None:

@@ -25,7 +25,7 @@ from rrfp_jax.network import (
     rendezvous_server,
 )
 from rrfp_jax.network import rendezvous as guests
-from tests.network.mesh import Node, eventually, running_loop
+from tests.network.mesh import Node, eventually, ipv6, running_loop
 
 
 def hello(
@@ -50,6 +50,12 @@ def test_everyone_learns_everyones_address() -> None:
         members = visits[0].result(5.0)
         assert [member.address["messages"] for member in members] == [f"tcp://10.0.0.{r}:9" for r in range(3)]
         assert all(future.result(5.0) == members for future in visits)
+
+
+def test_the_rendezvous_may_have_an_ipv6_address() -> None:
+    with rendezvous(1, interface=ipv6()) as (server, visit):
+        assert server.address.startswith("tcp://[::1]:")
+        assert visit(hello(0, 1)).result(5.0)
 
 
 def test_everyone_learns_who_is_missing() -> None:
