@@ -107,7 +107,9 @@ def test_cells_have_names_of_their_own(name: str) -> None:
         assert len({tuple(cell[key] for key in QUESTIONS[name].settings) for cell in cells}) == len(cells) > 1
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "breakdown")) for name in QUESTIONS]
+)
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""
     monkeypatch.setattr(emulated, "use_devices", lambda num_stages: None)
@@ -124,12 +126,14 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
     assert "*Threats*" in text
     assert "nan" not in text
     pictures = list((tmp_path / "evaluation").glob("*.png"))
-    assert len(pictures) == text.count("![") == (name != "real")
+    assert len(pictures) == text.count("![") == (name not in ("real", "breakdown"))
 
 
 def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
     small: dict[str, str | int | float] = {**cell, "seed": 1}
-    if "steps" in cell:
+    if name == "breakdown":
+        small |= {"tensor": 1, "forward_ms": 1.0, "comm_ms": 0.5, "steps": 1}
+    elif "steps" in cell:
         small |= {"steps": 1, "stages": 2 if name in REAL else 4, "microbatches": 64 if name == "windows" else 8}
     if name in REAL:
         small |= {"forward_ms": 1.0, "input_ms": 1.0, "weight_ms": 1.0, "comm_ms": 0.5, "microbatches": 4}
