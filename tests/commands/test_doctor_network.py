@@ -32,10 +32,13 @@ MAY_UNSHARE = (
 )
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
+@pytest.fixture(params=[(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")], ids=["4", "6"])
+def taken(request: pytest.FixtureRequest) -> Iterator[int]:
     """A port that somebody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    family, address = request.param
+    if not any(address in addresses for addresses in own_addresses().values()):
+        pytest.skip(f"this host has no {address}")
+    with socket.create_server((address, 0), family=family) as server:
         yield server.getsockname()[1]
 
 

@@ -14,6 +14,8 @@ from rrfp_jax.network.routes import is_misleading
 from rrfp_jax.network.sockets import LOOPBACK
 
 _CONNECT_S = 3.0
+_NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENOPROTOOPT)
+"""Of a host without IPv6."""
 
 
 def check_interfaces(head: Address | None, interface: str | None) -> Finding:
@@ -141,12 +143,16 @@ def _listens_on(head: Address) -> str:
 
 
 def _why_taken(port: int) -> str | None:
-    """Whatever the address: who listens on one of this host's has the port on all."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Whatever the address: who listens on one of this host's has the port on all, of IPv4 or of IPv6."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe.bind(("", port))
-            probe.listen()
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(("", port))
+                probe.listen()
         except OSError as error:
-            return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            if error.errno not in _NO_SUCH_FAMILY:
+                return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
     return None
