@@ -21,14 +21,15 @@ from tests.multiprocess.slurm_cluster import NODES, Missing, Slurm, slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_STEPS = 30
+NUM_STEPS = 40
 EXACT: dict[str, Any] = {
     **{"deterministic": True, "steps": NUM_STEPS, "checkpoint_every": 5, "keep_checkpoints": 9},
     **{"num_stages": 4, "num_layers": 4, "hidden": 64, "mlp_dim": 128, "length": 32, "batch_size": 8},
     **{"path": str(ROOT / "LICENSE"), "silence_deadline_s": 30},
 }
-SCRIPTS = {"launchers.sbatch": ("2",), "ranks.sbatch": ()}
-"""And what comes after the configuration: SLURM is told how many processes each node has, or the launchers are."""
+SCRIPTS = ("launchers.sbatch", "ranks.sbatch")
+CORES = {"launchers.sbatch": 2 * 64, "ranks.sbatch": 4 * 8}
+"""That all tasks together ask for, with two processes on each of two nodes."""
 ENDED_S = 90.0
 _SMALL_BYTES = 1 << 20
 
@@ -74,11 +75,13 @@ def expected(folder: Path) -> Outcome:
 class Job:
     """A run that was submitted."""
 
-    def __init__(self, cluster: Slurm, script: str, **variables: str) -> None:
-        each_node = ("--ntasks-per-node", 2) if script == "ranks.sbatch" else ()
-        machine = ("--nodes", 2, "--gpus-per-node", 0, "--cpus-per-task", 1, *each_node)
+    def __init__(self, cluster: Slurm, script: str, *, processes: int = 1, **variables: str) -> None:
         path = ROOT / "tpu_gpu_configs" / "slurm" / script
-        words = ("sbatch", "--parsable", *machine, path, "run.yaml", *SCRIPTS[script])
+        words = ["sbatch", "--parsable", "--nodes", 2, "--gpus-per-node", 0]
+        if script == "launchers.sbatch":  # they are told how many processes each node has, or SLURM is
+            words += [path, "run.yaml", processes]
+        else:
+            words += ["--ntasks-per-node", processes, path, "run.yaml"]
         rrfp = str(Path(sys.executable).with_name("rrfp"))
         self._cluster = cluster
         self.number = cluster.call(*words, RRFP=rrfp, **QUICK_TO_COMPILE, **variables)
@@ -116,7 +119,9 @@ class Job:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_nodes_train_the_bits_of_one_machine(cluster: Slurm, script: str, expected: Outcome) -> None:
-    job = Job(cluster, script)
+    job = Job(cluster, script, processes=2)
+    job.await_steps(1)
+    assert f" CPUs={CORES[script]} " in cluster.call("scontrol", "--oneliner", "show", "step", f"{job.number}.0")
     job.finish().assert_same(expected)
     assert cluster.job(job.number)["NodeList"] == "h[1-2]"
 
@@ -138,13 +143,13 @@ def test_a_preempted_job_saves_and_goes_on_after_its_requeue(cluster: Slurm, scr
 def test_a_job_that_loses_a_node_goes_on_on_others(cluster: Slurm, script: str, node: int, expected: Outcome) -> None:
     """Node 1 is where the batch script runs, and the head."""
     job = Job(cluster, script)
-    job.await_steps(7)
+    assert eventually(lambda: len(committed(job.run)) > 0, ENDED_S), job.text()
     cluster.kill_node(node)
     try:
         job.start_again()
         job.finish().assert_same(expected)
         assert cluster.job(job.number)["NodeList"] == {1: "h[2-3]", 2: "h[1,3]"}[node]
-        assert re.search("going on after (5|10|15|20|25) steps", job.text())
+        assert re.search(r"going on after (5|10|15|20|25|30|35) steps", job.text())
     finally:
         cluster.start_node(node)
         assert eventually(lambda: cluster.idle() == len(NODES))
