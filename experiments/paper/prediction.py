@@ -95,10 +95,12 @@ def write(rows: Rows, folder: Path) -> str:
                 folder / "prediction.png",
                 "simulated over measured step time",
             ),
-            f"The steps that Vocabulary Parallelism measured are predicted within {max(map(abs, of_steps.values())):.2%}. "
-            f"The {len(bubbles)} bubble rates of Zero Bubble come out within {max(of_bubbles):.5f}.",
-            "*Threats*: the stage times come from the measured runs themselves, so that what is tested is the order and "
-            "the waiting, not the cost of layers; the bubble rates are the authors' own calculation from their times.",
+            "The steps that Vocabulary Parallelism measured are predicted within "
+            f"{max(map(abs, of_steps.values())):.2%}. The {len(bubbles)} bubble rates of Zero Bubble come out within "
+            f"{max(of_bubbles):.5f}.",
+            "*Threats*: the stage times come from the measured runs themselves, so that what is tested is the order "
+            "and the waiting, not the cost of layers; the bubble rates are the authors' own calculation from their "
+            "times.",
         ]
     )
 
