@@ -30,7 +30,7 @@ EXACT: dict[str, Any] = {
 SCRIPTS = ("launchers.sbatch", "ranks.sbatch")
 CORES = {"launchers.sbatch": 2 * 64, "ranks.sbatch": 4 * 8}
 """That all tasks together ask for, with two processes on each of two nodes."""
-ENDED_S = 90.0
+ENDED_S = 150.0
 _SMALL_BYTES = 1 << 20
 
 
