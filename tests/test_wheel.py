@@ -108,8 +108,10 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     install = [python, "-m", "pip", "install", "--quiet", "--no-input", "-c", pins, wheel]
     subprocess.run(install, check=True, env=environment, timeout=900)
     empty.mkdir()
+    called = set()
 
     def rrfp(*arguments: object) -> str:
+        called.add(arguments[0])
         command = [str(python.parent / "rrfp"), *map(str, arguments)]
         done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, check=False, timeout=300)
         assert done.returncode == 0, f"{command}: {done.stdout.decode()}{done.stderr.decode()}"
@@ -129,6 +131,11 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert "F" in rrfp("replay", "log.json.gz", "--microbatch", 1)
     rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--run-dir", "seeing")
     rrfp("read", "seeing", "--samples", 32)
+    assert "cpu/debug" in rrfp("config", "--list")
+    assert "Microbatches that a stage may hold" in rrfp("config", "--explain", "pipeline.window")
+    assert "complete" in rrfp("completion", "bash")
+    assert __version__ in rrfp("doctor", "--run-dir", "alone")
+    assert set(COMMANDS) <= called
     assert sorted(path.name for path in empty.iterdir()) == ["alone", "log.json.gz", "pages", "seeing", "two"]
 
 
