@@ -33,7 +33,7 @@ from rrfp_jax.commands.studies.durations import parse_durations_ms, parse_number
 from rrfp_jax.launch.binding import BINDINGS
 
 _STRICT_1F1B = "1f1b:strict"
-_VERSION = "import torch; from torch.distributed.pipelining import Schedule1F1B; print(torch.__version__)"
+TORCH_VERSION = "import torch; from torch.distributed.pipelining import Schedule1F1B; print(torch.__version__)"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         setting = make_setting(arguments)
-    version = printed_by(arguments.torch_python, _VERSION)
+    version = printed_by(arguments.torch_python, TORCH_VERSION)
     if version is None:
         raise BadInput(
             f"{arguments.torch_python} has no torch.distributed.pipelining: install torch 2.6 or newer there "

@@ -29,3 +29,5 @@ class Question:
     """The section's text from the rows; pictures go into the folder given."""
     is_timed: bool = False
     """Whether the real runtime is measured: then one cell at a time, and nothing beside it."""
+    lacks: Callable[[], str | None] = lambda: None
+    """What it needs and this machine has not, in a sentence; None: nothing."""

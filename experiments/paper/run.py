@@ -39,6 +39,9 @@ def measure_all(
     files = {question.name: row_file(question, folder) for question in questions}
     measured = {}
     for question in questions:
+        if (lack := question.lacks()) is not None:
+            console.print(f"{question.name}: not measured, it {lack}")
+            continue
         rows = files[question.name]
         every = question.cells(quick)
         missing = [cell for cell in every if not rows.has(cell)]

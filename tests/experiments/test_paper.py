@@ -108,12 +108,14 @@ def test_cells_have_names_of_their_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "breakdown")) for name in QUESTIONS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("breakdown", "others"))) for name in QUESTIONS]
 )
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""
     monkeypatch.setattr(emulated, "use_devices", lambda num_stages: None)
     question = QUESTIONS[name]
+    if (lack := question.lacks()) is not None:
+        pytest.skip(lack)
     every = [cell for cell in question.cells(True) if cell.get("model", endtoend.GPT3) in SMALL_MODELS]
     cells = {tuple(small.items()): small for cell in every for small in [_small(name, cell)]}
     rows = row_file(question, tmp_path)
