@@ -4,7 +4,7 @@
 code  meaning
 ====  =========================================================================================
 0     done
-1     an error of this program: the traceback is on stderr; or the last state could not be saved
+1     an error of this program: the traceback is on stderr; or the last state, or another output, could not be saved
 2     bad input: the sentence on stderr says what to change; nothing was started, or data cannot be read
 3     the run was given up because no task finished within the progress deadline
 4     the run was given up because a task failed

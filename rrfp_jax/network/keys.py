@@ -107,14 +107,20 @@ class RunKey:
         """Write a new key file with mode 0600; an existing file is not overwritten.
 
         Raises:
-            ValueError: where the file exists.
+            ValueError: where the file exists, or cannot be written.
         """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise ValueError(f"{path} exists: remove it, or give another name for this run's key") from error
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(self.text() + "\n")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}): name another path for the key") from error
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(self.text() + "\n")
+        except OSError as error:
+            path.unlink()  # half a key would be in the way of the next one
+            raise ValueError(f"{path} cannot be written ({error.strerror}): make room, or name another path") from error
 
     def pair(self, role: str) -> KeyPair:
         """The key pair of a role, the same in every process of the run."""

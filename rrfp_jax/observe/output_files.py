@@ -24,6 +24,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, target)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(target)  # a full disk does not say which file it was
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

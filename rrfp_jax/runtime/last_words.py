@@ -5,12 +5,12 @@ from contextlib import suppress
 
 
 def say_last_words(text: str) -> None:
-    """Write ``text``, if any, to stderr, after what stdout still holds; whoever reads either may be gone.
+    """Write ``text``, if any, to stderr, after what stdout still holds; either may be closed, or read by nobody.
 
     In one piece, since other threads may be writing too.
     """
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         sys.stdout.flush()
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         sys.stderr.write(f"{text}\n" if text else "")
         sys.stderr.flush()

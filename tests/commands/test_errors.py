@@ -1,13 +1,16 @@
 """What a command's error becomes: a sentence, a report or a traceback, each with its exit code."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from rrfp_jax.commands import config, launch, simulate
 from rrfp_jax.commands.common.errors import BadInput, checking_input, end_with, run_command
 from rrfp_jax.data import BrokenData
 from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
@@ -97,11 +100,59 @@ def test_other_ends(monkeypatch, capsys):
     assert "RuntimeError: of another kind" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_no_failure() -> None:
-    command = [sys.executable, "-m", "experiments.simulate", "--num-stages", "2", "--num-microbatches", "4"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+SIMULATE = ["simulate", "--num-stages", "2", "--num-microbatches", "4"]
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
+"""The tests may run without buffers; a user's commands have them."""
+
+
+@pytest.mark.parametrize("words", [SIMULATE, ["config", "--list"], ["config", "--help"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_failure(words: list[str]) -> None:
+    command = [sys.executable, "-m", "rrfp_jax.commands.main", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=BUFFERED, text=True, **streams) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(timeout=60) == 128 + signal.SIGPIPE
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("words", [SIMULATE, ["config", "--list"]], ids=" ".join)
+def test_output_that_a_full_disk_does_not_take_is_told_in_a_sentence(words: list[str]) -> None:
+    command = [sys.executable, "-m", "rrfp_jax.commands.main", *words]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "error: the output cannot be written (No space left on device): make room, or write elsewhere\n"
+    )
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, capsys) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    page = tmp_path / "page.html"
+    arguments = ["--num-stages", "2", "--num-microbatches", "4", "--timeline", str(page)]
+    monkeypatch.setattr(Path, "write_text", full)
+    assert ending(lambda: simulate.main(arguments), monkeypatch) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == f"error: {page} cannot be written (No space left on device): make room, or write elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("main", "option"), [(simulate.main, "--timeline"), (launch.main, "--new-key"), (config.main, "--config")]
+)
+def test_a_path_that_a_file_system_refuses_is_bad_input(main, option: str, tmp_path, monkeypatch, capsys) -> None:
+    path = str(tmp_path / ("long" * 100)) + (".html" if main is simulate.main else "")
+    others = {
+        simulate.main: ["--num-stages", "2", "--num-microbatches", "4"],
+        launch.main: [],
+        config.main: ["--explain", "window"],
+    }
+    assert ending(lambda: main([*others[main], option, path]), monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}")
+    assert "File name too long" in line

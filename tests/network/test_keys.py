@@ -19,6 +19,21 @@ def test_a_key_comes_back_from_the_environment_and_from_a_private_file(tmp_path:
         key.write(path)
 
 
+def test_a_key_that_cannot_be_written_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch) -> None:
+    path, fdopen = tmp_path / "key", os.fdopen
+
+    def full(descriptor: int, *arguments: str, **options: str) -> object:
+        os.close(descriptor)
+        return fdopen(os.open("/dev/full", os.O_WRONLY), *arguments, **options)
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(ValueError, match=r"key cannot be written \(No space left on device\): make room"):
+        RunKey.generate().write(path)
+    assert not path.exists()
+    with pytest.raises(ValueError, match=r"missing/key cannot be written \(No such file or directory\): name another"):
+        RunKey.generate().write(tmp_path / "missing" / "key")
+
+
 def test_roles_have_keys_of_their_own_which_all_processes_agree_on() -> None:
     key = RunKey.generate()
     again = RunKey.from_text(key.text())

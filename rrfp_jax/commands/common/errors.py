@@ -4,6 +4,7 @@ The codes are listed in :mod:`rrfp_jax.exit_codes`. A ValueError is about the in
 checked, which a command marks with :func:`checking_input`.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -25,6 +26,9 @@ from rrfp_jax.exit_codes import (
 )
 from rrfp_jax.runtime.last_words import say_last_words
 
+_OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
 
 class BadInput(ValueError):
     """The user can mend it: the message is one sentence that says how."""
@@ -32,20 +36,27 @@ class BadInput(ValueError):
 
 @contextmanager
 def checking_input() -> Iterator[None]:
-    """Within the block a ValueError means that the input does not fit; it leaves as :class:`BadInput`."""
+    """Within the block a ValueError means that the input does not fit; it leaves as :class:`BadInput`.
+
+    So does what a file system refuses for the sake of a path.
+    """
     try:
         yield
     except BadInput:
         raise
     except ValueError as error:
         raise BadInput(str(error)) from error
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_PATHS:
+            raise
+        raise BadInput(f"{_path(error)}: {error.strerror}: name another path, or mend its rights") from error
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command's ``main`` and end the process with its code, or with the one that belongs to its error."""
     log_plainly()
     try:
-        code = main()
+        code = _run(main)
     except BadInput as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = BAD_INPUT
@@ -58,6 +69,18 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def _run(main: Callable[[], int]) -> int | str | None:
+    """The code of a command, once all that it has printed is out."""
+    code: int | str | None
+    try:
+        code = main()
+    except SystemExit as end:  # a parser's, after a help text or a refusal
+        code = end.code
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return code
+
+
 def end_with(error: Exception) -> NoReturn:
     """End the process at once, with the text and the code that belong to an error; from any thread."""
     _end(*_failure(error))
@@ -65,6 +88,9 @@ def end_with(error: Exception) -> NoReturn:
 
 def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and text of what went wrong after the input was accepted."""
+    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+        told = f"error: {_path(error)} cannot be written ({error.strerror}): make room, or write elsewhere"
+        return INTERNAL_ERROR, "\n".join([told, *_notes(error)])
     code = _code_of(error) if isinstance(error, (RuntimeError, ValueError)) else INTERNAL_ERROR
     if code == INTERNAL_ERROR:
         return code, "".join(traceback.format_exception(error)).rstrip()
@@ -79,6 +105,10 @@ def _code_of(error: RuntimeError | ValueError) -> int:
     codes = {StartFailed: START_FAILED, NoProgress: NO_PROGRESS, PeerLost: PEER_LOST, RunFailed: TASK_FAILED}
     codes |= {BrokenData: BAD_INPUT}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), INTERNAL_ERROR)
+
+
+def _path(error: OSError) -> str:
+    return "the output" if error.filename is None else os.fsdecode(error.filename)
 
 
 def _notes(error: BaseException) -> list[str]:
