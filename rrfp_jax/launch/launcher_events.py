@@ -33,7 +33,7 @@ Event = RankEnded | Signalled | Bulletin
 
 
 class EventQueue:
-    """The queue. While it is entered, on the main thread, it catches signals."""
+    """The queue. While it is entered, on the main thread, it catches signals, but for SIGHUP under ``nohup``."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event] = SimpleQueue()
@@ -57,6 +57,8 @@ class EventQueue:
 
     def __enter__(self) -> Self:
         for number in _PASSED_ON:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -1,5 +1,6 @@
 """What the processes print, line by line, each line with its process's name."""
 
+import errno
 import os
 import threading
 from typing import IO, BinaryIO
@@ -7,6 +8,8 @@ from typing import IO, BinaryIO
 PREFIXES = ("auto", "always", "never")
 _MAX_PART_BYTES = 1 << 20
 """Of a longer line, this much is copied at a time."""
+_GONE = (errno.EPIPE, errno.EIO)
+"""What writing ends with once a pipe has no reader, or a terminal has hung up."""
 
 
 class Output:
@@ -64,11 +67,13 @@ class Output:
             self._write(target, b"\n")
 
     def _write(self, target: BinaryIO, data: bytes) -> None:
-        """Where nobody reads any longer, lines go nowhere: a process that prints must not stop for that."""
+        """Where nobody reads any longer, lines go nowhere, and what cannot be written now is lost: neither a process
+        that prints nor the launcher may stop for that."""
         with self._lock:
             try:
                 target.write(data)
                 target.flush()
-            except BrokenPipeError:
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), target.fileno())
+            except OSError as error:
+                if error.errno in _GONE:
+                    with open(os.devnull, "wb") as nowhere:
+                        os.dup2(nowhere.fileno(), target.fileno())

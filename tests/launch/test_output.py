@@ -1,6 +1,8 @@
 """Lines of several processes on two streams."""
 
 import io
+import os
+from pathlib import Path
 from typing import BinaryIO
 
 import pytest
@@ -49,6 +51,30 @@ def test_a_long_line_comes_out_whole():
     output.follow("rank 0", io.BytesIO(line), io.BytesIO(), is_main=True)
     output.drain(5.0)
     assert out.getvalue() == b"[rank 0] " + line
+
+
+def test_lines_go_nowhere_once_a_terminal_has_hung_up():
+    controller, terminal = os.openpty()
+    os.close(controller)
+    with open(terminal, "wb") as hung_up:
+        assert_all_is_read(hung_up)
+        assert os.path.samestat(os.fstat(hung_up.fileno()), Path(os.devnull).stat())
+
+
+def test_what_cannot_be_written_is_lost_and_no_rank_has_to_wait():
+    with open("/dev/full", "wb", buffering=0) as full:
+        assert_all_is_read(full)
+
+
+def assert_all_is_read(target: BinaryIO) -> None:
+    output = Output(target, target, prefix="always")
+    output.say("begins")
+    reader, writer = os.pipe()
+    with open(writer, "wb") as rank:
+        output.follow("rank 0", open(reader, "rb"), io.BytesIO(), is_main=True)  # noqa: SIM115 - the output closes it
+        rank.write(b"x\n" * 100_000)
+    output.drain(5.0)
+    output.say("ends")
 
 
 def test_an_unknown_choice():
