@@ -81,7 +81,7 @@ class RunKey:
     def from_file(cls, path: Path) -> "RunKey":
         """Read a key file that nobody else may read."""
         try:
-            with path.open(encoding="ascii", errors="replace") as file:
+            with open(path, encoding="ascii", errors="replace", opener=_open_now) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 if not stat.S_ISREG(mode) or mode & 0o077:
                     raise ValueError(
@@ -142,6 +142,11 @@ class RunKey:
 
     def __repr__(self) -> str:
         return f"RunKey({hashlib.sha256(b'rrfp fingerprint ' + self._secret).hexdigest()[:8]})"
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open without waiting: a named pipe, which is refused as no regular file, would wait for a writer for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _expand(secret: bytes, label: str) -> bytes:

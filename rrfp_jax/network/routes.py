@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rrfp_jax.network.membership import INTERFACE
 
@@ -22,7 +23,12 @@ class Unreachable(ValueError):
 def address_of(host: str, port: int) -> str:
     """The address that a name leads to on this host. Raises Unreachable where it is unknown."""
     with _in_reach(host, port):
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        return addresses_of(host)[0]
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses that a name leads to on this host. Raises OSError where it has none, or can be no name."""
+    return list(dict.fromkeys(str(place[4][0]) for place in _look_up(host, None, socket.SOCK_STREAM)))
 
 
 def own_address(host: str, port: int) -> str:
@@ -32,7 +38,7 @@ def own_address(host: str, port: int) -> str:
     """
     refuse_misleading_name(host, port)
     with _in_reach(host, port):
-        kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        kind, _, _, _, place = _look_up(host, port, socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
@@ -60,7 +66,7 @@ def await_name(host: str, timeout_s: float, say: Callable[[str], None]) -> None:
     until_s, has_said = time.monotonic() + timeout_s, False
     while True:
         try:
-            socket.getaddrinfo(host, None)
+            addresses_of(host)
             return
         except OSError as error:
             if time.monotonic() > until_s:
@@ -71,6 +77,14 @@ def await_name(host: str, timeout_s: float, say: Callable[[str], None]) -> None:
             say(f"waiting until the head's name '{host}' is known")
             has_said = True
         time.sleep(_PAUSE_S)
+
+
+def _look_up(host: str, port: int | None, kind: int) -> list[Any]:
+    try:
+        host.encode("idna")
+    except UnicodeError:  # a label is empty or too long, for which Python raises no OSError
+        raise socket.gaierror(socket.EAI_NONAME, "this cannot be a name") from None
+    return socket.getaddrinfo(host, port, type=kind)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def test_the_interface_of_the_head_is_told() -> None:
 @pytest.mark.skipif(OWN is None, reason="this host has no way to others")
 def test_a_head_that_does_not_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_checks, "is_here", lambda head: False)
-    monkeypatch.setattr(network_checks, "resolve", lambda name: ["192.0.2.77"])
+    monkeypatch.setattr(network_checks, "addresses_of", lambda name: ["192.0.2.77"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = Address(host="127.0.0.1", port=server.getsockname()[1])
         assert "something listens" in check_head(head, None).text

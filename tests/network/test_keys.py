@@ -72,3 +72,9 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
     os.chmod(path, mode)
     with pytest.raises(ValueError, match=f"only its owner may read, .* chmod 600 {path}"):
         RunKey.from_file(path)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key", 0o600)
+    with pytest.raises(ValueError, match="must be a regular file"):
+        RunKey.from_file(tmp_path / "key")

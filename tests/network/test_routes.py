@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network.membership import Membership
-from rrfp_jax.network.routes import Unreachable, await_name, is_misleading, own_address
+from rrfp_jax.network.routes import Unreachable, address_of, await_name, is_misleading, own_address
 
 _RESOLVE = socket.getaddrinfo
 
@@ -67,3 +67,10 @@ def test_a_name_may_become_known(names: dict[str, str]) -> None:
     assert said == ["waiting until the head's name 'late.invalid' is known"]
     with pytest.raises(Unreachable, match="still unknown after 0 s"):
         await_name("never.invalid", 0.0, say)
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "node..1"])
+def test_what_can_be_no_name_is_unknown(host: str) -> None:
+    for look in (lambda: address_of(host, 9), lambda: own_address(host, 9), lambda: await_name(host, 0.0, str)):
+        with pytest.raises(Unreachable, match="this cannot be a name"):
+            look()

@@ -21,12 +21,3 @@ def own_addresses() -> dict[str, list[str]]:
 def interface_of(address: str) -> str | None:
     """The interface that has an address; None if none has."""
     return next((name for name, addresses in own_addresses().items() if address in addresses), None)
-
-
-def resolve(name: str) -> list[str]:
-    """The addresses of a name; raises OSError where it has none."""
-    try:
-        name.encode("idna")
-    except UnicodeError:
-        raise socket.gaierror(socket.EAI_NONAME, "this cannot be a name") from None
-    return list(dict.fromkeys(str(place[4][0]) for place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))

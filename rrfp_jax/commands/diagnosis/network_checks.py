@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any
 
-from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses, resolve
+from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network.membership import INTERFACE
-from rrfp_jax.network.routes import is_misleading
+from rrfp_jax.network.routes import addresses_of, is_misleading
 from rrfp_jax.network.sockets import LOOPBACK
 
 _CONNECT_S = 3.0
@@ -49,7 +49,7 @@ def check_host_name() -> Finding:
     """Whether this host's own name leads to it."""
     name = socket.gethostname()
     try:
-        addresses = resolve(name)
+        addresses = addresses_of(name)
     except OSError as error:
         return warning(
             f"{name} does not resolve ({error.strerror})",
@@ -62,7 +62,7 @@ def check_host_name() -> Finding:
 def check_head(head: Address, interface: str | None) -> Finding:
     """Whether the head's name resolves, to a host that this one can reach, and by which interface."""
     try:
-        addresses = resolve(head.host)
+        addresses = addresses_of(head.host)
     except OSError as error:
         return problem(
             f"{head.host} does not resolve ({error.strerror})",
@@ -125,7 +125,7 @@ def check_ports(head: Address | None, port: int, *, is_asked: bool) -> Finding:
 def is_here(head: Address) -> bool:
     """Whether this host is the head's."""
     try:
-        return any(interface_of(address) for address in resolve(head.host))
+        return any(interface_of(address) for address in addresses_of(head.host))
     except OSError:
         return False
 
