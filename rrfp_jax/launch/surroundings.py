@@ -50,17 +50,20 @@ def _slurm(read: Reader) -> Surroundings:
     node_rank = read.number("SLURM_NODEID")
     hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     read.needed(num_nodes, "SLURM_NNODES")
-    if num_nodes == 1:  # perhaps in a batch script, or in a shell of salloc
+    assert num_nodes is not None
+    if num_nodes == 1:  # perhaps in a batch script, or in a shell of salloc, with SLURM_NTASKS for steps to come
         node_rank = 0
+        tasks = read.number("SLURM_STEP_NUM_TASKS")
     else:
         read.needed(read.text("SLURM_STEP_ID", "SLURM_STEPID"), "SLURM_STEP_ID")
         read.needed(node_rank, "SLURM_NODEID")
         read.needed(hosts, "SLURM_JOB_NODELIST")
-        if (tasks := read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")) not in (None, num_nodes):
-            raise ValueError(
-                f"SLURM runs {tasks} tasks on {num_nodes} nodes ({read.names[-1]}): one launcher is needed on each "
-                f"node: srun --nodes {num_nodes} --ntasks {num_nodes} --ntasks-per-node 1"
-            )
+        tasks = read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if tasks not in (None, num_nodes):
+        raise ValueError(
+            f"SLURM runs {tasks} tasks on {num_nodes} node{'' if num_nodes == 1 else 's'} ({read.names[-1]}): one "
+            f"launcher is needed on each node: srun --nodes {num_nodes} --ntasks {num_nodes} --ntasks-per-node 1"
+        )
     return Surroundings(
         scheduler="SLURM",
         num_nodes=num_nodes,

@@ -103,6 +103,10 @@ def test_a_list_that_only_slurm_can_read_is_refused() -> None:
         (SLURM | {"SLURM_NODEID": "2"}, "say node 2 of 2"),
         (SLURM | {"SLURM_NODEID": "x"}, "SLURM_NODEID is 'x'"),
         (SLURM | {"SLURM_NTASKS": "16"}, "16 tasks on 2 nodes .SLURM_NTASKS.: one launcher"),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"},
+            "8 tasks on 1 node .SLURM_STEP_NUM_TASKS.:",
+        ),
         (SLURM | {"RRFP_PORT": "65535"}, "RRFP_PORT is 65535"),
         (SKYPILOT | {"SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES is 3, but SKYPILOT_NODE_IPS has 2"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, "but not SKYPILOT_NODE_IPS"),
