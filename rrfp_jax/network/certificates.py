@@ -2,8 +2,8 @@
 
 The key of the authority comes from the run key, so every process makes it anew and nothing more must be copied between
 hosts. Each process signs a certificate for a key of its own, which never leaves it. Who does not have the run key can
-sign nothing that either side accepts. As the run key of every attempt is another, so is the authority: what is left of
-an earlier attempt has no say.
+sign nothing that either side accepts. As a launcher makes another run key for every attempt, so is the authority: what
+is left of an earlier attempt has no say.
 
 A certificate names what its holder is by a URI, since the service's address may be an IP address of any interface. The
 service accepts those of ranks and ranks that of the service, so a rank cannot stand in for the service. They are valid
@@ -14,6 +14,7 @@ kept from them, and they end with the process, however that ends.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -44,8 +45,9 @@ def service_security() -> str:
 
     Asks for the version only: JAX is not loaded.
     """
-    parts = version("jaxlib").split(".")[:3]
-    return SECURED if tuple(int(part) for part in parts if part.isdecimal()) >= _SECURED_SINCE else OPEN
+    release = re.match(r"[0-9.]*[0-9]", version("jaxlib"))  # without "rc1" and the like
+    assert release is not None
+    return SECURED if tuple(map(int, release[0].split("."))) >= _SECURED_SINCE else OPEN
 
 
 def service_credentials(key: RunKey) -> dict[str, str | bool]:

@@ -106,7 +106,16 @@ def test_nothing_lies_on_a_disk_and_no_child_inherits_it():
 
 @pytest.mark.parametrize(
     ("version", "security"),
-    [("0.10.2", OPEN), ("0.11.1", OPEN), ("0.11.2", SECURED), ("0.12.0.1", SECURED), ("0.12.1.dev2", SECURED)],
+    [
+        ("0.10.2", OPEN),
+        ("0.11.1", OPEN),
+        ("0.11.1rc2", OPEN),
+        ("0.11.2", SECURED),
+        ("0.11.2rc1", SECURED),
+        ("0.12rc1", SECURED),
+        ("0.12.0.1", SECURED),
+        ("0.12.1.dev2", SECURED),
+    ],
 )
 def test_what_an_older_jax_cannot_do_is_left_out(monkeypatch, version: str, security: str):
     monkeypatch.setattr(certificates, "version", lambda _: version)
