@@ -101,7 +101,7 @@ class Attempt:
                 rendezvous=head.rendezvous,
                 coordinator=head.coordinator,
                 attempt=self._number,
-                interface=self._settings.listens_on(),
+                interface=head.interface,
             )
             self._alive[rank] = Child(
                 [sys.executable, "-m", *self._settings.command],

@@ -14,6 +14,8 @@ from rrfp_jax.exit_codes import SIGNALLED
 from rrfp_jax.launch import tether
 
 _STOPPED_STATES = ("T", "t")
+_GUARDIAN_S = 5.0
+"""How long the guardian may take to end."""
 _TETHER = (sys.executable, "-I", "-S", tether.__file__)
 
 
@@ -36,7 +38,11 @@ class Guardian:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_GUARDIAN_S)
+        except subprocess.TimeoutExpired:  # somebody stopped it
+            self._process.kill()
+            self._process.wait()
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None

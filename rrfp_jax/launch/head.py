@@ -43,6 +43,8 @@ class Head:
 
     rendezvous: str
     coordinator: str
+    interface: str | None
+    """What this node's ranks listen on; None: loopback."""
     board: RendezvousServer | LauncherLink
     """Where launchers report how their ranks end, and learn how others did."""
     service: Child | None = None
@@ -60,12 +62,13 @@ class Head:
 def host_head(launcher: Launcher, key: RunKey) -> Head:
     """Start the head on this node. Raises HeadFailed."""
     settings, place = launcher.settings, launcher.settings.head
+    interface = _interface(settings)
     try:
         server = RendezvousServer(
             settings.num_ranks,
             key,
             deadline_s=settings.start_deadline_s,
-            interface=settings.listens_on() or LOOPBACK,
+            interface=interface or LOOPBACK,
             port=None if place is None else place.port,
             on_bulletin=launcher.events.put,
             notice=launcher.output.say,
@@ -87,11 +90,11 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         port = _ready_port(service, launcher.events)
     except HeadFailed:
         service.kill()
-        Head(rendezvous="", coordinator="", board=server, service=service).close()
+        Head(rendezvous="", coordinator="", interface=None, board=server, service=service).close()
         raise
     launcher.output.follow(SERVICE, service.stdout, service.stderr, is_main=False)
     coordinator = str(Address(host=host, port=port))
-    return Head(rendezvous=server.address, coordinator=coordinator, board=server, service=service)
+    return Head(rendezvous=server.address, coordinator=coordinator, interface=interface, board=server, service=service)
 
 
 def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
@@ -107,10 +110,19 @@ def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
         if not _until(lambda: link.is_accepted, settings.start_deadline_s, events):
             late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
             raise HeadFailed(f"the head at tcp://{place} {late}")
+        interface = _interface(settings)
     except HeadFailed:
         link.close()
         raise
-    return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), board=link)
+    return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), interface=interface, board=link)
+
+
+def _interface(settings: LaunchSettings) -> str | None:
+    """Once for each attempt: before a restart, names may lead elsewhere, or nowhere."""
+    try:
+        return settings.listens_on()
+    except ValueError as error:
+        raise HeadFailed(str(error)) from error
 
 
 def _ready_port(service: Child, events: EventQueue) -> int:

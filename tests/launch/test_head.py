@@ -1,5 +1,6 @@
 """The head's start, and how soon a request to stop ends it."""
 
+import io
 import os
 import signal
 import subprocess
@@ -10,9 +11,16 @@ from queue import SimpleQueue
 
 import pytest
 
+from rrfp_jax.exit_codes import START_FAILED
+from rrfp_jax.launch import children
 from rrfp_jax.launch.children import Child, Guardian
 from rrfp_jax.launch.head import HeadFailed, _ready_port
+from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.launcher_events import EventQueue
+from rrfp_jax.launch.output import Output
+from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network import RendezvousServer, RunKey
+from rrfp_jax.network.routes import Unreachable
 
 
 def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
@@ -31,3 +39,24 @@ def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
         for pipe in (child.stdout, child.stderr):
             pipe.close()
         child.close_stdin()
+
+
+def test_a_heads_name_that_is_gone_after_it_was_reached_ends_the_attempt_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    def is_gone(_: LaunchSettings) -> None:
+        raise Unreachable("the head node0 is unknown")
+
+    monkeypatch.setattr(LaunchSettings, "listens_on", is_gone)
+    key, told = RunKey.generate(), io.BytesIO()
+    with RendezvousServer(2, key) as server:
+        head = Address.parse(server.address.removeprefix("tcp://"))
+        settings = LaunchSettings(command=("m",), num_processes=1, num_nodes=2, node_rank=1, head=head)
+        code = launch(settings, os.environ, Output(io.BytesIO(), told, prefix="auto"), shared=key)
+    assert code == START_FAILED
+    assert b"[launcher] error: the head node0 is unknown\n" in told.getvalue()
+
+
+def test_a_guardian_that_is_stopped_keeps_no_launcher_from_ending(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(children, "_GUARDIAN_S", 0.2)
+    guardian = Guardian()
+    os.kill(guardian._process.pid, signal.SIGSTOP)
+    guardian.close()
