@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rrfp_jax import Layout, Pipeline, looped
-from rrfp_jax.commands.common.console import log_plainly
+from rrfp_jax.commands.common.console import log_plainly, make_console, make_table
 from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
 from rrfp_jax.training.loop import StepRow
 
@@ -143,3 +144,18 @@ def test_the_stage_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, widt
     assert len(lines) == 5, "title, headings, a line, and one line for a stage"
     assert "layers 0-9" in lines[3]
     assert lines[3].split()[-5:] == ["1,234,567,890", "512", "MiB", "123", "GiB"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_numbers_of_a_table_are_whole_however_narrow_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = make_table("comparison", "order", *(f"{word} of the first" for word in "abcd"), numeric=True)
+    numbers = [f"{number},591.031" for number in range(4)]
+    table.add_row("zb-h1:ready+foresight", *numbers)
+    make_console().print(table)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert ["zb-h1:ready+foresight", *numbers] in [line.split() for line in lines]
+    assert "…" not in stream.getvalue()
+    assert all(len(line) <= max(width, 75) for line in lines)

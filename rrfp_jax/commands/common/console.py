@@ -3,18 +3,27 @@
 import logging
 import sys
 import traceback
+from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
 
 _OURS = ("rrfp_jax", "experiments", "root")
 _FOREIGN_LINES = 2
 """Of a message of another library; some log whole tracebacks of what this program has handled."""
+_BOUNDLESS = 10_000
 
 
 class _Console(Console):
-    """One whose reader may go away (``| head``): rich would end the process there and then, as a failure."""
+    """One whose reader may go away (``| head``): rich would end the process there and then, as a failure.
+
+    A table that is wider than the terminal goes on in the next line, where rich would leave its end out.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **{"crop": False, **options})
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -64,10 +73,30 @@ def log_plainly() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
+class _NumberTable(Table):
+    """Where the terminal is too narrow, headings are broken between words, and numbers stay whole."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        boundless = options.update(width=_BOUNDLESS)
+        if Measurement.get(console, boundless, self).maximum > options.max_width:
+            for column in self.columns:
+                column.width = _least_width(console, boundless, column)
+            width = Measurement.get(console, boundless, self).maximum
+            options = options.update(width=max(width, options.max_width))
+        yield from super().__rich_console__(console, options)
+
+
+def _least_width(console: Console, options: ConsoleOptions, column: Column) -> int:
+    heading = Measurement.get(console, options, column.header).minimum
+    return max(heading, *(Measurement.get(console, options, cell).maximum for cell in column.cells), 0)
+
+
 def make_table(title: str, *headings: str, header: bool = True, numeric: bool = False) -> Table:
-    """An empty table; the first column is never cut, and of a ``numeric`` one the others neither."""
-    table = Table(title=title, title_justify="left", show_header=header, box=box.SIMPLE, pad_edge=False)
+    """An empty table; of a ``numeric`` one no column is cut, of others the first one is not, and texts are broken."""
+    kind = _NumberTable if numeric else Table
+    table = kind(title=title, title_justify="left", show_header=header, box=box.SIMPLE, pad_edge=False)
     for number, heading in enumerate(headings):
         is_number = numeric and number > 0
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number or number == 0)
+        is_whole = not numeric and number == 0
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_whole, overflow="fold")
     return table
