@@ -103,7 +103,7 @@ def _driver(root: Path) -> tuple[str | None, str]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # the latter also where a folder of the PATH is another user's
         problem = "no nvidia-smi"
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = f"nvidia-smi does not answer: {error}"

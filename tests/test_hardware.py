@@ -62,6 +62,8 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
         "cpu",
         "JAX for cpu: no NVIDIA GPU (no nvidia-smi) and no TPU found; ACCELERATOR=... takes another",
     )
+    (tmp_path / "bin/nvidia-smi").touch(mode=0o600)
+    assert "(no nvidia-smi)" in find_hardware().why, "none that this user may run"
     fake_smi(tmp_path / "bin", None)
     assert NO_DRIVER.rstrip(".") in find_hardware().why
     (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho 'No devices were found'\n")

@@ -117,7 +117,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
             end.add_note(f"the run is in {run.directory.path}")
             raise
     _leave_timeline(run, loop, name)
-    run.console.say(f"the run is in {run.directory.path}: config.yaml, metrics.jsonl, timeline.png, trace.json")
+    run.console.say(f"the run is in {run.directory.path}: {', '.join(run.directory.written())}")
     if not run.is_saved:
         if run.is_first:
             say_last_words(

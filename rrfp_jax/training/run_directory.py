@@ -121,6 +121,10 @@ class RunDirectory:
             except Exception as error:  # whatever a library for pictures may raise
                 _LOG.warning("%s is left out: %s", self.path / name, " ".join(str(error).split()) or repr(error))
 
+    def written(self) -> list[str]:
+        """Which of the files that a run leaves at its end are there."""
+        return [name for name in (CONFIG, METRICS, PICTURE, TRACE) if (self.path / name).is_file()]
+
     def write_events(self, log: RunLog, num_ranks: int) -> Path:
         """Write a process's last events, and return the file's path."""
         path = self.path / log_name(log.rank or 0, num_ranks)

@@ -94,6 +94,7 @@ def test_a_picture_that_cannot_be_made_is_named_and_left_out(tmp_path, caplog, m
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{tmp_path / 'trace.json'} is left out: ")
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+    assert directory.written() == ["timeline.png"]
 
     from rrfp_jax.observe import picture
 
