@@ -58,10 +58,10 @@ def emulated(scene: Scene, method: Method, *, host_ms: float | None = None) -> E
 
 @cache
 def use_devices(num_stages: int) -> None:
-    """A virtual device for each stage; once per process, before anything else uses JAX."""
+    """A virtual device for each stage, with thread pools of a fixed size; once, before anything else uses JAX."""
     from rrfp_jax.commands.common.process import use_cpu
 
-    use_cpu(num_stages)
+    use_cpu(num_stages, pinned=True)
 
 
 def until_arrived(durations_ms: Durations, comm_ms: float) -> Durations:

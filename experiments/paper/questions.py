@@ -1,7 +1,19 @@
 """All questions, in the order of the report."""
 
-from experiments.paper import breakdown, endtoend, hints, jitter, jitter_real, ladder, others, prediction, real, windows
+from experiments.paper import (
+    breakdown,
+    correctness,
+    endtoend,
+    hints,
+    jitter,
+    jitter_real,
+    ladder,
+    others,
+    prediction,
+    real,
+    windows,
+)
 
-_IN_ORDER = (ladder, real, endtoend, breakdown, others, jitter, jitter_real, hints, windows, prediction)
+_IN_ORDER = (ladder, real, endtoend, breakdown, others, jitter, jitter_real, hints, windows, correctness, prediction)
 QUESTIONS = {module.QUESTION.name: module.QUESTION for module in _IN_ORDER}
 """By name."""

@@ -1,4 +1,4 @@
-"""The kit that our own tests use, for users' tests as well: emulated stages for the real runtime."""
+"""The kit that our own tests use, for users' tests as well: emulated stages, and a model without a pipeline."""
 
 from rrfp_jax.testing.accelerator import AcceleratedStage as AcceleratedStage
 from rrfp_jax.testing.accelerator import EmulatedAccelerator as EmulatedAccelerator
@@ -8,3 +8,4 @@ from rrfp_jax.testing.emulation import Emulation as Emulation
 from rrfp_jax.testing.emulation import dispatch_overhead_ms as dispatch_overhead_ms
 from rrfp_jax.testing.emulation import emulate as emulate
 from rrfp_jax.testing.emulation import idle_shares as idle_shares
+from rrfp_jax.testing.unpipelined import run_unpipelined as run_unpipelined

@@ -20,6 +20,7 @@ from experiments.paper.tables import geometric_mean, interval
 MEASURED: list[Cell] = []
 QUIET = Console(quiet=True)
 REAL = ("real", "jitter_real")
+LONG = ("breakdown", "correctness", "others")
 SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
 
 
@@ -107,9 +108,7 @@ def test_cells_have_names_of_their_own(name: str) -> None:
         assert len({tuple(cell[key] for key in QUESTIONS[name].settings) for cell in cells}) == len(cells) > 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("breakdown", "others"))) for name in QUESTIONS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in QUESTIONS])
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""
     monkeypatch.setattr(emulated, "use_devices", lambda num_stages: None)
@@ -128,13 +127,15 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
     assert "*Threats*" in text
     assert "nan" not in text
     pictures = list((tmp_path / "evaluation").glob("*.png"))
-    assert len(pictures) == text.count("![") == (name not in ("real", "breakdown"))
+    assert len(pictures) == text.count("![") == (name not in ("real", "breakdown", "correctness"))
 
 
 def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
     small: dict[str, str | int | float] = {**cell, **({"seed": 1} if "seed" in cell else {})}
     if name == "breakdown":
         small |= {"tensor": 1, "forward_ms": 1.0, "comm_ms": 0.5, "steps": 1}
+    elif name == "correctness":
+        small["steps"] = 2
     elif "steps" in cell:
         small |= {"steps": 1, "stages": 2 if name in REAL else 4, "microbatches": 64 if name == "windows" else 8}
     if name in REAL:
