@@ -77,7 +77,7 @@ def install_command(accelerator: str) -> str:
     checkout = Path(__file__).parents[1]
     if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
         return f"make setup ACCELERATOR={accelerator}"
-    return f"pip install 'rrfp-jax[{accelerator}]'"
+    return f'{shlex.quote(sys.executable)} -m pip install "rrfp-jax[{accelerator}]"'
 
 
 def removal(*accelerators: str) -> str:

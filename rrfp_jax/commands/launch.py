@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
+    parser = _Parser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
     parser.add_argument(
         "--processes",
         type=int,
@@ -134,6 +134,11 @@ def make_parser() -> CommandParser:
         "preempt each other (Linux; other systems bind nothing); none: neither",
     )
     return parser
+
+
+class _Parser(CommandParser):
+    def _not_known(self, word: str) -> str:
+        return f"{super()._not_known(word)}; what is for the ranks' command stands behind --"
 
 
 def _settings(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> LaunchSettings:

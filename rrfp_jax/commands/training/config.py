@@ -188,7 +188,10 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
-        raise ValueError(f"configuration {path} must hold the sections {', '.join(SECTIONS)}, each with its keys")
+        needed = ", ".join(name for name in SECTIONS if name not in _OPTIONAL)
+        raise ValueError(
+            f"configuration {path} must hold the sections {needed} and one of {', '.join(DATA_SETS)}, each with its keys"
+        )
     _refuse_unknown(path, "section", content, list(SECTIONS))
     for name, values in content.items():
         _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
