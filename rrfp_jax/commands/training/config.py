@@ -189,9 +189,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         needed = ", ".join(name for name in SECTIONS if name not in _OPTIONAL)
-        raise ValueError(
-            f"configuration {path} must hold the sections {needed} and one of {', '.join(DATA_SETS)}, each with its keys"
-        )
+        sections = f"{needed} and one of {', '.join(DATA_SETS)}"
+        raise ValueError(f"configuration {path} must hold the sections {sections}, each with its keys")
     _refuse_unknown(path, "section", content, list(SECTIONS))
     for name, values in content.items():
         _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
