@@ -54,8 +54,6 @@ def draw_lines(
     ticks: Sequence[float] = (),
 ) -> str:
     """Lines with markers, a panel for each group, a line for each method; returns the Markdown that shows them."""
-    from matplotlib.ticker import MaxNLocator
-
     figure, panels = _figure(len(panels_of), height=3.2)
     for panel, (title, lines) in zip(panels, panels_of.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
@@ -74,7 +72,7 @@ def draw_lines(
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             panel.minorticks_off()
         else:
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+            panel.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
         panel.set_ylabel(up, fontsize=8)
         _finish(panel, title, across)
     panels[-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
