@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from experiments.paper import jitter
 from experiments.paper.emulated import emulated
 from experiments.paper.jitter import LEVELS, THEIRS
 from experiments.paper.pictures import draw_lines
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
-from experiments.paper.scene import NO_JITTER, Method, Scene
+from experiments.paper.scene import NO_JITTER, Scene
 from experiments.paper.tables import markdown
 
 METHODS = {
-    "1f1b strict, blocking": Method({"schedule": "1f1b", "consume": "strict"}, communication="blocking"),
-    "1f1b strict": Method({"schedule": "1f1b", "consume": "strict"}),
-    "1f1b-split + foresight": Method({"schedule": "1f1b-split"}),
-    "bf, window 32": Method({"hint": "bf"}, 32),
-    "bfw, window 32": Method({"hint": "bfw"}, 32),
+    name: jitter.METHODS[name]
+    for name in ("1f1b strict, blocking", "1f1b strict", "1f1b-split + foresight", "bf, window 32", "bfw, window 32")
 }
 
 
@@ -48,8 +46,8 @@ def measure(cell: Cell) -> Measured:
     for name, method in METHODS.items():
         host_ms = None
         for level in ("J0", *LEVELS):
-            jitter = NO_JITTER if level == "J0" else f"paper:{level}"
-            found = emulated(Scene.of({**cell, "jitter": jitter}), method, host_ms=host_ms)
+            noise = NO_JITTER if level == "J0" else f"paper:{level}"
+            found = emulated(Scene.of({**cell, "jitter": noise}), method, host_ms=host_ms)
             host_ms = found.host_ms
             rows.append({"method": name, "level": level, **found._asdict()})
     return rows

@@ -14,7 +14,7 @@ from rrfp_jax.schedules import schedule_names
 from tests.commands.running import ROOT
 from tests.documentation.blocks import blocks
 
-ZERO_BUBBLE = Path(__file__).parents[1] / "schedules" / "golden" / "zero_bubble.csv"
+ZERO_BUBBLE = ROOT / "experiments" / "paper" / "published" / "zero_bubble.csv"
 SMALL = ("--num-stages", "4", "--num-microbatches", "16")
 EMULATE_KEYS = {
     "makespan_ms", "step_ms", "step_ms_mean", "us_per_task",

@@ -81,7 +81,7 @@ def test_a_killed_process_changes_nothing(layout: dict[str, Any], tmp_path: Path
             num_killed += 1
             assert f"rank {victim} (code 137, killed by SIGKILL)" in launcher.text
         outcome_of(folder / "run", NUM_STEPS).assert_same(expected)
-    assert num_killed >= 5  # a run may have ended before its time came
+    assert num_killed > 7  # the others had ended before their time came
 
 
 def _kill_one(launcher: Launched, run: Path, chance: random.Random, *, usual_s: float | None) -> int | None:

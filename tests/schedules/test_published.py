@@ -11,7 +11,7 @@ from rrfp_jax.schedules.list_schedule import list_orders
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
 from rrfp_jax.tasks import bidirectional, opposite_chains
 
-GOLDEN = Path(__file__).parent / "golden" / "zero_bubble.csv"
+GOLDEN = Path(__file__).parents[2] / "experiments" / "paper" / "published" / "zero_bubble.csv"
 
 
 def zero_bubble_rows() -> list[dict[str, str]]:
