@@ -56,18 +56,14 @@ def measure(cell: Cell) -> Measured:
     return [{"method": name, **_figures(cell, name)} for name in METHODS]
 
 
+def scene_of(cell: Cell) -> Scene:
+    """What a cell is but for its tensor parallelism."""
+    times_ms = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), cell["forward_ms"])
+    return Scene.of({**cell, **times_ms, "stages": STAGES, "microbatches": MICROBATCHES})
+
+
 def _figures(cell: Cell, name: str) -> dict[str, Value]:
-    forward_ms, comm_ms = float(cell["forward_ms"]), float(cell["comm_ms"])
-    scene = Scene(
-        stages=STAGES,
-        microbatches=MICROBATCHES,
-        jitter=str(cell["jitter"]),
-        forward_ms=forward_ms,
-        input_ms=forward_ms,
-        weight_ms=forward_ms,
-        steps=int(cell["steps"]),
-        seed=int(cell["seed"]),
-    )
+    comm_ms, scene = float(cell["comm_ms"]), scene_of(cell)
     order = Method({"hint": "bf"}).order(scene)  # any of so many chunks has the same durations
     durations_ms = scene.costs(order).durations_ms
     delays = ",".join(f"{stage}-{stage + 1}:{comm_ms:g}" for stage in range(STAGES - 1))

@@ -40,6 +40,7 @@ GPT3_TOKENS = 2048
 SIGMA = 0.1
 """Log-normal noise of tasks beside what the samples make of them."""
 MEAN_FORWARD_MS = 20.0
+STEPS = 2
 
 
 class Published(NamedTuple):
@@ -110,7 +111,9 @@ def cells(quick: bool) -> Sequence[Cell]:
     ]
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
+    """A model on its stages, and what its tasks take."""
+
     graph: PipelineGraph
     placement: Placement
     durations_ms: Durations
@@ -119,7 +122,7 @@ class _Drawn(NamedTuple):
 
 def measure(cell: Cell) -> Measured:
     """All methods on the same samples and noise."""
-    drawn = _draw(cell)
+    drawn = draw(cell)
     links = Links(latency_ms=float(cell["transfer"]) * MEAN_FORWARD_MS)
     rows: list[dict[str, Value]] = []
     for name, (words, communication) in METHODS.items():
@@ -149,12 +152,13 @@ def measure(cell: Cell) -> Measured:
     return rows
 
 
-def _draw(cell: Cell, num_steps: int = 2) -> _Drawn:
+def draw(cell: Cell, num_steps: int = STEPS) -> Drawn:
+    """The samples and the noise of a cell."""
     p, m = int(cell["stages"]), int(cell["microbatches"])
     rng = np.random.default_rng(int(cell["seed"]))
     if cell["model"] == GPT3:
         model = make_graph(GraphWishes(), num_stages=p, num_microbatches=m)
-        return _Drawn(*model[:2], lognormal(_of_language_model(p, m, num_steps), SIGMA, rng), ())
+        return Drawn(*model[:2], lognormal(_of_language_model(p, m, num_steps), SIGMA, rng), ())
     workload = Workload(
         name="sft-single",
         pair=model_pair(str(cell["model"])),
@@ -166,7 +170,7 @@ def _draw(cell: Cell, num_steps: int = 2) -> _Drawn:
     )
     drawn, model = on_graph(workload, GraphWishes(), num_stages=p)
     durations_ms = lognormal(drawn.durations.durations_ms, SIGMA, rng)
-    return _Drawn(model.graph, model.placement, durations_ms, drawn.durations.absent)
+    return Drawn(model.graph, model.placement, durations_ms, drawn.durations.absent)
 
 
 def _of_language_model(num_stages: int, num_microbatches: int, num_steps: int) -> Durations:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#3d3d3d")
 """Okabe and Ito's palette."""
 _MARKERS = "osD^vPX"
+_STYLES = ("-", "--", "-.", ":")
 
 
 def draw_bars(groups: Mapping[str, Mapping[str, float]], path: Path, label: str, *, base: float = 1.0) -> str:
@@ -77,6 +78,25 @@ def draw_lines(
         _finish(panel, title, across)
     panels[-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _save(figure, path, f"{up} over {across}")
+
+
+def draw_shares(lines: Mapping[str, Sequence[float]], path: Path, across: str, *, marks: Sequence[float]) -> str:
+    """For each name the share of its values that is at most so large, over the value; ``marks`` are vertical lines."""
+    figure, (panel,) = _figure(1, height=3.2)
+    for number, (name, values) in enumerate(lines.items()):
+        xs = sorted(values)
+        shares = [100 * (place + 1) / len(xs) for place in range(len(xs))]
+        panel.plot(xs, shares, color=_COLOURS[number], linestyle=_STYLES[number], linewidth=1.6, label=name)
+    for mark in marks:
+        panel.axvline(mark, color=INK, linewidth=0.8)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter("{x:g}")
+    panel.tick_params(axis="x", which="minor", labelsize=8)
+    panel.set_ylabel("cells at most so fast, %", fontsize=8)
+    panel.legend(fontsize=8, frameon=False, loc="lower right")
+    _finish(panel, "", across)
+    return _save(figure, path, across)
 
 
 def _figure(number: int, *, height: float) -> tuple[Any, Sequence["Axes"]]:

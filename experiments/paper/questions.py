@@ -8,12 +8,26 @@ from experiments.paper import (
     jitter,
     jitter_real,
     ladder,
+    never_slower,
     others,
     prediction,
     real,
     windows,
 )
 
-_IN_ORDER = (ladder, real, endtoend, breakdown, others, jitter, jitter_real, hints, windows, correctness, prediction)
+_IN_ORDER = (
+    ladder,
+    real,
+    never_slower,
+    endtoend,
+    breakdown,
+    others,
+    jitter,
+    jitter_real,
+    hints,
+    windows,
+    correctness,
+    prediction,
+)
 QUESTIONS = {module.QUESTION.name: module.QUESTION for module in _IN_ORDER}
 """By name."""

@@ -98,7 +98,7 @@ class Method(NamedTuple):
             durations_ms=(scene.forward_ms, scene.input_ms, scene.weight_ms),
             comm_ms=scene.comm_ms,
         )
-        return resolved if self.frozen is None else _table_order(_quiet_table(resolved, scene), self.frozen)
+        return resolved if self.frozen is None else table_order(_quiet_table(resolved, scene), self.frozen)
 
 
 class Simulated(NamedTuple):
@@ -138,6 +138,8 @@ def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
     return ScheduleTable.from_orders(f"{order.label}, frozen", order.placement, order.graph, orders).validate()
 
 
-def _table_order(table: ScheduleTable, use: str) -> Order:
-    consume = STRICT if use == STRICT else READY
-    return TableOrdering(schedule=table, consume=consume).resolve(table.placement, table.graph)
+def table_order(table: ScheduleTable, use: str, *, window: int | None = None) -> Order:
+    """A table consumed ``strict``, or as a hint with ``foresight``: within its own memory, or within a window."""
+    is_strict = use == STRICT
+    ordering = TableOrdering(schedule=table, consume=STRICT if is_strict else READY, window=window)
+    return ordering.resolve(table.placement, table.graph)
