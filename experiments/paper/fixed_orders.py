@@ -134,17 +134,22 @@ def of_model(cell: Cell, seeds: Sequence[int]) -> Setting:
     """A model cut into chunks of its own, as a cell of :mod:`experiments.paper.endtoend` names it."""
     drawn = [endtoend.draw({**cell, "seed": seed}) for seed in seeds]
     machine = Machine(links=Links(latency_ms=float(cell["transfer"]) * endtoend.MEAN_FORWARD_MS))
-    sizes = {"num_stages": int(cell["stages"]), "num_microbatches": int(cell["microbatches"])}
+    stages, microbatches = int(cell["stages"]), int(cell["microbatches"])
 
     def tables(memory: Memory) -> Iterator[tuple[str, ScheduleTable]]:  # noqa: ARG001
         for name in schedules_of_any_graph():
             words = Ordering(schedule=name, consume=STRICT)
-            table = words.resolve(**sizes, placement=drawn[0].placement, graph=drawn[0].graph).table
-            assert table is not None
-            yield name, table
+            order = words.resolve(
+                num_stages=stages,
+                num_microbatches=microbatches,
+                placement=drawn[0].placement,
+                graph=drawn[0].graph,
+            )
+            assert order.table is not None
+            yield name, order.table
 
     def draw(one: endtoend.Drawn) -> Callable[[Order], Simulation]:
         costs, steps = Costs(durations_ms=one.durations_ms), len(one.durations_ms)
         return lambda order: simulate(order.arbiters(RULES), costs, machine=machine, num_steps=steps, absent=one.absent)
 
-    return Setting(sizes["num_stages"], tables, list(map(draw, drawn)))
+    return Setting(stages, tables, list(map(draw, drawn)))

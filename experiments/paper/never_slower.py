@@ -14,8 +14,8 @@ from experiments.paper.fixed_orders import Setting, of_model, of_scene
 from experiments.paper.pictures import draw_shares
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
-from experiments.paper.scene import EQUAL, Scene
-from experiments.paper.tables import interval, markdown
+from experiments.paper.scene import EQUAL, NO_JITTER, Scene
+from experiments.paper.tables import geometric_mean, half_interval, interval, markdown
 
 UNIFORM = "equal stages"
 PAPER_WINDOW = 32
@@ -35,18 +35,20 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def _settings(quick: bool) -> Iterator[Cell]:
-    scenes = {module.QUESTION.name: module.cells(quick) for module in (ladder, real, hints, windows, jitter)}
+    scenes: dict[str, Sequence[Cell]] = {
+        module.QUESTION.name: module.cells(quick) for module in (ladder, real, hints, windows, jitter)
+    }
     scenes["breakdown"] = [breakdown.scene_of(cell).as_cell() for cell in breakdown.cells(quick)]
-    levels = (jitter.NO_JITTER, *(f"paper:{level}" for level in jitter.LEVELS))
+    levels = (NO_JITTER, *(f"paper:{level}" for level in jitter.LEVELS))
     scenes["jitter_real"] = [{**cell, "jitter": level} for cell in jitter_real.cells(quick) for level in levels]
     for question, some in scenes.items():
         for cell in some:
             yield {"question": question, "model": UNIFORM, "balance": "-", **cell}
     for cell in endtoend.cells(quick):
         transfer_ms = float(cell["transfer"]) * endtoend.MEAN_FORWARD_MS
-        means = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), endtoend.MEAN_FORWARD_MS)
+        means: Cell = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), endtoend.MEAN_FORWARD_MS)
         same = {name: cell[name] for name in ("model", "balance", "stages", "microbatches", "seed")}
-        noise = {"jitter": f"lognormal:{endtoend.SIGMA:g}", "comm_ms": transfer_ms, "steps": endtoend.STEPS}
+        noise: Cell = {"jitter": f"lognormal:{endtoend.SIGMA:g}", "comm_ms": transfer_ms, "steps": endtoend.STEPS}
         yield {"question": "endtoend", **same, **noise, **means}
 
 
@@ -89,7 +91,7 @@ def ratio(row: Mapping[str, str], column: str = "ours_ms") -> float:
 def write(rows: Rows, folder: Path) -> str:
     """A row for each question and memory, the worst by name."""
     questions = sorted({row["question"] for row in rows})
-    groups = {f"settings of {name}": selected(rows, question=name) for name in questions}
+    groups: dict[str, Rows] = {f"settings of {name}": selected(rows, question=name) for name in questions}
     groups |= {f"memory: {name}": selected(rows, memory=name) for name in MEMORIES}
     groups |= {"all": rows}
     lines = [[name, *_figures(some)] for name, some in groups.items() if some]
@@ -137,10 +139,11 @@ def _finding(rows: Rows) -> str:
             f" Of those below {USUAL}, {tables.count(usual_table)} of {len(slow)} follow {usual_table}, and "
             f"{sum(row['jitter'].startswith('lognormal') for row in slow)} are under log-normal noise."
         )
+    mean, half = geometric_mean(ratios), half_interval(ratios)
     return (
         f"Foresight is at least {min(ratios):.4f} times as fast as the best fixed order of the memory in all "
-        f"{len(ratios)} cells, at least {USUAL} times in {usual:.1%} of them, and {interval(ratios)} times in the mean, "
-        f"holding at most {above:g} activations more on any stage. That it is never slower by more than "
+        f"{len(ratios)} cells, at least {USUAL} times in {usual:.1%} of them, and {mean:.4f} ± {half:.4f} times in the "
+        f"mean, holding at most {above:g} activations more on any stage. That it is never slower by more than "
         f"{1 - LEAST:.0%}, and by more than {1 - USUAL:.1%} in {1 - SHARE:.0%} of cells at most, {verdict}.{where}"
     )
 

@@ -13,16 +13,19 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, ratios)))
 
 
+def half_interval(ratios: Sequence[float]) -> float:
+    """Half of the 95% interval of their geometric mean; infinite for a single one."""
+    if len(ratios) < 2:
+        return math.inf
+    degrees = len(ratios) - 1
+    t = _T_95[degrees - 1] if degrees <= len(_T_95) else 2.0
+    return geometric_mean(ratios) * math.expm1(t * stdev(map(math.log, ratios)) / math.sqrt(len(ratios)))
+
+
 def interval(ratios: Sequence[float]) -> str:
     """The geometric mean with its 95% interval and the least, ``1.234 +- 0.010 (least 1.198)``."""
     mean = geometric_mean(ratios)
-    if len(ratios) < 2:
-        return f"{mean:.3f}"
-    logs = [math.log(ratio) for ratio in ratios]
-    degrees = len(logs) - 1
-    t = _T_95[degrees - 1] if degrees <= len(_T_95) else 2.0
-    half = mean * math.expm1(t * stdev(logs) / math.sqrt(len(logs)))
-    return f"{mean:.3f} ± {half:.3f} (least {min(ratios):.3f})"
+    return f"{mean:.3f}" if len(ratios) < 2 else f"{mean:.3f} ± {half_interval(ratios):.3f} (least {min(ratios):.3f})"
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -10,10 +10,11 @@ far chunks that run F only, such as frozen encoders, may run ahead of those that
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
+from rrfp_jax.arbitration.footprint import memory_changes
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
@@ -214,16 +215,17 @@ class Ordering:
         """
         graph, hint = self.fitted(placement, graph), self._hint(placement)
         table = None if self._table is None else replicated_table(self._table, num_replicas)
+        footprints = self._footprints(placement.num_stages, num_replicas)
         order = Order(
             label=self._label(hint),
             table=table,
             placement=replicated_placement(placement, num_replicas),
             graph=replicated_graph(graph, num_replicas),
-            consumptions=self._consumptions(hint, table, placement.num_stages * num_replicas),
+            consumptions=self._consumptions(hint, table, placement.num_stages * num_replicas, footprints),
             windows=self._windows(placement.num_stages) * num_replicas,
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
-            footprints=self._footprints(placement.num_stages, num_replicas),
+            footprints=footprints,
             adaptive=self.adaptive,
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
@@ -302,11 +304,17 @@ class Ordering:
             return every
         return frozenset() if self.backward == FUSED else by_table
 
-    def _consumptions(self, hint: str, table: ScheduleTable | None, num_stages: int) -> tuple[Consumption, ...]:
+    def _consumptions(
+        self, hint: str, table: ScheduleTable | None, num_stages: int, footprints: tuple[int, ...] | None
+    ) -> tuple[Consumption, ...]:
         if table is not None and self.consume == STRICT:
             return tuple(strict(order) for order in table.orders)
         if table is not None and hint == SCHEDULE:
-            return tuple(ready(schedule_hint(order, weights_last=table.weights_fill)) for order in table.orders)
+            limits = footprints or (None,) * num_stages
+            return tuple(
+                ready(schedule_hint(order, weights_last=table.weights_fill and _has_room(order, table.graph, limit)))
+                for order, limit in zip(table.orders, limits, strict=True)
+            )
         return (ready(hint_by_name(hint)),) * num_stages
 
     def _windows(self, num_stages: int) -> tuple[int, ...]:
@@ -342,6 +350,11 @@ def read_ahead_of(order: Order, asked: int | None = None) -> tuple[tuple[int, in
     for bound in found.ahead_bounds():
         bound.check(graph)
     return found.read_ahead
+
+
+def _has_room(row: Iterable[Task], graph: PipelineGraph, limit: int | None) -> bool:
+    """Whether a stage may hold more activations than its row does."""
+    return limit is None or limit > max(accumulate(memory_changes(row, graph)), default=0)
 
 
 def _held_at_most(order: Order, chunk: int) -> int:

@@ -22,8 +22,9 @@ have run as there B: so a W is left to be run.
 
 Of the plain way and this one the quicker is taken. So the result is never slower than the fused table.
 
-Where the table ranks what is ready, the times of the run itself say where a stage would idle: then F and I rank as in
-the fused table, and W behind them.
+Where the table ranks what is ready and a stage has room for more, the times of the run itself say where it would idle:
+then F and I rank as in the fused table, and W behind them. A stage without more room keeps each W in its place: W alone
+makes room for the next F, so that an I which goes before it for once holds up every stage behind.
 """
 
 from collections import deque

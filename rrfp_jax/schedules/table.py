@@ -26,7 +26,8 @@ class ScheduleTable:
     graph: PipelineGraph
     rows: tuple[tuple[Task | None, ...], ...]
     weights_fill: bool = field(default=False, compare=False)
-    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
+    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I, wherever memory has
+    room for more than these rows hold."""
     hint: "ScheduleTable | None" = field(default=None, compare=False)
     """What ranks what is ready in place of these rows, where they suit strict consumption alone. A file holds neither
     this nor the above, and equal rows make equal tables."""

@@ -7,7 +7,7 @@ import pytest
 from rrfp_jax.arbitration import Ordering, StepRules
 from rrfp_jax.checking import CheckError, explore
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.schedules import ScheduleTable, from_csv
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, from_csv
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, chain, linear
 from tests.checking.guided import by_table
 
@@ -79,3 +79,17 @@ def test_a_table_must_be_able_to_run_on_the_pipeline_that_it_is_given():
     with pytest.raises(ValueError, match="table 'apart'"):
         Ordering(schedule=table).resolve(placement, chain(2, 1))
     Ordering(schedule=table, footprint=False).resolve(placement, chain(2, 1))
+
+
+def test_weights_wait_for_idle_time_only_where_memory_has_room_for_more():
+    """Where a stage's row fills its memory, W keeps its place in it: it makes room for the next F."""
+    table = build_schedule("1f1b-split", ScheduleRequest(num_stages=3, num_microbatches=4))
+
+    def ranked(**words):
+        order = Ordering(schedule=table, **words).resolve(table.placement, table.graph)
+        rows = zip(table.orders, order.consumptions, strict=True)
+        return [sorted(row, key=lambda task, one=one: one.hint.rank(task)) == list(row) for row, one in rows]
+
+    assert ranked() == [True, True, True]
+    assert ranked(window=(3, 3, 1)) == [True, False, True]
+    assert ranked(footprint=False, foresight=False) == [False, False, False]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.paper import emulated, endtoend
+from experiments.paper import emulated, endtoend, fixed_orders
 from experiments.paper.__main__ import main
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.questions import QUESTIONS
@@ -176,6 +176,27 @@ def test_blocking_senders_and_tasks_that_last_until_arrival_are_one(monkeypatch:
     free = Scene(stages=4, microbatches=8, jitter="lognormal:0.5", comm_ms=0.0, steps=2)
     lasting_ms = simulated(free, Method({"schedule": "1f1b", "consume": "strict"})).step_ms
     assert lasting_ms == pytest.approx(blocking_ms, rel=1e-9)
+
+
+@pytest.mark.parametrize("jitter", ["lognormal:0.2", "lognormal:0.5", "paper:J2", "paper:J3"])
+def test_in_its_own_memory_foresight_is_not_slower_than_the_split_table_alone(jitter: str) -> None:
+    scene = Scene(stages=4, microbatches=16, jitter=jitter, comm_ms=2.0, steps=8)
+    strict, ours = (simulated(scene, Method({"schedule": "1f1b-split", "consume": c})) for c in ("strict", "ready"))
+    assert ours.step_ms <= strict.step_ms / 0.995
+
+
+def test_the_best_fixed_order_of_a_memory_fits_it_and_no_other_that_does_is_faster() -> None:
+    scene = Scene(stages=4, microbatches=8, jitter="lognormal:0.5", comm_ms=2.0, steps=2)
+    setting = fixed_orders.of_scene(scene, [1, 2])
+    found = {memory: setting.best(memory) for memory in (EQUAL, 4, 8)}
+    assert found[EQUAL].best == "1f1b-split"
+    assert max(found[4].fixed.held) <= 4
+    assert found[EQUAL].fixed.step_ms > found[4].fixed.step_ms > found[8].fixed.step_ms
+    for one in found.values():
+        assert all(ours <= most for ours, most in zip(one.ours.held, one.fixed.held, strict=True))
+    strict = Method({"schedule": "zb-h1", "consume": "strict"})
+    each = [simulated(Scene(**(scene.as_cell() | {"seed": seed})), strict).step_ms for seed in (1, 2)]
+    assert found[4].fixed.step_ms <= sum(each) / 2
 
 
 def test_means_of_ratios() -> None:
