@@ -44,7 +44,7 @@ def require_descriptors(num_more: int, what: str) -> None:
 def ranks_served(limit: int, array_connections: int) -> int:
     """How many ranks a run may have with so many open files in each, even if all exchange messages and arrays."""
     beside = _num_open() + FILES_OF_NETWORK + _SPARE
-    return max(0, 1 + (limit - beside) // (FILES_FOR_MESSAGES + array_connections))
+    return max(0, 1 + (limit - beside) // (FILES_FOR_MESSAGES + 1 + array_connections))
 
 
 def _num_open() -> int:

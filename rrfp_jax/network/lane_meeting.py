@@ -1,4 +1,4 @@
-"""How two ranks make the connections over which arrays travel between them.
+"""How two ranks make connections of their own between them, such as those over which arrays travel.
 
 The lower one listens, and invites the other over the network on which both are proven: it tells its port and, for each
 connection, a name and a secret, both random. The other one connects and shows the name and that it has the secret, and
@@ -48,6 +48,7 @@ class LaneMeeting:
     """Makes connections; on the event loop.
 
     Args:
+        purpose: what the connections are for, in messages.
         host: where to listen.
         num_connections: to each rank.
         encrypts: whether arrays are sealed, in which both ends must agree.
@@ -58,6 +59,7 @@ class LaneMeeting:
 
     def __init__(
         self,
+        purpose: str,
         rank: int,
         host: str,
         *,
@@ -68,7 +70,7 @@ class LaneMeeting:
         failed: Callable[[int, str], None],
     ) -> None:
         self._rank, self._host, self._encrypts = rank, host.strip("[]"), encrypts
-        self._num_connections = num_connections
+        self._purpose, self._num_connections = purpose, num_connections
         self._num_wanted: dict[int, int] = {}
         self._tell, self._made, self._failed = tell, made, failed
         self._listener: socket.socket | None = None
@@ -145,7 +147,7 @@ class LaneMeeting:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # the stranger has gone again, or no more files may be open
-                self._garbage.warn("a connection for arrays could not be accepted: %s", error)
+                self._garbage.warn("a connection for %s could not be accepted: %s", self._purpose, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = self._spawn(self._admit(connection))
@@ -164,7 +166,7 @@ class LaneMeeting:
             async with asyncio.timeout(_PROOF_S):
                 expected, proven = await self._prove(connection)
         except (OSError, TimeoutError, MalformedMessage) as error:
-            self._garbage.warn("a connection for arrays was refused: %s", str(error) or "it said nothing")
+            self._garbage.warn("a connection for %s was refused: %s", self._purpose, str(error) or "it said nothing")
             connection.close()
         except BaseException:
             connection.close()
@@ -195,7 +197,7 @@ class LaneMeeting:
                     proven = await self._connect(rank, place, name, secret)
             except (OSError, TimeoutError, MalformedMessage) as error:
                 why = str(error) or f"nobody answered within {_CONNECT_S:g} s"
-                self._failed(rank, f"no connection for arrays to {place[0]}:{place[1]}: {why}")
+                self._failed(rank, f"no connection for {self._purpose} to {place[0]}:{place[1]}: {why}")
                 return
             self._add(rank, index, proven)
 

@@ -1,13 +1,16 @@
-"""A rank's connections for arrays: to whom there are any, how they come about, and what follows where one ends."""
+"""A rank's own connections, beside ZeroMQ's: to whom there are any, how they come about, what follows where one ends.
+
+There are two kinds: some for large arrays, which threads serve, and one for small messages, which the event loop does.
+"""
 
 import logging
 from asyncio import AbstractEventLoop
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-from rrfp_jax.network.channel import Channel, Deliver
-from rrfp_jax.network.lane_link import LaneLink
+from rrfp_jax.network.channel import Carrier, Channel, Deliver
+from rrfp_jax.network.lane import Proven
 from rrfp_jax.network.lane_meeting import LaneMeeting
 from rrfp_jax.network.settings import NetworkSettings
 
@@ -17,11 +20,24 @@ LANE_BYTES = 1 << 16
 NUM_OWN_FILES = 2
 
 
+class OwnLink(Carrier, Protocol):
+    """What carries messages over such connections."""
+
+    def open(self, rank: int, connections: Sequence[Proven]) -> None:
+        """Begin to exchange messages with a rank over these connections."""
+
+    def join(self) -> None:
+        """After ``close``, on any thread: end all connections."""
+
+
 class Lanes:
     """Used on the event loop, but for what says otherwise.
 
     Args:
+        purpose: what the connections are for, in messages.
         host: where this rank listens.
+        num_connections: to each rank.
+        make_link: makes the link; what it takes may be called on any thread where a connection to a rank has ended.
         tell: sends a dict to a rank, whose :meth:`receive` gets it.
         suspect: called with a rank that has ended a connection.
         failed: called with a rank that cannot be reached, and why.
@@ -29,27 +45,29 @@ class Lanes:
 
     def __init__(
         self,
+        purpose: str,
         rank: int,
         host: str,
         settings: NetworkSettings,
         *,
+        num_connections: int,
+        make_link: Callable[[Callable[[int, str], None]], OwnLink],
         loop: AbstractEventLoop,
         deliver: Deliver,
         tell: Callable[[int, dict[str, Any]], None],
         suspect: Callable[[int], None],
         failed: Callable[[int, str], None],
     ) -> None:
-        self._rank, self._loop, self._suspect = rank, loop, suspect
+        self._purpose, self._rank, self._loop, self._suspect = purpose, rank, loop, suspect
         self._ranks: set[int] = set()
         self._is_closed = False
-        self._link = LaneLink(
-            rank, encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes, broken=self._broke
-        )
+        self._link = make_link(self._broke)
         self.channel = Channel(self._link, loop, deliver, settings.high_water_bytes)
         self._meeting = LaneMeeting(
+            purpose,
             rank,
             host,
-            num_connections=settings.array_connections,
+            num_connections=num_connections,
             encrypts=settings.encrypt_arrays,
             tell=tell,
             made=self._link.open,
@@ -60,7 +78,7 @@ class Lanes:
         return rank in self._ranks
 
     def want(self, rank: int) -> None:
-        """Have arrays to and from a rank take connections of their own, from now on."""
+        """Have connections to and from a rank, from now on."""
         if rank not in self._ranks and not self._is_closed:
             self._add(rank)
             self._meeting.want(rank)
@@ -96,5 +114,5 @@ class Lanes:
 
     def _broken(self, rank: int, why: str) -> None:
         if not self._is_closed:
-            _LOG.debug("rank %d: a connection for arrays with rank %d ended: %s", self._rank, rank, why)
+            _LOG.debug("rank %d: a connection for %s with rank %d ended: %s", self._rank, self._purpose, rank, why)
             self._suspect(rank)

@@ -10,9 +10,11 @@ import zmq
 
 from rrfp_jax.network.channel import MAX_TOPIC_BYTES, Channel
 from rrfp_jax.network.descriptors import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
+from rrfp_jax.network.direct_link import MAX_FRAMES, DirectLink
 from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes
+from rrfp_jax.network.lane_link import LaneLink
+from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes, OwnLink
 from rrfp_jax.network.link import Link
 from rrfp_jax.network.liveness import Liveness
 from rrfp_jax.network.losses import Losses
@@ -27,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
-_LANES = "lanes"
+_LANES, _DIRECT = "lanes", "direct"
 
 
 class PeerNetwork:
@@ -47,9 +49,10 @@ class PeerNetwork:
         self._places: dict[int, tuple[str, str]] = {}
         self._hosts: dict[int, str] = {}
         self._channels: list[Channel] = []
-        """For messages, and for arrays."""
+        """For messages, for arrays, and for small messages directly."""
         self._lanes: Lanes | None = None
-        self._lanes_wanted: frozenset[int] = frozenset()
+        self._direct: Lanes | None = None
+        self._wanted: dict[str, frozenset[int]] = {_LANES: frozenset(), _DIRECT: frozenset()}
         self._topics = Topics(self._settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._losses = Losses(rank, num_ranks, self._drop)
@@ -144,20 +147,19 @@ class PeerNetwork:
         self._losses.start(loop, lost, left, broken)
         self._loop = loop
         self._topics.start(loop)
+        settings = self._settings
         hosts = hosts or [host_of(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
-        self._lanes = Lanes(
-            self.rank,
-            host_of(self.address),
-            self._settings,
-            loop=loop,
-            deliver=self._topics.deliver,
-            tell=lambda rank, header: self.send(rank, _LANES, header),
-            suspect=self._liveness.suspect,
-            failed=self._losses.lose,
+        self._lanes = self._own(
+            _LANES,
+            "arrays",
+            settings.array_connections,
+            lambda broken: LaneLink(
+                self.rank, encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes, broken=broken
+            ),
         )
-        messages = Channel(self._link, loop, self._topics.deliver, self._settings.high_water_bytes)
-        self._channels = [messages, self._lanes.channel]
-        self.subscribe(_LANES, self._receive_lanes)
+        self._direct = self._own(_DIRECT, "messages", 1, lambda broken: DirectLink(loop, broken=broken))
+        messages = Channel(self._link, loop, self._topics.deliver, settings.high_water_bytes)
+        self._channels = [messages, self._lanes.channel, self._direct.channel]
         self._liveness.begin(loop, hosts)
         self._connect(peers, watched(self.rank, self.num_ranks))
         for channel in self._channels:
@@ -191,6 +193,30 @@ class PeerNetwork:
         for rank in sorted(ranks - self._losses.gone):
             self._channels[0].add(rank, self._places[rank][1])
 
+    def _own(
+        self,
+        topic: str,
+        purpose: str,
+        num_connections: int,
+        make_link: Callable[[Callable[[int, str], None]], OwnLink],
+    ) -> Lanes:
+        """Connections beside ZeroMQ's, which are agreed on over those."""
+        own = Lanes(
+            purpose,
+            self.rank,
+            host_of(self.address),
+            self._settings,
+            num_connections=num_connections,
+            make_link=make_link,
+            loop=self._started(),
+            deliver=self._topics.deliver,
+            tell=lambda rank, header: self.send(rank, topic, header),
+            suspect=self._liveness.suspect,
+            failed=self._losses.lose,
+        )
+        self.subscribe(topic, lambda rank, header, _: own.receive(rank, header, self._hosts[rank]))
+        return own
+
     def open_lanes(self, ranks: Iterable[int]) -> None:
         """Have arrays to and from these ranks take connections of their own; from any thread, also again.
 
@@ -199,23 +225,30 @@ class PeerNetwork:
         Raises:
             ValueError: where the system lets this process open too few files.
         """
-        new = frozenset(ranks) - self._lanes_wanted - {self.rank}
+        self._want(_LANES, ranks, "arrays to and from", self._settings.array_connections)
+
+    def open_direct(self, ranks: Iterable[int]) -> None:
+        """Have small messages of :meth:`send_arrays` take a connection that the event loop itself serves.
+
+        As :meth:`open_lanes` otherwise.
+        """
+        self._want(_DIRECT, ranks, "messages to and from", 1)
+
+    def _want(self, topic: str, ranks: Iterable[int], what: str, num_connections: int) -> None:
+        new = frozenset(ranks) - self._wanted[topic] - {self.rank}
         if not new:
             return
-        self._lanes_wanted |= new
-        num_files = NUM_OWN_FILES + self._settings.array_connections * len(new)
-        require_descriptors(num_files, f"arrays to and from {len(new)} ranks")
+        self._wanted[topic] |= new
+        require_descriptors(NUM_OWN_FILES + num_connections * len(new), f"{what} {len(new)} ranks")
         self.connect(new)
-        self.call_soon(lambda: self._want_lanes(new))
+        own = self._lanes if topic == _LANES else self._direct
+        assert own is not None
 
-    def _want_lanes(self, ranks: Iterable[int]) -> None:
-        assert self._lanes is not None
-        for rank in sorted(set(ranks) - self._losses.gone):
-            self._lanes.want(rank)
+        def want() -> None:
+            for rank in sorted(new - self._losses.gone):
+                own.want(rank)
 
-    def _receive_lanes(self, rank: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
-        assert self._lanes is not None
-        self._lanes.receive(rank, header, self._hosts[rank])
+        self.call_soon(want)
 
     def _listening(self, rank: int, addresses: Mapping[int, PeerAddress]) -> tuple[str, str]:
         address = addresses.get(rank)
@@ -267,8 +300,8 @@ class PeerNetwork:
             _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
             return
         self._liveness.stop(_CLOSE_TIMEOUT_S)
-        if self._lanes is not None:  # after the farewell, so that nobody takes it for a connection that broke
-            self._lanes.join()
+        for own in filter(None, (self._lanes, self._direct)):
+            own.join()  # after the farewell, so that nobody takes it for a connection that broke
         self._context.term()
 
     # -- on the event loop -------------------------------------------------------------------------------------------
@@ -323,7 +356,8 @@ class PeerNetwork:
     def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
         """:meth:`send_packed` for what may be lost: it is dropped where it would have to wait for room at the peer."""
         self._check(rank, topic, header)
-        self._channels[0].send_if_room(rank, topic, header)
+        has_own = self._direct is not None and rank in self._direct
+        self._channels[2 if has_own else 0].send_if_room(rank, topic, header)
 
     def send_arrays(
         self,
@@ -333,14 +367,18 @@ class PeerNetwork:
         frames: Sequence[Any],
         on_confirmed: Callable[[], None] | None = None,
     ) -> None:
-        """:meth:`send_packed` for what may be large: where :meth:`open_lanes` was called, it takes those connections.
+        """:meth:`send_packed` for data, which take connections of their own where those were opened.
 
-        There, other messages neither wait for it nor keep their place before or behind it.
+        Large ones take those of :meth:`open_lanes`, small ones that of :meth:`open_direct`. There, other messages
+        neither wait for it nor keep their place before or behind it.
         """
-        if self._lanes is None or rank not in self._lanes or sum(map(_num_bytes, frames)) < LANE_BYTES:
-            self.send_packed(rank, topic, header, frames, on_confirmed)
-        else:
+        is_large = bool(frames) and sum(map(_num_bytes, frames)) >= LANE_BYTES
+        if is_large and self._lanes is not None and rank in self._lanes:
             self._lanes.channel.send(rank, topic, header, frames, on_confirmed)
+        elif not is_large and self._direct is not None and rank in self._direct and len(frames) <= MAX_FRAMES:
+            self._direct.channel.send(rank, topic, header, frames, on_confirmed)
+        else:
+            self.send_packed(rank, topic, header, frames, on_confirmed)
 
     def traffic(self) -> Traffic:
         """What was sent and what is held now."""
@@ -360,8 +398,8 @@ class PeerNetwork:
 
     def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
         """Close once nothing waits for room at a peer, and all arrays have arrived."""
-        arrays = self._lanes.channel.held_bytes() if self._lanes is not None else (0, 0)
-        if linger_s > 0 and (self.traffic().waiting_bytes or any(arrays)):
+        own = [held for channel in self._channels[1:] for held in channel.held_bytes()]
+        if linger_s > 0 and (self.traffic().waiting_bytes or any(own)):
             self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
         else:
             self._shut(max(linger_s, 0.0), done)
@@ -369,11 +407,12 @@ class PeerNetwork:
     def _shut(self, linger_s: float, done: threading.Event) -> None:
         self._is_closed = True
         self._losses.close()
-        if self._lanes is None:
+        if not self._channels:
             self._link.close(0)
         else:
             self._channels[0].close(linger_s)
-            self._lanes.close(linger_s)
+        for own in filter(None, (self._lanes, self._direct)):
+            own.close(linger_s)
         done.set()
 
     def _started(self) -> asyncio.AbstractEventLoop:

@@ -310,7 +310,7 @@ class Process:
         """
         if self.cluster is None:
             return frozenset()
-        self.cluster.network.connect(partners(self.layout, placement, self.rank, messages))
+        self.cluster.network.open_direct(partners(self.layout, placement, self.rank, messages))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]

@@ -80,6 +80,8 @@ class EmulatedStage:
         result = self._program(value)
         if not result.is_ready():
             result.block_until_ready()
+        if duration_ms:
+            self._wake.came()
         for message in self._present(self._outputs.get(task, ())):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
         return Launched(begun_s)
@@ -135,7 +137,11 @@ class _WakeTime:
 
     def sleep(self) -> None:
         """Called within the program, on whichever thread XLA runs callbacks on."""
-        self._sleeper.until(self._at_s)
+        self._sleeper.before(self._at_s)
+
+    def came(self) -> None:
+        """The program has ended: some 0.1 ms after the callback, which belong to the task's duration too."""
+        self._sleeper.ended(self._at_s)
 
 
 def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:

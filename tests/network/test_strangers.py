@@ -187,12 +187,14 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
     with caplog.at_level(logging.WARNING), nodes(3, encrypt_arrays=encrypt_arrays) as members:
         mad, done = members[2].network, threading.Event()
         mad.open_lanes([0])
+        mad.open_direct([0])
         members[2].send_arrays(0, {"note": "array"}, [bytes(1 << 17)])
-        assert eventually(lambda: len(members[0].got) == 1)
+        members[2].send_arrays(0, {"note": "small"}, [bytes(1 << 7)])
+        assert eventually(lambda: len(members[0].got) == 2)
         members[0].got.clear()
 
         def rave() -> None:
-            for link in (mad._link, mad._lanes._link):
+            for link in (mad._link, mad._lanes._link, mad._direct._link):
                 for head, frames in mad_heads():
                     link.send(0, head, frames)
             done.set()

@@ -37,4 +37,6 @@ def test_tasks_last_so_long(launch_ms: float | None) -> None:
     seen = found.timeline if found.on_device is None else found.on_device
     lasted_s = {(span.step, span.task): span.end_s - span.start_s for span in seen.spans}
     for span in spans:
-        assert lasted_s[span.step, span.task] >= span.end_s - span.start_s - 1e-6
+        # on the host they end when they should on average, so that one may end early by what others are late
+        slack_s = 5e-4 if found.on_device is None else 1e-6
+        assert lasted_s[span.step, span.task] >= span.end_s - span.start_s - slack_s

@@ -183,7 +183,7 @@ class PipelineTransport:
             assert self._network is not None
             if packed is None:
                 packed = pack(payload, _MAX_CONTROL_BYTES)
-            self._network.send_packed(receiver, _CONTROL, pack_key(Key(step, message)), [packed])
+            self._network.send_arrays(receiver, _CONTROL, pack_key(Key(step, message)), [packed])
 
     def _receive_control(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
         step, message, _ = unpack_key(header)

@@ -1,0 +1,218 @@
+"""Small messages over a connection that the event loop serves itself: all arrive, in order, and nothing ever blocks."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rrfp_jax.network.direct_link import MAX_FRAME_BYTES, MAX_FRAMES, DirectLink
+from rrfp_jax.network.lane import Proven
+from rrfp_jax.network.sealing import SECRET_BYTES, Seal
+from tests.network.mesh import Node, eventually, nodes
+
+SECRET = bytes(range(SECRET_BYTES))
+
+
+class Pair:
+    """Two links with a connection between them, one for each rank, and what befell them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.ends = socket.socketpair()
+        self.broken: list[tuple[int, str]] = []
+        self.links = [DirectLink(loop, broken=lambda rank, why: self.broken.append((rank, why))) for _ in range(2)]
+        for rank, link in enumerate(self.links):
+            link.connect(1 - rank, "")
+
+    def open(self, rank: int) -> None:
+        self.links[rank].open(1 - rank, [Proven(self.ends[rank], Seal(SECRET, rank), Seal(SECRET, 1 - rank))])
+
+    def received(self, rank: int) -> list[list[bytes]]:
+        """What has come to a rank, as its loop would read it."""
+        got: list[list[bytes]] = []
+        while self.links[rank]._poll.poll(0) or self.links[rank]._arrived:
+            while message := self.links[rank].receive():
+                got.append([bytes(frame) for frame in message[1]])
+        return got
+
+    async def all_received(self, rank: int, count: int) -> list[list[bytes]]:
+        """The next ``count`` messages, while the loop sends what waits."""
+        got: list[list[bytes]] = []
+        async with asyncio.timeout(30):
+            while len(got) < count:
+                got += self.received(rank)
+                await asyncio.sleep(0)
+        return got
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close(0)
+            link.join()
+        for end in self.ends:
+            end.close()
+
+
+@contextmanager
+def pair(*, is_open: bool = True) -> Iterator[tuple[asyncio.AbstractEventLoop, Pair]]:
+    loop = asyncio.new_event_loop()
+    made = Pair(loop)
+    try:
+        for rank in range(2 if is_open else 0):
+            made.open(rank)
+        yield loop, made
+    finally:
+        made.close()
+        loop.close()
+
+
+def messages(count: int, num_bytes: int) -> list[list[bytes]]:
+    return [[b"head %d" % number, bytes([number % 256]) * num_bytes] for number in range(count)]
+
+
+def test_messages_of_every_shape_come_both_ways_in_order() -> None:
+    sent = [
+        [b"head"],
+        [b"", b"", b"frame"],
+        [b"x" * (1 << 20), bytes(MAX_FRAME_BYTES)],
+        [b"many", *[b"%d" % number for number in range(MAX_FRAMES)]],
+    ]
+    with pair() as (loop, made):
+        for rank, link in enumerate(made.links):
+            for head, *frames in sent:
+                link.send(1 - rank, head, frames)
+        for rank in range(2):
+            assert loop.run_until_complete(made.all_received(rank, len(sent))) == sent
+        assert made.broken == []
+
+
+def test_what_the_system_does_not_take_waits_and_keeps_its_order() -> None:
+    sent = messages(300, 40_000)
+    with pair() as (loop, made):
+        for head, *frames in sent:
+            made.links[0].send(1, head, frames)
+        assert made.links[0]._lines[1].unsent, "the system took everything: send more"
+        assert loop.run_until_complete(made.all_received(1, len(sent))) == sent
+        assert not made.links[0]._lines[1].unsent
+
+
+def test_what_is_sent_before_both_are_connected_waits() -> None:
+    with pair(is_open=False) as (loop, made):
+        sent = messages(3, 10)
+        made.links[0].send(1, *(sent[0][0], sent[0][1:]))
+        made.open(0)
+        for head, *frames in sent[1:]:
+            made.links[0].send(1, head, frames)
+        made.open(1)
+        assert loop.run_until_complete(made.all_received(1, 3)) == sent
+
+
+def test_a_record_in_pieces_is_one_message() -> None:
+    record = sealed(b"\x02\0" + struct.pack("<2I", 4, 3) + b"headxyz")
+    with pair(is_open=False) as (_, made):
+        made.open(1)
+        for byte in record:
+            assert made.received(1) == []
+            made.ends[0].send(bytes([byte]))
+        assert made.received(1) == [[b"head", b"xyz"]]
+
+
+def sealed(body: bytes) -> bytes:
+    """The first record that rank 0 may send."""
+    closed = Seal(SECRET, 0).closed(body)
+    return struct.pack("<I", len(closed)) + closed
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (sealed(b"\x01\0" + struct.pack("<I", 4) + b"head")[:-1] + b"?", "altered"),
+        (struct.pack("<I", 15), "a record of 15 bytes"),
+        (struct.pack("<I", 1 << 31), "a record of 2147483648 bytes"),
+        (sealed(b""), "which names 0 frames"),
+        (sealed(b"\0\0"), "which names 0 frames"),
+        (sealed(b"\xff\xff"), "which names 65535 frames"),
+        (sealed(b"\x01\0" + struct.pack("<I", 5) + b"head"), "which names 1 frames"),
+        (b"", "closed its connection"),
+    ],
+    ids=["altered", "short", "long", "empty", "without a head", "cut", "too little", "ended"],
+)
+def test_what_no_peer_sends_ends_the_connection(said: bytes, why: str) -> None:
+    with pair(is_open=False) as (_, made):
+        made.open(1)
+        made.ends[0].sendall(said)
+        if not said:
+            made.ends[0].shutdown(socket.SHUT_WR)
+        assert made.received(1) == []
+        ((rank, reason),) = made.broken
+        assert rank == 0
+        assert why in reason
+        made.links[1].send(0, b"nobody reads this")
+
+
+def test_who_no_longer_reads_is_noticed_by_who_sends() -> None:
+    with pair() as (_, made):
+        made.links[1].disconnect(0)
+        for head, *frames in messages(2, 10):
+            made.links[0].send(1, head, frames)
+        assert [rank for rank, _ in made.broken] == [1]
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(asking: int) -> None:
+    with nodes(2) as members:
+        first, second = members[asking], members[1 - asking]
+        first.network.open_direct([second.network.rank])
+        confirmed: list[int] = []
+        for number, size in enumerate((100, 0, 60_000)):
+            frame = np.full(size, number, np.uint8)
+            first.send_arrays(1 - asking, {"number": number}, [frame], lambda: confirmed.append(1))
+        first.send_arrays(1 - asking, {"number": 3}, [], lambda: confirmed.append(1))
+        assert eventually(lambda: len(confirmed) == 4)
+        assert [(header["number"], sum(map(len, frames))) for _, header, frames in second.got] == [
+            (0, 100),
+            (1, 0),
+            (2, 60_000),
+            (3, 0),
+        ]
+        assert sent_directly(first) == 4
+        second.send_arrays(asking, {"number": 4}, [b"back"])
+        assert eventually(lambda: len(first.got) == 1)
+        assert sent_directly(second) == 1
+        first.send_arrays(1 - asking, {"number": 5}, [bytes(1 << 17)])
+        first.send_arrays(1 - asking, {"number": 6}, [b"x"] * (MAX_FRAMES + 1))
+        first.network.send_threadsafe(1 - asking, "note", {"number": 7})
+        assert eventually(lambda: len(second.got) == 7)
+        assert sent_directly(first) == 4
+
+
+def sent_directly(member: Node) -> int:
+    own: Any = member.network._direct
+    return int(own.channel.num_sent)
+
+
+def test_closing_sends_what_waits_first() -> None:
+    with nodes(2, high_water_bytes=1 << 17) as (first, second):
+        first.network.open_direct([1])
+        for number in range(100):
+            first.send_arrays(1, {"number": number}, [bytes(30_000)])
+        first.network.close(linger_s=30.0)
+        assert eventually(lambda: [header["number"] for _, header, _ in second.got] == list(range(100)))
+        assert eventually(lambda: second.left == [0])
+        assert (second.lost, second.broken) == ({}, [])
+
+
+def test_one_that_ends_between_ranks_that_live_is_named() -> None:
+    with nodes(2) as (first, second):
+        first.network.open_direct([1])
+        first.send_arrays(1, {"number": 0}, [b"x"])
+        assert eventually(lambda: len(second.got) == 1)
+        own: Any = first.network._direct
+        own._link._lines[1].proven.connection.shutdown(socket.SHUT_RDWR)
+        text = "rank 0 and rank 1 lost sight of each other: a connection within 127.0.0.1"
+        assert eventually(lambda: bool(first.broken and second.broken))
+        assert {*first.broken, *second.broken} == {text}
+        assert [first.lost, second.lost] == [{}, {}]
