@@ -1,6 +1,6 @@
 """Hints: how a stage ranks the tasks that are ready now (RRFP paper, section 5 and appendix A).
 
-A hint is a tiny policy with two parts:
+A hint is a rule of the schedule language (:mod:`rrfp_jax.schedules.language.rule`) as a running stage asks it:
 
 * ``rank(task)`` orders the tasks within their lane (forwards; B and I; W; R and U), the smallest first;
 * ``choose(state, heads)`` picks one of the lanes' heads, the best admissible task of each lane, and gives the next
@@ -14,6 +14,8 @@ stands for B, and where neither I nor F can run one W runs and the next round be
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from rrfp_jax.arbitration.plan import LANE, NUM_LANES
+from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
 from rrfp_jax.tasks import Task, TaskKind
 
 Heads = tuple[int | None, int | None, int | None, int | None]
@@ -23,7 +25,6 @@ Choice = tuple[int | None, int]
 Rank = tuple[int, ...]
 
 ROUND_START = 0
-SECOND_TURN = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,87 +38,52 @@ class Hint:
     row: tuple[Task, ...] | None = None
     """The order that it ranks by, where there is one; with the name it tells all of a hint of this module."""
 
+    @classmethod
+    def of(cls, name: str, ranking: Rule) -> "Hint":
+        """A rule as a hint, whose turn is the state; kinds in no lane come last, R and U behind them.
+
+        Raises ValueError for a rule with a row, which :func:`schedule_hint` ranks by.
+        """
+        if ranking.row:
+            raise ValueError(f"hint {name!r} ranks by an order: make it with schedule_hint")
+
+        def rank(task: Task) -> Rank:
+            return _last_rank(task) if task.kind in (TaskKind.R, TaskKind.U) else ranking.key(task)
+
+        named = [[(LANE[TaskKind(kinds[0])], turn) for kinds, turn in lanes] for lanes in ranking.by_turn()]
+        by_turn = [[*lanes, *((n, ROUND_START) for n in range(NUM_LANES) if n not in dict(lanes))] for lanes in named]
+
+        def choose(state: int, heads: Heads) -> Choice:
+            for lane, turn in by_turn[state]:
+                head = heads[lane]
+                if head is not None:
+                    return head, turn
+            return None, ROUND_START
+
+        return cls(name, rank, choose)
+
 
 def _last_rank(task: Task) -> Rank:
     """Each R from the last chunk to the first, as backwards complete them; then each U from the first to the last."""
     return (2, task.chunk) if task.kind is TaskKind.U else (1, -task.chunk)
 
 
-def _backward_rank(task: Task) -> Rank:
-    if task.kind is TaskKind.W:
-        return (task.microbatch, -task.chunk)
-    if task.kind in (TaskKind.R, TaskKind.U):
-        return _last_rank(task)
-    return (-task.chunk, task.microbatch)
-
-
-def _shallow_rank(task: Task) -> Rank:
-    """Forwards: smaller chunk first; backwards: larger chunk first; W: oldest microbatch first."""
-    return (task.chunk, task.microbatch) if task.kind is TaskKind.F else _backward_rank(task)
-
-
-def _deep_rank(task: Task) -> Rank:
-    """As the above, but forwards also prefer the larger chunk, which finishes what has begun."""
-    return (-task.chunk, task.microbatch) if task.kind is TaskKind.F else _backward_rank(task)
-
-
-def _otherwise(heads: Heads) -> Choice:
-    """Where neither a forward nor a backward can run: a weight gradient, or the tasks of the step's end."""
-    _, _, weight, last = heads
-    return (weight if weight is not None else last), ROUND_START
-
-
-def _choose_bf(turn: int, heads: Heads) -> Choice:
-    forward, backward, _, _ = heads
-    if turn == SECOND_TURN and forward is not None:
-        return forward, ROUND_START
-    if backward is not None:
-        return backward, SECOND_TURN
-    if forward is not None:
-        return forward, ROUND_START
-    return _otherwise(heads)
-
-
-def _choose_fb(turn: int, heads: Heads) -> Choice:
-    forward, backward, _, _ = heads
-    if turn == SECOND_TURN and backward is not None:
-        return backward, ROUND_START
-    if forward is not None:
-        return forward, SECOND_TURN
-    if backward is not None:
-        return backward, ROUND_START
-    return _otherwise(heads)
-
-
-def _choose_backward_first(_: int, heads: Heads) -> Choice:
-    forward, backward = heads[:2]
-    if backward is not None:
-        return backward, ROUND_START
-    if forward is not None:
-        return forward, ROUND_START
-    return _otherwise(heads)
-
-
-def _choose_forward_first(_: int, heads: Heads) -> Choice:
-    forward, backward = heads[:2]
-    if forward is not None:
-        return forward, ROUND_START
-    if backward is not None:
-        return backward, ROUND_START
-    return _otherwise(heads)
-
-
 def _choose_smallest(_: int, heads: Heads) -> Choice:
     return min((head for head in heads if head is not None), default=None), ROUND_START
 
 
-BF = Hint("bf", _shallow_rank, _choose_bf)
-BFW = Hint("bfw", _shallow_rank, _choose_bf)
+_SHALLOW = {"F": ("chunk", "microbatch"), "B": ("-chunk", "microbatch"), "W": ("microbatch", "-chunk")}
+"""Forwards: smaller chunk first; backwards: larger chunk first; W: oldest microbatch first."""
+_DEEP = _SHALLOW | {"F": ("-chunk", "microbatch")}
+"""As the above, but forwards also prefer the larger chunk, which finishes what has begun."""
+
+BF = Hint.of("bf", rule(turns(B, F), W, **_SHALLOW))
+BFW = Hint.of("bfw", rule(turns(B, F), W, **_SHALLOW))
 """The paper's name for BF on a split backward: the same ranking, and asking for it splits the backward."""
-BF_DEEP = Hint("bf-deep", _deep_rank, _choose_bf)
-FB = Hint("fb", _shallow_rank, _choose_fb)
-B_PRIORITY = Hint("b-priority", _shallow_rank, _choose_backward_first)
-F_PRIORITY = Hint("f-priority", _shallow_rank, _choose_forward_first)
+BF_DEEP = Hint.of("bf-deep", rule(turns(B, F), W, **_DEEP))
+FB = Hint.of("fb", rule(turns(F, B), W, **_SHALLOW))
+B_PRIORITY = Hint.of("b-priority", rule(B, F, W, **_SHALLOW))
+F_PRIORITY = Hint.of("f-priority", rule(F, B, W, **_SHALLOW))
 
 HINTS = {hint.name: hint for hint in (BF, BFW, BF_DEEP, FB, B_PRIORITY, F_PRIORITY)}
 """The hints that need no table, by name; ``schedule`` is made from a table by :func:`schedule_hint`."""

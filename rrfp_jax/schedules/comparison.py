@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rrfp_jax.schedules.formulas import Sizes, bubble_formulas, peak_formula
-from rrfp_jax.schedules.registry import ScheduleRequest, build_schedule, schedule_entry
+from rrfp_jax.schedules.registry import build_schedule, schedule_entry
+from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
 
 

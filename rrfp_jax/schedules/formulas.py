@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from rrfp_jax.schedules.gis import gis_group_size
-from rrfp_jax.schedules.linear import eager_windows
-from rrfp_jax.schedules.registry import ScheduleRequest, chunks_per_stage
+from rrfp_jax.schedules.published.looped import gis_group_size
+from rrfp_jax.schedules.published.one_chunk import eager_windows
+from rrfp_jax.schedules.registry import chunks_per_stage
+from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths
 
 
@@ -54,7 +55,7 @@ class Sizes:
             i=lengths.input_gradient,
             w=lengths.weight_gradient,
             windows=eager_windows(request.num_stages, request.window),
-            g=gis_group_size(request) if name == "gis" else 0,
+            g=gis_group_size(request.num_stages, request.num_microbatches, request.group_size) if name == "gis" else 0,
         )
 
     @property

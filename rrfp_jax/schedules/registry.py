@@ -1,85 +1,23 @@
-"""The names of the schedules, and how each is built.
+"""The names of the schedules, and what each is.
 
-Adding a schedule is one small function in a module of its own::
+Adding a schedule is one small function of a stage in a module of ``rrfp_jax.schedules.published``::
 
-    @schedule("my-schedule", placement="one chunk per stage", source="where it is published")
-    def my_schedule(request: ScheduleRequest) -> ScheduleTable:
-        ...
-
-and that module's name among the imports of ``rrfp_jax.schedules``.
+    @schedule("my-schedule", shape=ONE_EACH, source="where it is published")
+    def my_schedule(s: Stage) -> Order:
+        return rounds(F.ahead(s.p - 1 - s.i), B)
 """
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from rrfp_jax.schedules.description import Description, table_of
+from rrfp_jax.schedules.language.stage import Stage
+from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules.shapes import ANY, Shape
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import PipelineGraph, Placement, linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleRequest:
-    """What a table is built for. Raises ValueError on numbers that no schedule accepts."""
-
-    num_stages: int
-    num_microbatches: int
-    chunks_per_stage: int | None = None
-    """None: the schedule's own choice (its ``chunks_per_stage`` entry)."""
-    group_size: int | None = None
-    """Microbatches that go through a chunk before the stage's next one; only for schedules with such groups. None: the
-    schedule's own choice."""
-    window: int | tuple[int, ...] | None = None
-    """In-flight microbatches, at most or per stage; read by eager 1F1B."""
-    durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by schedules made from such times."""
-    comm_ms: float = 0.0
-    """Profiled time from one stage to the next, in milliseconds; read likewise."""
-    memory_limit: float | None = None
-    """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
-    input_gradient_frees: float = 0.0
-    """The part of a microbatch's activations that I frees already; W frees the rest. Read by the automatic schedule."""
-    graph: PipelineGraph | None = None
-    """Which chunks feed which, for the schedules of any graph, for example encoders and a decoder. None: a chain. How
-    the backward is cut is the schedule's choice."""
-    placement: Placement | None = None
-    """Which stage owns which chunk of that graph. None: one chunk per stage."""
-
-    def __post_init__(self) -> None:
-        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
-        choices = {"chunks_per_stage": self.chunks_per_stage, "group_size": self.group_size}
-        for name, count in (counts | choices).items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} is {count}: give at least 1")
-        windows = (self.window,) if isinstance(self.window, int) else self.window or ()
-        if any(window < 1 for window in windows):
-            raise ValueError(f"window {self.window} holds no microbatch on some stage: give at least 1 per stage")
-        if isinstance(self.window, tuple) and len(self.window) != self.num_stages:
-            raise ValueError(f"{len(self.window)} windows for {self.num_stages} stages: give one, or one per stage")
-        if min(self.durations_ms) < 0 or self.comm_ms < 0:
-            raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
-        if not 0 <= self.input_gradient_frees <= 1:
-            raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")
-        if self.graph is None and self.placement is not None:
-            raise ValueError("a placement is for the chunks of a graph: give the graph too")
-        if self.graph is not None:
-            _check_graph(self, self.graph, self.placement or linear(self.graph.num_chunks))
-
-
-def _check_graph(request: ScheduleRequest, graph: PipelineGraph, placement: Placement) -> None:
-    if graph.num_chunks != placement.num_chunks:
-        raise ValueError(
-            f"the graph has {graph.num_chunks} chunks, the placement {placement.num_chunks}: give each chunk a stage"
-        )
-    if placement.num_stages != request.num_stages:
-        raise ValueError(
-            f"the chunks lie on {placement.num_stages} stages, not on {request.num_stages}: give both the same number"
-        )
-    if graph.num_microbatches != request.num_microbatches:
-        raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {request.num_microbatches}")
-
-
-Generator = Callable[[ScheduleRequest], ScheduleTable]
+from rrfp_jax.tasks import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +25,14 @@ class ScheduleEntry:
     """One schedule and what a user should know before asking for it."""
 
     name: str
-    build: Generator
-    placement: str
-    """How chunks go to stages, in words."""
-    source: str
+    describe: Description
+    source: str = "yours"
+    shape: Shape = ANY
+    """How chunks go to stages."""
     split_backward: bool = False
     """Whether the backward runs as I and W."""
-    chunks_per_stage: int = 1
-    """Without the user's word."""
-    fixed_chunks: bool = True
-    """Whether ``chunks_per_stage`` is the only number possible."""
+    weights_fill: bool = False
+    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
     has_groups: bool = False
     """Whether a ``group_size`` may be asked for."""
     any_graph: bool = False
@@ -105,17 +41,43 @@ class ScheduleEntry:
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
 
+    @property
+    def placement(self) -> str:
+        """How chunks go to stages, in words."""
+        return self.shape.words
 
+    @property
+    def chunks_per_stage(self) -> int:
+        """Without the user's word."""
+        return self.shape.chunks_per_stage
+
+    @property
+    def fixed_chunks(self) -> bool:
+        """Whether ``chunks_per_stage`` is the only number possible."""
+        return self.shape.fixed_chunks
+
+    def stages(self, request: ScheduleRequest) -> tuple[Stage, ...]:
+        """What its description is called with."""
+        p, m, v = request.num_stages, request.num_microbatches, chunks_per_stage(self.name, request)
+        if request.graph is None:
+            placement, graph = self.shape.placement(p, v), self.shape.graph(p, v, m)
+        else:
+            placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
+        graph = replace(graph, split=frozenset(range(graph.num_chunks)) if self.split_backward else frozenset())
+        return tuple(Stage(i, placement, graph, request) for i in range(p))
+
+
+D = TypeVar("D", bound=Description)
 _ENTRIES: dict[str, ScheduleEntry] = {}
 
 
-def schedule(name: str, **facts: Any) -> Callable[[Generator], Generator]:
-    """Register a function ``(request) -> table`` under a name; ``facts`` are the other fields of its entry."""
+def schedule(name: str, **facts: Any) -> Callable[[D], D]:
+    """Register a description under a name; ``facts`` are the other fields of its entry."""
 
-    def register(build: Generator) -> Generator:
+    def register(describe: D) -> D:
         assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
-        _ENTRIES[name] = ScheduleEntry(name=name, build=build, **facts)
-        return build
+        _ENTRIES[name] = ScheduleEntry(name=name, describe=describe, **facts)
+        return describe
 
     return register
 
@@ -160,7 +122,9 @@ def build_schedule(name: str, request: ScheduleRequest) -> ScheduleTable:
             f"schedule {name!r} makes a chain of chunks and its own placement: leave graph and placement out, or take "
             f"{', '.join(schedules_of_any_graph())}"
         )
-    return entry.build(request).validate()
+    table = table_of(name, entry.describe, entry.stages(request))
+    hint = table.hint and replace(table.hint, weights_fill=entry.weights_fill)
+    return replace(table, weights_fill=entry.weights_fill, hint=hint)
 
 
 def schedules_of_any_graph() -> tuple[str, ...]:

@@ -11,10 +11,11 @@ cross stages) and the stage's order; the execution below visits the tasks in a t
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.timeline import Span, Timeline
 
 
@@ -116,18 +117,27 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     return SlotTable(table, spans)
 
 
+class Pipeline(Protocol):
+    """Where chunks lie and which feeds which: a table, or what a table is made for."""
+
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def graph(self) -> PipelineGraph: ...
+
+
 def per_stage(
-    table: ScheduleTable, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
+    pipeline: Pipeline, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
 ) -> Callable[[Task], float]:
     """Lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 
     So that schedules with different numbers of chunks are compared at the same work per microbatch and model. The whole
     backward of a frozen chunk takes as long as its input gradient.
     """
-    stage_of = table.placement.stage_of_chunk
-    passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
-    sizes = relative_sizes(chunk_parts, table.graph.num_chunks)
-    frozen = table.graph.frozen
+    stage_of = pipeline.placement.stage_of_chunk
+    passes = [pipeline.graph.passes_per_microbatch(chunks) for chunks in pipeline.placement.chunks_of_stage]
+    sizes = relative_sizes(chunk_parts, pipeline.graph.num_chunks)
+    frozen = pipeline.graph.frozen
 
     def length(task: Task) -> float:
         if task.kind is TaskKind.B and task.chunk in frozen:

@@ -20,7 +20,7 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
     for stage, order in enumerate(orders):
         for task in order:
             if task not in expected:
-                raise ValueError(f"table {name!r}, stage {stage}: {_why_unknown(task, graph)}")
+                raise ValueError(f"table {name!r}, stage {stage}: {why_unknown(task, graph)}")
             if placement.stage_of_chunk[task.chunk] != stage:
                 raise ValueError(
                     f"table {name!r}, stage {stage}: {task} belongs to stage {placement.stage_of_chunk[task.chunk]}, "
@@ -138,7 +138,7 @@ def _chain(placement: Placement, cycle: list[tuple[Task, Task]]) -> str:
     return "; ".join(links)
 
 
-def _why_unknown(task: Task, graph: PipelineGraph) -> str:
+def why_unknown(task: Task, graph: PipelineGraph) -> str:
     if task.microbatch < 0:
         return f"{task} runs once per step and is not part of a table: remove it"
     if task.chunk >= graph.num_chunks:

@@ -3,14 +3,17 @@
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, to_csv
-from rrfp_jax.schedules.gis import gis_group_size, gis_orders
+from rrfp_jax.schedules.language import Stage
+from rrfp_jax.schedules.published.looped import gis_group_size, gis_order
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
 from rrfp_jax.tasks import chain, looped
 
 
 def table(p: int, m: int, v: int, size: int) -> ScheduleTable:
     """As the rows are, valid or not."""
-    return ScheduleTable.from_orders("gis", looped(p, v), chain(p * v, m, split=True), gis_orders(p, m, v, size))
+    placement, graph = looped(p, v), chain(p * v, m, split=True)
+    stages = (Stage(i, placement, graph, ScheduleRequest(num_stages=p, num_microbatches=m)) for i in range(p))
+    return ScheduleTable.from_orders("gis", placement, graph, [gis_order(s, size).on(s) for s in stages])
 
 
 def bubble(rows: ScheduleTable) -> float:
@@ -74,7 +77,7 @@ def test_full_groups_hold_less_than_interleaved_1f1b_and_are_faster() -> None:
 
 def test_the_least_possible_groups_are_the_default() -> None:
     def size(p: int, m: int, asked: int | None = None) -> int:
-        return gis_group_size(ScheduleRequest(num_stages=p, num_microbatches=m, group_size=asked))
+        return gis_group_size(p, m, asked)
 
     assert [size(8, m) for m in (4, 8, 15, 18, 35, 40)] == [4, 4, 5, 6, 5, 4]
     assert [size(5, m) for m in (3, 4, 5, 12)] == [3, 4, 5, 3]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, to_csv
-from rrfp_jax.schedules.graph_order import hops_to_loss
+from rrfp_jax.schedules.language.stage import hops_to_loss
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.validation import check_orders
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, TaskKind, absences, linear

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.schedules.hanayo import BackwardFirst
-from rrfp_jax.schedules.list_schedule import list_orders
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
+from rrfp_jax.schedules.description import table_of
+from rrfp_jax.schedules.language import B, F, Stage, rule
+from rrfp_jax.schedules.language.rule import Frozen
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
-from rrfp_jax.tasks import bidirectional, opposite_chains
 
 GOLDEN = Path(__file__).parents[2] / "experiments" / "paper" / "published" / "zero_bubble.csv"
 
@@ -61,20 +61,23 @@ def test_controllable_memory_peaks_and_bubbles(num_stages: int) -> None:
         assert bubble >= parts[name] * one_f_one_b - 4, "only boundary effects save more"
 
 
-def greedy_chimera(num_stages: int, num_microbatches: int, window: int) -> ScheduleTable:
-    """Both directions merged by list scheduling in slots with B = 2F, microbatches alternating."""
-    placement = bidirectional(num_stages)
-    graph = opposite_chains(num_stages, range(0, num_microbatches, 2), num_microbatches)
-    orders = list_orders(placement, graph, BackwardFirst(graph, window=window), length=EQUAL)
-    return ScheduleTable.from_orders("greedy-chimera", placement, graph, orders)
+def greedy_chimera(under_way: int) -> ScheduleTable:
+    """The greedy merge with fewer microbatches under way than the schedule itself has."""
+
+    def described(s: Stage) -> Frozen:
+        return rule(B, F, key=("microbatch", "-chunk")).frozen(lengths=EQUAL, under_way=under_way)
+
+    request = ScheduleRequest(num_stages=8, num_microbatches=16)
+    return table_of("greedy", described, schedule_entry("greedy-chimera").stages(request))
 
 
 def test_chimera_with_8_stages_and_16_microbatches_16_or_26_percent() -> None:
     published = build_schedule("chimera", ScheduleRequest(num_stages=8, num_microbatches=16))
     assert execute(published, BACKWARD_AS_FORWARD).idle_fraction == pytest.approx(6 / 38), "16%: the formula, B = F"
     assert execute(published, EQUAL).idle_fraction == pytest.approx(18 / 66), "27%: the same order, B = 2F"
-    for window in (10, 12, 16):
-        greedy = execute(greedy_chimera(8, 16, window), EQUAL)
+    registered = build_schedule("greedy-chimera", ScheduleRequest(num_stages=8, num_microbatches=16))
+    for table in (registered, *map(greedy_chimera, (10, 12, 16))):
+        greedy = execute(table, EQUAL)
         assert greedy.makespan == 65, "26%: a greedy merge, B = 2F"
         assert f"{greedy.idle_fraction:.2f}" == "0.26"
 

@@ -11,6 +11,7 @@ ALL = {
     *("1f1b", "1f1b-split", "asymmetric-chimera", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b", "gis"),
     *(
         "gpipe",
+        "greedy-chimera",
         "hanayo",
         "interleaved-1f1b",
         "interleaved-1f1b-split",

@@ -13,11 +13,14 @@ A stage always runs at least as many F as its successor. The best of the eight s
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
-from rrfp_jax.schedules.registry import ScheduleRequest, schedule
-from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from rrfp_jax.schedules.language import Order, Stage, given
+from rrfp_jax.schedules.registry import schedule
+from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules.shapes import ONE_EACH
+from rrfp_jax.tasks import Task, TaskKind
 
 F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
 _ROUNDING = 1e-9
@@ -25,25 +28,29 @@ _ROUNDING = 1e-9
 
 @schedule(
     "zb-auto",
-    placement="one chunk per stage",
+    shape=ONE_EACH,
     source="Zero Bubble, arXiv 2401.10241, section 3",
     split_backward=True,
     constraints="memory_limit at least 1; give the profiled durations_ms and comm_ms",
 )
-def zb_auto(request: ScheduleRequest) -> ScheduleTable:
-    """The heuristic's best table for ``durations_ms``, ``comm_ms``, ``memory_limit`` (2 p without a word).
+def zb_auto(s: Stage) -> Order:
+    """The heuristic's best order for ``durations_ms``, ``comm_ms``, ``memory_limit`` (2 p without a word).
 
     The times are those of a whole stage, the limit counts activations of one microbatch there. From p up every unit of
     memory shortens the step until the bubble is gone; below p the loss is large, and V-Half or V-Min do better.
     Raises ValueError for a memory limit below one microbatch.
     """
-    p, m = request.num_stages, request.num_microbatches
-    limit = 2.0 * p if request.memory_limit is None else request.memory_limit
+    return given(_best(s.asked)[s.i])
+
+
+@lru_cache(maxsize=8)
+def _best(request: ScheduleRequest) -> list[list[Task]]:
+    """The orders of all stages."""
+    limit = 2.0 * request.num_stages if request.memory_limit is None else request.memory_limit
     if limit < 1:
         raise ValueError(f"memory_limit {limit} does not hold a single microbatch: give at least 1")
     settings = [_Flags(*flags) for flags in product((True, False), repeat=3)]
-    best = min((_Heuristic(request, limit, flags) for flags in settings), key=lambda run: run.cost)
-    return ScheduleTable.from_orders("zb-auto", linear(p), chain(p, m, split=True), best.orders)
+    return min((_Heuristic(request, limit, flags) for flags in settings), key=lambda run: run.cost).orders
 
 
 @dataclass(frozen=True)

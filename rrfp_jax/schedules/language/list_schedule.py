@@ -16,18 +16,19 @@ _ROUNDING = 1e-9
 """Ends that lie no further apart are one moment: sums of lengths differ in their last bits."""
 
 
-class Rule(Protocol):
+class Choice(Protocol):
     """What a free stage starts."""
 
     def choose(self, stage: int, ready: Set[Task]) -> Task | None:
-        """One of the ``ready`` tasks of a free stage, which then starts; None leaves it idle until something ends."""
+        """One of the ``ready`` tasks of a free stage, the oldest first, which then starts; None leaves it idle until
+        something ends."""
 
     def finished(self, task: Task) -> None:
         """A task has ended."""
 
 
 def list_orders(
-    placement: Placement, graph: PipelineGraph, rule: Rule, *, length: Callable[[Task], float], hop: float = 0.0
+    placement: Placement, graph: PipelineGraph, rule: Choice, *, length: Callable[[Task], float], hop: float = 0.0
 ) -> list[list[Task]]:
     """The orders of the stages, up to the moment when nothing runs and the rule starts nothing.
 
@@ -38,7 +39,7 @@ def list_orders(
     orders: list[list[Task]] = [[] for _ in range(placement.num_stages)]
     while True:
         for stage in range(placement.num_stages):
-            task = None if run.busy[stage] else rule.choose(stage, run.ready[stage])
+            task = None if run.busy[stage] else rule.choose(stage, run.ready[stage].keys())
             if task is not None:
                 run.start(task, length(task))
                 orders[stage].append(task)
@@ -55,10 +56,11 @@ class _Run:
         self.stage_of, self.hop = placement.stage_of_chunk, hop
         self.after = dependants(graph)
         self.missing = {task: len(graph.dependencies(task)) for task in graph.tasks()}
-        self.ready: list[set[Task]] = [set() for _ in range(placement.num_stages)]
+        self.ready: list[dict[Task, None]] = [{} for _ in range(placement.num_stages)]
+        """What has been ready for longest comes first."""
         for task, count in self.missing.items():
             if count == 0:
-                self.ready[self.stage_of[task.chunk]].add(task)
+                self.ready[self.stage_of[task.chunk]][task] = None
         self.busy = [False] * placement.num_stages
         self.now = 0.0
         self.coming: list[tuple[float, bool, Task]] = []
@@ -66,7 +68,7 @@ class _Run:
 
     def start(self, task: Task, length: float) -> None:
         stage = self.stage_of[task.chunk]
-        self.ready[stage].remove(task)
+        del self.ready[stage][task]
         self.busy[stage] = True
         heapq.heappush(self.coming, (self.now + length, True, task))
 
@@ -96,4 +98,4 @@ class _Run:
         """One more of its inputs is there."""
         self.missing[task] -= 1
         if self.missing[task] == 0:
-            self.ready[self.stage_of[task.chunk]].add(task)
+            self.ready[self.stage_of[task.chunk]][task] = None

@@ -1,0 +1,101 @@
+"""From a description to a table.
+
+A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. It is called twice for every
+stage, and what both calls give must be equal.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from rrfp_jax.schedules.language.order import Order
+from rrfp_jax.schedules.language.rule import Rule
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, some
+from rrfp_jax.schedules.language.starts import block
+from rrfp_jax.schedules.slots import execute
+from rrfp_jax.schedules.table import ScheduleTable
+
+Description = Callable[[Stage], Described]
+
+
+@dataclass(frozen=True)
+class Quickest(Described):
+    """The alternative that strict execution ends first with the profiled times; as a hint the first one ranks."""
+
+    alternatives: tuple[Described, ...]
+
+
+def quickest(*alternatives: Described) -> Quickest:
+    """Of these orders the one that takes least time with the profiled times; of equal ones the first."""
+    return Quickest(alternatives)
+
+
+def table_of(name: str, describe: Description, stages: Sequence[Stage]) -> ScheduleTable:
+    """The validated table. Raises ValueError, naming stage and place, for what is wrong in the description."""
+    table, again = (_table(name, stages, [_called(name, describe, stage) for stage in stages]) for _ in range(2))
+    for stage, (row, other) in enumerate(zip(table.orders, again.orders, strict=True)):
+        differing = next((n for n, (a, b) in enumerate(zip_longest(row, other)) if a != b), None)
+        if differing is not None:
+            raise ValueError(
+                f"schedule {name!r}, stage {stage}: called twice, it gives other orders from {differing} on: let it "
+                "depend on the stage alone"
+            )
+    return table.validate()
+
+
+def _called(name: str, describe: Description, stage: Stage) -> Described:
+    try:
+        made: Any = describe(stage)
+    except Mistake as mistake:
+        mistake.stage = stage.i
+        raise _located(name, mistake) from mistake
+    except ValueError:
+        raise  # a sentence of the description itself
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} in line {last.lineno} of {last.filename}: {error}"
+        raise ValueError(f"schedule {name!r}, stage {stage.i}: {what}") from error
+    if isinstance(made, Described):
+        return made
+    remedies: dict[type, str] = {
+        Rule: "a rule, which says what a running stage starts: add .frozen() for a table",
+        block: "a block of one microbatch: add .every(slots)",
+        list: "a list: write given(...) around it",
+    }
+    what = remedies.get(type(made), f"{made!r}: return an order, for example rounds(F.ahead(1), B)")
+    raise ValueError(f"schedule {name!r}, stage {stage.i} gives {what}")
+
+
+def _located(name: str, mistake: Mistake) -> ValueError:
+    return ValueError(f"schedule {name!r}, stage {mistake.stage}: {mistake}")
+
+
+def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> ScheduleTable:
+    first = made[0]
+    family = Order if isinstance(first, Order) else type(first)
+    for i, each in enumerate(made):
+        if not isinstance(each, family):
+            raise ValueError(
+                f"schedule {name!r}, stage {i} gives a {type(each).__name__}, stage 0 a {type(first).__name__}: "
+                "make the orders of all stages in one way"
+            )
+    quick = [each for each in made if isinstance(each, Quickest)]
+    if quick:
+        tables = [_table(name, stages, each) for each in zip(*(one.alternatives for one in quick), strict=True)]
+        length, hop = stages[0].lengths, stages[0].asked.comm_ms
+        best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
+        return best if best is tables[0] else replace(best, hint=tables[0])
+    try:
+        rows = first.orders(stages, made)
+    except Mistake as mistake:
+        raise _located(name, mistake) from mistake
+    for stage, row in zip(stages, rows, strict=True):
+        there = set(row)
+        missing = [task for task in stage.graph.tasks(stage.chunks) if task not in there]
+        if missing:
+            kinds = " + ".join(f"{kind}.rest" for kind in dict.fromkeys(task.kind for task in missing))
+            remedy = f"+ {kinds}" if family is Order else "a larger limit"
+            raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: add them, with {remedy}")
+    return ScheduleTable.from_orders(name, stages[0].placement, stages[0].graph, rows)

@@ -1,0 +1,165 @@
+"""Orders: what a stage runs, phase by phase, as the published constructions are written.
+
+``a + b`` is a and then b; ``a * n`` is a, n times; ``a.until(F[c])`` is a again and again until all F of chunk c are
+there. A phase such as ``F[c]`` (:mod:`rrfp_jax.schedules.language.streams`) is the next microbatch of that kind on that
+chunk; where none is left, nothing. Whatever is B of a split backward is I with its W right behind it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
+from rrfp_jax.schedules.validation import why_unknown
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+
+
+class Row:
+    """The order of a stage as far as it is written."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.limit = stage, stage.m
+        """The microbatches that there are to write, of which the stage may have fewer."""
+        self.places: dict[Task, int] = {}
+        self.owed: dict[Task, None] = {}
+        """W of the I that stand without them, the oldest first."""
+
+    def put(self, kind: str, chunk: int, microbatch: int) -> None:
+        """One pass, if there is such a one. Raises :class:`Mistake` where it is there already."""
+        self.stage.check_own(chunk)
+        if microbatch < self.stage.m and not self.stage.graph.exists(chunk, microbatch):
+            return
+        for part in self.stage.parts(kind, chunk):
+            task = Task(TaskKind(part), chunk, microbatch)
+            if task in self.places:
+                raise Mistake(f"{task} stands at {self.places[task]} and again at {len(self.places)}: keep one of them")
+            self.places[task] = len(self.places)
+            if part == TaskKind.I and TaskKind.W in self.stage.graph.kinds(chunk):
+                self.owed[task._replace(kind=TaskKind.W)] = None
+            self.owed.pop(task, None)
+
+    def left(self, kind: str, chunk: int) -> Iterator[int]:
+        """The microbatches of this kind and chunk that are not there yet."""
+        self.stage.check_own(chunk)
+        for part in self.stage.parts(kind, chunk)[:1]:
+            for m in range(self.limit):
+                exists = m >= self.stage.m or self.stage.graph.exists(chunk, m)
+                if exists and Task(TaskKind(part), chunk, m) not in self.places:
+                    yield m
+
+
+class Order(Described):
+    """What comes next on a stage."""
+
+    def __init__(self, write: Callable[[Row], None]) -> None:
+        self._write = write
+
+    def write(self, row: Row) -> None:
+        """Put its tasks behind those that are there."""
+        self._write(row)
+
+    def __add__(self, other: "Order") -> "Order":
+        if not isinstance(other, Order):
+            raise Mistake(f"{other!r} is no order: add streams, rounds or slots")
+        return _one_after_another(self, other)
+
+    def __mul__(self, times: int) -> "Order":
+        if times < 0:
+            raise Mistake(f"an order cannot be repeated {times} times: give 0 or more")
+        return _one_after_another(*(self,) * times)
+
+    def until(self, stream: Any) -> "Order":
+        """Again and again until all tasks of this kind and chunk are there."""
+
+        def write(row: Row) -> None:
+            chunk = stream.own_chunk(row.stage)
+            while any(True for _ in row.left(stream.kind, chunk)):
+                before = len(row.places)
+                self.write(row)
+                if len(row.places) == before:
+                    raise Mistake(f"what is repeated until {stream} adds nothing: let it contain {stream}")
+
+        return Order(write)
+
+    def written_for(self, microbatches: int) -> "Order":
+        """For a construction that needs at least so many: it is written for these, and those beyond the stage's are
+        left out."""
+
+        def write(row: Row) -> None:
+            limit, row.limit = row.limit, max(row.limit, microbatches)
+            self.write(row)
+            row.limit = limit
+
+        return Order(write)
+
+    def within(self, limit: float) -> "Order":
+        """Refused where it holds more chunk passes than this, each from its F to the end of its backward."""
+
+        def write(row: Row) -> None:
+            self.write(row)
+            along = zip(row.places.items(), held_along(row.stage.graph, row.places), strict=True)
+            for (task, place), held in along:
+                if held > limit:
+                    raise Mistake(
+                        f"{task} at {place} is activation number {held} to be held, and the limit is {limit:g}: warm "
+                        "up with fewer forwards, or raise the limit"
+                    )
+
+        return Order(write)
+
+    def orders(self, stages: Sequence[Stage], made: Sequence["Order"]) -> list[list[Task]]:
+        """The order of each stage by itself."""
+        rows = []
+        for stage, order in zip(stages, made, strict=True):
+            try:
+                rows.append(order.on(stage))
+            except Mistake as mistake:
+                mistake.stage = stage.i
+                raise
+        return rows
+
+    def on(self, stage: Stage) -> list[Task]:
+        """The tasks of this order on a stage. Raises :class:`Mistake` with what is wrong."""
+        row = Row(stage)
+        self.write(row)
+        return [task for task in row.places if task.microbatch < stage.m]
+
+    def peak(self, stage: Stage) -> int:
+        """The most chunk passes that a stage holds at once."""
+        return max(held_along(stage.graph, self.on(stage)))
+
+
+def _one_after_another(*orders: Order) -> Order:
+    def write(row: Row) -> None:
+        for order in orders:
+            order.write(row)
+
+    return Order(write)
+
+
+nothing = _one_after_another()
+"""The order without tasks, for a phase that some stages lack."""
+
+
+def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[int]:
+    """The chunk passes that a stage holds once each task has run: F begins one, the end of its backward ends it."""
+    held = 0
+    for task in tasks:
+        if graph.has_backward(task.chunk):
+            held += (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
+        yield held
+
+
+def given(tasks: Iterable[Task | str] | str) -> Order:
+    """An order written out: tasks, or their text, ``0F0 0F1 0B0 0B1``."""
+    parts = tasks.split() if isinstance(tasks, str) else tasks
+    listed = [Task.parse(part) if isinstance(part, str) else part for part in parts]
+
+    def write(row: Row) -> None:
+        known = set(row.stage.graph.tasks(row.stage.chunks))
+        for task in listed:
+            row.stage.check_own(task.chunk)
+            if task not in known:
+                raise Mistake(why_unknown(task, row.stage.graph))
+            row.put(*task)
+
+    return Order(write)

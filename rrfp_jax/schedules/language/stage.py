@@ -1,0 +1,104 @@
+"""What a description sees: one stage of one pipeline, frozen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+
+
+class Mistake(ValueError):
+    """What is wrong in a description, without its name and the stage, which are added where it is called."""
+
+    stage = 0
+
+
+class Described:
+    """What a description gives for a stage."""
+
+    def orders(self, stages: Sequence["Stage"], made: Sequence[Any]) -> list[list[Task]]:
+        """The orders of all stages, from what each of them was given; raises :class:`Mistake`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline, in the letters of the papers."""
+
+    i: int
+    """Its number, from 0."""
+    placement: Placement
+    graph: PipelineGraph
+    asked: ScheduleRequest
+    """What else the table is made for: ``durations_ms`` of a whole stage, ``comm_ms``, ``memory_limit``, ``window``,
+    ``group_size``."""
+
+    @property
+    def p(self) -> int:
+        """Stages."""
+        return self.placement.num_stages
+
+    @property
+    def m(self) -> int:
+        """Microbatches."""
+        return self.graph.num_microbatches
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Its own chunks, ascending."""
+        return self.placement.chunks_of_stage[self.i]
+
+    def hops(self, chunk: int) -> int:
+        """How many times the longest way from this chunk to the loss goes from one stage to another."""
+        return self._hops[chunk]
+
+    @property
+    def depth(self) -> int:
+        """The most hops of any chunk with a backward."""
+        return max(hops for c, hops in enumerate(self._hops) if self.graph.has_backward(c) or hops == 0)
+
+    @property
+    def lengths(self) -> Callable[[Task], float]:
+        """How long each task lasts by the profiled times, which the chunks of a stage share."""
+        return per_stage(self, SlotLengths(*self.asked.durations_ms))
+
+    @cached_property
+    def _hops(self) -> tuple[int, ...]:
+        return hops_to_loss(self.placement, self.graph)
+
+    def check_own(self, chunk: int) -> None:
+        """Raise :class:`Mistake` unless the chunk is one of the stage's."""
+        if chunk not in self.chunks:
+            near = min(self.chunks, key=lambda own: abs(own - chunk))
+            raise Mistake(f"chunk {chunk} is none of this stage's chunks {list(self.chunks)}: did you mean {near}?")
+
+    def parts(self, kind: str, chunk: int) -> tuple[str, ...]:
+        """The kinds of tasks that a pass of this kind is: none where the chunk has no such task, and I and W for B
+        where the backward is split. Raises :class:`Mistake` for I and W of a whole backward."""
+        kinds = self.graph.kinds(chunk)
+        if kind == TaskKind.B and chunk in self.graph.split:
+            return kinds[1:]
+        if kind in (TaskKind.I, TaskKind.W) and chunk not in self.graph.split:
+            raise Mistake(
+                f"chunk {chunk} has no {kind}, its backward is whole: write B, or register split_backward=True"
+            )
+        return (kind,) if kind in kinds else ()
+
+
+def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:
+    """For every chunk the longest way to a chunk that nobody reads, in hops from one stage to another."""
+    hops = [0] * graph.num_chunks
+    for chunk in reversed(range(graph.num_chunks)):
+        here = placement.stage_of_chunk[chunk]
+        ways = (hops[s] + (placement.stage_of_chunk[s] != here) for s in graph.successors(chunk))
+        hops[chunk] = max(ways, default=0)
+    return tuple(hops)
+
+
+def some(tasks: Sequence[Task]) -> str:
+    """The first five, and how many more there are."""
+    shown = ", ".join(map(str, tasks[:5]))
+    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more"

@@ -1,0 +1,155 @@
+"""Streams of passes, and rounds in which several streams take turns.
+
+A stream is all passes of a kind on a stage, numbered from 0: by microbatch on each chunk, or as :meth:`Stream.over`
+lists them. In :func:`rounds`, round r runs pass r of every stream, from left to right. ``ahead(n)`` runs a stream n
+rounds earlier, ``behind(n)`` later, ``every(k)`` one pass in k rounds; ``only`` leaves some out. What comes before
+round 0 is the warm-up: ``rounds(F.ahead(3), B)`` is 1F1B with three warm-up forwards. Of passes of one stream in one
+round, forwards go by ascending chunk and all else by descending chunk, as a microbatch meets them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from rrfp_jax.schedules.language.order import Order, Row
+from rrfp_jax.schedules.language.stage import Mistake, Stage
+from rrfp_jax.tasks import Task, TaskKind
+
+Shift = int | Callable[[int], int]
+"""Rounds, or rounds for each chunk."""
+
+
+@dataclass(frozen=True)
+class Stream(Order):
+    """The passes of one kind on a stage, and in which round of several streams each of them runs."""
+
+    kind: str
+    chunk: int | None = None
+    passes: tuple[tuple[int, int], ...] | None = None
+    period: int = 1
+    shifts: tuple[tuple[int, Shift], ...] = ()
+    """Rounds by which it comes later, each with its sign."""
+    wanted: Callable[[Task], bool] | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.chunk is None else f"{self.kind}[{self.chunk}]"
+
+    def __getitem__(self, chunk: int) -> "Stream":
+        """On this chunk alone."""
+        return replace(self, chunk=chunk)
+
+    def over(self, passes: Iterable[tuple[int, int]]) -> "Stream":
+        """These (chunk, microbatch) passes, in this order."""
+        return replace(self, passes=tuple(passes))
+
+    def ahead(self, rounds: Shift) -> "Stream":
+        """So many rounds earlier; a function gives the rounds of each chunk."""
+        return replace(self, shifts=(*self.shifts, (-1, rounds)))
+
+    def behind(self, rounds: Shift) -> "Stream":
+        """So many rounds later; a function gives the rounds of each chunk."""
+        return replace(self, shifts=(*self.shifts, (1, rounds)))
+
+    def every(self, rounds: int) -> "Stream":
+        """One pass in so many rounds."""
+        if rounds < 1:
+            raise Mistake(f"{self} cannot run every {rounds} rounds: give at least 1")
+        return replace(self, period=rounds)
+
+    def only(self, wanted: Callable[[Task], bool]) -> "Stream":
+        """The passes that ``wanted`` accepts, in the rounds in which they are anyway."""
+        return replace(self, wanted=wanted)
+
+    @property
+    def rest(self) -> Order:
+        """All that has not been written, chunk after chunk."""
+
+        def write(row: Row) -> None:
+            for chunk in self.own_chunks(row.stage):
+                for microbatch in row.left(self.kind, chunk):
+                    row.put(self.kind, chunk, microbatch)
+
+        return Order(write)
+
+    def own_chunk(self, stage: Stage) -> int:
+        """The chunk that it is about; raises :class:`Mistake` where that may be several."""
+        chunk = stage.chunks[0] if self.chunk is None and len(stage.chunks) == 1 else self.chunk
+        if chunk is None:
+            raise Mistake(
+                f"{self} may be of chunks {list(stage.chunks)}: say which, for example {self}[{stage.chunks[0]}]"
+            )
+        stage.check_own(chunk)
+        return chunk
+
+    def own_chunks(self, stage: Stage) -> tuple[int, ...]:
+        """The chunks that it is about, in the order in which a microbatch meets them."""
+        if self.chunk is not None:
+            stage.check_own(self.chunk)
+            return (self.chunk,)
+        return stage.chunks if self.kind == TaskKind.F else stage.chunks[::-1]
+
+    def write(self, row: Row) -> None:
+        """The next microbatch, if one is left."""
+        chunk = self.own_chunk(row.stage)
+        for microbatch in islice(row.left(self.kind, chunk), 1):
+            row.put(self.kind, chunk, microbatch)
+
+    def by_round(self, stage: Stage) -> list[tuple[int, int, int]]:
+        """(round, chunk, microbatch) of all its passes, those of one round as they run."""
+        if self.passes is None:
+            numbered = [(c, m, m) for c in self.own_chunks(stage) for m in range(stage.m)]
+        else:
+            numbered = [(c, m, number) for number, (c, m) in enumerate(self.passes)]
+        found = [
+            (self._round(number, c), c, m)
+            for c, m, number in numbered
+            if self.wanted is None or self.wanted(Task(TaskKind(self.kind), c, m))
+        ]
+        if not found:
+            raise Mistake(f"the stream {self} holds no pass: let .over list some, and .only leave some")
+        wrong = next((m for _, _, m in found if not 0 <= m < stage.m), None)
+        if wrong is not None:
+            raise Mistake(f"the stream {self} lists microbatch {wrong} of {stage.m}: use 0..{stage.m - 1}")
+        return sorted(found, key=lambda one: one[0])
+
+    def _round(self, number: int, chunk: int) -> int:
+        return self.period * number + sum(sign * (n(chunk) if callable(n) else n) for sign, n in self.shifts)
+
+
+def rounds(*streams: Stream) -> Order:
+    """Round r runs pass r of every stream, shifted as it says, from left to right."""
+    for stream in streams:
+        if not isinstance(stream, Stream):
+            raise Mistake(f"rounds take streams, such as F.ahead(2), not {stream!r}: add phases to rounds with +")
+
+    def write(row: Row) -> None:
+        passes = [
+            (when, place, stream.kind, chunk, microbatch)
+            for place, stream in enumerate(streams)
+            for when, chunk, microbatch in stream.by_round(row.stage)
+        ]
+        for _, _, kind, chunk, microbatch in sorted(passes, key=lambda one: one[:2]):
+            row.put(kind, chunk, microbatch)
+
+    return Order(write)
+
+
+class Owed(Order):
+    """The oldest W that an I has left for later, if any; ``owed.rest`` is all of them."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+
+    @property
+    def rest(self) -> Order:
+        """All of them, the oldest first."""
+        return Owed(None)
+
+    def write(self, row: Row) -> None:
+        for task in list(row.owed)[: self.most]:
+            row.put(*task)
+
+
+F, B, W = Stream(TaskKind.F), Stream(TaskKind.B), Stream(TaskKind.W)
+I = Stream(TaskKind.I)  # noqa: E741 - the field's letter
+owed = Owed(1)

@@ -1,0 +1,66 @@
+"""What a table is asked for: sizes, profiled times, and the graph where it is no chain."""
+
+from dataclasses import dataclass
+
+from rrfp_jax.tasks import PipelineGraph, Placement, linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """What a table is built for. Raises ValueError on numbers that no schedule accepts."""
+
+    num_stages: int
+    num_microbatches: int
+    chunks_per_stage: int | None = None
+    """None: the schedule's own choice (its ``chunks_per_stage`` entry)."""
+    group_size: int | None = None
+    """Microbatches that go through a chunk before the stage's next one; only for schedules with such groups. None: the
+    schedule's own choice."""
+    window: int | tuple[int, ...] | None = None
+    """In-flight microbatches, at most or per stage; read by eager 1F1B."""
+    durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by schedules made from such times."""
+    comm_ms: float = 0.0
+    """Profiled time from one stage to the next, in milliseconds; read likewise."""
+    memory_limit: float | None = None
+    """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
+    input_gradient_frees: float = 0.0
+    """The part of a microbatch's activations that I frees already; W frees the rest. Read by the automatic schedule."""
+    graph: PipelineGraph | None = None
+    """Which chunks feed which, for the schedules of any graph, for example encoders and a decoder. None: a chain. How
+    the backward is cut is the schedule's choice."""
+    placement: Placement | None = None
+    """Which stage owns which chunk of that graph. None: one chunk per stage."""
+
+    def __post_init__(self) -> None:
+        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
+        choices = {"chunks_per_stage": self.chunks_per_stage, "group_size": self.group_size}
+        for name, count in (counts | choices).items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}: give at least 1")
+        windows = (self.window,) if isinstance(self.window, int) else self.window or ()
+        if any(window < 1 for window in windows):
+            raise ValueError(f"window {self.window} holds no microbatch on some stage: give at least 1 per stage")
+        if isinstance(self.window, tuple) and len(self.window) != self.num_stages:
+            raise ValueError(f"{len(self.window)} windows for {self.num_stages} stages: give one, or one per stage")
+        if min(self.durations_ms) < 0 or self.comm_ms < 0:
+            raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
+        if not 0 <= self.input_gradient_frees <= 1:
+            raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")
+        if self.graph is None and self.placement is not None:
+            raise ValueError("a placement is for the chunks of a graph: give the graph too")
+        if self.graph is not None:
+            _check_graph(self, self.graph, self.placement or linear(self.graph.num_chunks))
+
+
+def _check_graph(request: ScheduleRequest, graph: PipelineGraph, placement: Placement) -> None:
+    if graph.num_chunks != placement.num_chunks:
+        raise ValueError(
+            f"the graph has {graph.num_chunks} chunks, the placement {placement.num_chunks}: give each chunk a stage"
+        )
+    if placement.num_stages != request.num_stages:
+        raise ValueError(
+            f"the chunks lie on {placement.num_stages} stages, not on {request.num_stages}: give both the same number"
+        )
+    if graph.num_microbatches != request.num_microbatches:
+        raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {request.num_microbatches}")
