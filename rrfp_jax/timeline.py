@@ -14,7 +14,8 @@ stage bubble
 in flight
     A stage holds a microbatch from the start of its first F there to the end of its last B or W there.
 
-R and U run once per step, after the pipeline has drained, and count in none of these.
+R and U run once per step, after the pipeline has drained, and count in none of these; nor does what runs on an engine
+beside a stage's own (:mod:`rrfp_jax.tasks.operations`).
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 
 
 class IdleReason(StrEnum):
@@ -45,6 +46,8 @@ class IdleReason(StrEnum):
     """Tasks are ready on this process, but the processes that the stage spans have not agreed on one yet."""
     DRAIN = "drain"
     """Its own microbatches are done; the other stages are still busy, or the step's agreement is under way."""
+    ENGINE = "engine"
+    """It could go on if an engine beside it were done: a copy is under way, or the memory that one frees."""
     HOST = "host"
     """A task was chosen; the host was still handing it to the device."""
 
@@ -57,6 +60,13 @@ class Span(NamedTuple):
     task: Task
     start_s: float
     end_s: float
+    lane: str = COMPUTE
+    """The engine that it kept busy; where none is named, the stage's own."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it ran beside what the stage computed."""
+        return self.lane != COMPUTE
 
 
 class Wait(NamedTuple):
@@ -220,7 +230,17 @@ class Timeline:
     def as_plain(self, *, later_s: float = 0.0) -> list[list[list[int | float | str]]]:
         """Spans and waits as plain lists, ``later_s`` later: for another process, whose clock shows so much more."""
         return [
-            [[s.step, s.stage, str(s.task), s.start_s + later_s, s.end_s + later_s] for s in self.spans],
+            [
+                [
+                    s.step,
+                    s.stage,
+                    str(s.task),
+                    s.start_s + later_s,
+                    s.end_s + later_s,
+                    *([s.lane] if s.is_beside else []),
+                ]
+                for s in self.spans
+            ],
             [[w.step, w.stage, w.start_s + later_s, w.end_s + later_s, str(w.reason)] for w in self.waits],
         ]
 
@@ -230,12 +250,19 @@ class Timeline:
         spans, waits = plain
         return cls(
             num_stages,
-            [Span(step, stage, Task.parse(task), start_s, end_s) for step, stage, task, start_s, end_s in spans],
+            [
+                Span(step, stage, Task.parse(task), start_s, end_s, *lane)
+                for step, stage, task, start_s, end_s, *lane in spans
+            ],
             [Wait(step, stage, start_s, end_s, IdleReason(reason)) for step, stage, start_s, end_s, reason in waits],
         )
 
     def _microbatch_spans(self) -> Iterator[Span]:
-        return (s for s in self.spans if s.task.microbatch >= 0)
+        return (s for s in self.spans if s.task.microbatch >= 0 and not s.is_beside)
+
+    def beside(self) -> list[Span]:
+        """The spans of engines beside compute, which count in none of the definitions above."""
+        return [s for s in self.spans if s.is_beside]
 
     def _per_stage(self) -> list[list[Span]]:
         per_stage: list[list[Span]] = [[] for _ in range(self.num_stages)]

@@ -26,14 +26,20 @@ until it finishes: one more task may run, and if none is admissible yet, the fir
 the stage itself counts a due task as finished: its dependents here are counted down, its microbatch's slot of the
 window is free, and the hint sees what it would see after the end. That is right where the device runs its queue in
 order: what is handed over behind a task starts after its end, finds its results, and may reuse the memory that it
-frees. What leaves the stage waits for the real end: gates, messages, the end of the step; other stages see nothing of
-it. At most one task is due, so a second decision waits for the first one's end; and no task ends before a due one
-behind which it was handed over. Without these events nothing of this exists.
+frees. What leaves the stage's queue waits for the real end: gates, messages, the end of the step, and operations on
+engines beside compute, for their memory too; other stages see nothing of it. At most one task is due, so a second
+decision waits for the first one's end; and no task ends before a due one behind which it was handed over. Without these
+events nothing of this exists.
 
 Nothing new can deadlock. A due task waits for nothing and ends. Where nothing runs nothing is due, and what was started
 while a task was due was ready and admissible with that task counted as finished, as it is by then: so the stage has
 come to a state that it could have reached without deciding early, for which :mod:`rrfp_jax.arbitration.window` has the
 argument.
+
+Beside compute
+--------------
+Where the graph has operations on lanes of their own (:mod:`rrfp_jax.tasks.operations`), the stage runs one task on
+each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
 Why one event at a time is enough
 ---------------------------------
@@ -42,10 +48,12 @@ reported within the same call, and nothing begins after :class:`FinishStep`. Cou
 messages arrive never shows in the state, and any driver may deliver them in any order.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from rrfp_jax.arbitration import invariants, story
+from rrfp_jax.arbitration.engines import NOTHING, Engines, engine_of
 from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import (
     Announce,
@@ -64,11 +72,11 @@ from rrfp_jax.arbitration.events import (
     TaskAnnounced,
     TaskFinished,
 )
-from rrfp_jax.arbitration.footprint import Footprint, RowMemory
+from rrfp_jax.arbitration.footprint import Footprint, RowMemory, canonical_row
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.hints import Choice, Heads
 from rrfp_jax.arbitration.lookout import Lookout
-from rrfp_jax.arbitration.plan import FINISHED, StagePlan, gates, own_tasks, stage_plan
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan, followers, others, stage_plan
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD, ReadySet
 from rrfp_jax.arbitration.reserve import Reserve
@@ -99,10 +107,11 @@ class StageArbiter(Lookout):
         """How far chunks that run F only may run ahead."""
         self.step: int | None = None
         self.is_active = False
-        self._full = StepPlan(stage_plan(self.graph, self.placement, self.stage, self.rules), self.consumption)
+        has_row = self._follows_row = self.consumption.hint.row is not None
+        plan = stage_plan(self.graph, self.placement, self.stage, self.rules, has_row=has_row)
+        self._full = StepPlan(plan, self.consumption)
         self._prepared = self._full
-        row = self.consumption.hint.row or ()
-        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph, row)
+        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph, self._row_tasks())
         if self._row is not None:
             self._row.check_limit(setup.footprint or 0, self.stage)
         self._foresight = None if setup.foresight is None else setup.foresight.make()
@@ -132,6 +141,7 @@ class StageArbiter(Lookout):
         twin._window = self._window.copy()
         twin._running = self._running.copy()
         twin._early = self._early.copy()
+        twin._engines = self._engines and self._engines.copy()
         twin._footprint = self._footprint and self._footprint.copy()
         twin._ahead = self._ahead and self._ahead.copy()
         twin._foresight = self._foresight and self._foresight.copy()
@@ -217,15 +227,37 @@ class StageArbiter(Lookout):
             return None
         if not self.is_active or not self._tasks_left:
             return IdleReason.DRAIN
+        if self._engines is not None and self._waits_for_engine(self._engines):
+            return IdleReason.ENGINE
         if self._foresight is not None and self._foresight.held_since_s is not None:
             return IdleReason.HOLD
         if self._ready:
             return IdleReason.ORDER if self.consumption.is_strict else IdleReason.WINDOW
         return IdleReason.INPUT if self._num_started else IdleReason.FILL
 
+    def _waits_for_engine(self, engines: Engines) -> bool:
+        """Whether the stage could compute now if the engines beside it were done."""
+        if not engines.is_busy:
+            return False
+        if self._ready:
+            return self._choose()[0] is None and self._footprint is not None
+        plan, waiting = self._ranked.plan, self._waiting
+        beside = {node for node, lane in enumerate(plan.lanes) if lane < 0 and waiting[node] != FINISHED}
+        return any(
+            waiting[node] > 0 and len(beside.intersection(plan.prerequisites(node))) == waiting[node]
+            for node, lane in enumerate(plan.lanes)
+            if lane >= 0
+        )
+
     def running(self) -> tuple[Task, ...]:
-        """The tasks that were dispatched and have not finished, in order."""
-        return tuple(self._ranked.plan.tasks[node] for node in self._running)
+        """The tasks that were dispatched and have not finished: the compute lane's in order, then those of engines."""
+        nodes = self._running if self._engines is None else [*self._running, *self._engines.nodes()]
+        return tuple(self._ranked.plan.tasks[node] for node in nodes)
+
+    def _row_tasks(self) -> Sequence[Task]:
+        """The order in which memory is reserved: the table's, or else the canonical one."""
+        row = self.consumption.hint.row
+        return canonical_row(self.graph, self.placement.chunks_of_stage[self.stage]) if row is None else row
 
     def held(self) -> frozenset[int]:
         """The microbatches that the stage holds."""
@@ -265,6 +297,7 @@ class StageArbiter(Lookout):
         self._arrived: set[Message] = set()
         self._ready = ReadySet(len(self.read_ahead))
         self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
+        self._engines = Engines(len(plan.engines)) if plan.engines else None
         self._footprint = None if self._row is None else Footprint(self._row, self.footprint or 0)
         self._window = self._new_window(plan)
         self._running: list[int] = []
@@ -380,17 +413,24 @@ class StageArbiter(Lookout):
         if node is None or left not in _RUNNING_OR_DUE:
             what = f"{task} finished without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
-        if self._due is not None:
-            self._settle_due(node, task)
-        self._running.remove(node)
-        if self._foresight is not None:
-            self._foresight.finish(task, self._now_s)
+        if plan.lanes[node] < 0:
+            self._engines.running[engine_of(plan.lanes[node])] = NOTHING  # type: ignore[union-attr]
+        else:
+            self._end_computing(node, task)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
                 self._free(node)
         dependents = plan.dependents[node]
-        self._finish_node(node, dependents if left == RUNNING else gates(plan, dependents), out)
+        self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
+
+    def _end_computing(self, node: int, task: Task) -> None:
+        """A task of the compute lane has ended."""
+        if self._due is not None:
+            self._settle_due(node, task)
+        self._running.remove(node)
+        if self._foresight is not None:
+            self._foresight.finish(task, self._now_s)
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""
@@ -426,7 +466,7 @@ class StageArbiter(Lookout):
         self._waiting[node] = DUE
         if task.microbatch >= 0:
             self._free(node)
-        self._count_down(own_tasks(plan, plan.dependents[node]), out)
+        self._count_down(followers(plan, plan.dependents[node]), out)
         return True
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
@@ -440,6 +480,9 @@ class StageArbiter(Lookout):
         ranked = self._ranked
         if node < len(ranked.position):
             lane, position = ranked.plan.lanes[node], ranked.position[node]
+            if lane < 0:
+                self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                return
             if not lane:
                 if self._ahead is not None:
                     lane = self._list_of(ranked.plan.tasks[node])
@@ -465,6 +508,8 @@ class StageArbiter(Lookout):
             self._footprint.finish(self._ranked.position[node])
 
     def _dispatch(self, out: list[Instruction]) -> None:
+        if self._engines is not None:
+            self._dispatch_beside(self._engines, out)
         while len(self._running) < self._capacity and any(self._ready.lanes):
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
@@ -476,6 +521,24 @@ class StageArbiter(Lookout):
             self._hint_state = state
             self._start(self._ranked.at[position], position, out)
 
+    def _dispatch_beside(self, engines: Engines, out: list[Instruction]) -> None:
+        """Hand each free engine the first of its tasks that may start."""
+        footprint, plan = self._footprint, self._ranked.plan
+        for engine, position in engines.startable(self._admits_beside):
+            node = self._ranked.at[position]
+            engines.running[engine] = node
+            self._waiting[node] = RUNNING
+            if footprint is not None:
+                footprint.start(position)
+            out.append(RunTask(self.step, plan.tasks[node]))  # type: ignore[arg-type]
+
+    def _admits_beside(self, position: int) -> bool:
+        """Whether an operation on an engine may start: what a due task will free is not there for it yet."""
+        if self._footprint is None:
+            return True
+        due = None if self._due is None else self._ranked.position[self._due]
+        return self._footprint.admits(position, self._waiting, due)
+
     def _choose(self) -> Choice:
         """What the hint alone would run next."""
         return self.consumption.choose(self._hint_state, self._heads())
@@ -486,7 +549,12 @@ class StageArbiter(Lookout):
         footprint, first = self._footprint, heads[0]
         if footprint is not None and first is not None and not footprint.admits(first, self._waiting):
             lanes = self._ready.lanes
-            heads = (footprint.first_costless(lanes[0], lanes[HELD]), *heads[1:])
+            find = footprint.first_costless if self._follows_row else partial(footprint.first_admitted, self._waiting)
+            heads = (find(lanes[0], lanes[HELD]), *heads[1:])
+        if footprint is not None and self._row.has_other_takers:  # type: ignore[union-attr]
+            lanes = self._ready.lanes
+            second, third = (footprint.first_admitted(self._waiting, lane) for lane in lanes[1:3])
+            heads = (heads[0], second, third, heads[3])
         if self._ahead is not None:
             ahead = self._ready.first_ahead(self._ahead.reserves, self._window, ranked.microbatch_at)
             if ahead is not None and (heads[0] is None or ahead < heads[0]):

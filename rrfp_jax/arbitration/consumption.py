@@ -26,9 +26,11 @@ class Consumption:
     def order(self, plan: StagePlan) -> tuple[int, ...]:
         """The step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for ``strict``.
 
-        Positions in this order are what ``choose`` sees.
+        Positions in this order are what ``choose`` sees. The tasks of engines beside compute, which it never sees, come
+        last.
         """
-        return tuple(node for _, node in sorted((self.rank(task), node) for node, task in plan.present()))
+        lanes, rank = plan.lanes, self.rank
+        return tuple(node for *_, node in sorted((lanes[node] < 0, rank(task), node) for node, task in plan.present()))
 
 
 def ready(hint: Hint) -> Consumption:

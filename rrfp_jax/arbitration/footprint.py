@@ -5,13 +5,16 @@ memory at the table's own peak, since a microbatch holds one activation for each
 runs other forwards first holds up to twice as many. The footprint counts activations, one per chunk and microbatch,
 from the start of F to the end of B, or of W where the backward is split.
 
+Where operations move activations (:mod:`rrfp_jax.tasks.operations`), what counts is the memory of the device: an
+operation takes memory as it starts or frees some as it ends, in parts of an activation, and is restrained as an F is.
+
 Rule
 ----
 Let the *row* be the table's order of the stage's tasks, and ``limit`` at least the peak of that row. An F is admitted
 if memory suffices also when everything before it in the row still runs in the row's order: the activations held now,
-this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. An F
-counts as done with in the row from its start, all else from its end, which frees memory. Other tasks are never
-restrained, and neither is an F of a chunk without a backward, which keeps nothing. If a ready F is not admitted, no
+this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. What
+takes memory counts as done with in the row from its start, what frees some from its end. Tasks that take none are never
+restrained, such as an F of a chunk without a backward. If a ready F is not admitted, no
 other one behind it in the row is, for what stands before it stands before those as well; so one question answers for
 all, if the hint ranks them in the row's order.
 
@@ -26,6 +29,11 @@ finished, so it is ready, running, or its input is on its way; and nothing befor
 admissible by the invariant. So in every state with work left something can run, and as each task runs once, the step
 ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more. Where
 gradients are added up in microbatch order, these are dependencies too, so a table with another order is refused.
+
+Where operations move memory and no table ranks what is ready, the row is the canonical one of the window's argument,
+microbatch by microbatch (:func:`canonical_row`), in which every dependency goes forward as well. What takes memory back
+for a backward is then issued when that backward's other inputs are here: a dependency on what comes before it in that
+order. Taken back as soon as it fits, it would leave no room for forwards, and the offload would be in vain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,37 +47,98 @@ from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 _DONE = (FINISHED, DUE)
 
 
-def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> tuple[int, ...]:
-    """Of each task: 1 where it takes an activation, -1 where it frees one, else 0."""
-    return tuple(
-        0
-        if task.microbatch < 0 or not graph.has_backward(task.chunk)
-        else (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
-        for task in tasks
-    )
+def memory_effect(task: Task, graph: PipelineGraph) -> tuple[int, int]:
+    """What a task takes as it starts and what it frees as it ends, in units (:func:`memory_unit`)."""
+    if task.microbatch < 0 or not graph.has_backward(task.chunk):
+        return 0, 0
+    if graph.ops:
+        return graph.operations.effect(task)
+    return int(task.kind is TaskKind.F), int(task.kind is graph.accumulating_kind(task.chunk))
+
+
+def memory_unit(graph: PipelineGraph) -> int:
+    """How many units one activation is: 1, or more where operations move parts of one."""
+    return graph.operations.unit if graph.ops else 1
+
+
+def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> list[int]:
+    """What tasks do to memory one after the other: what each takes, and then what it frees."""
+    return [change for task in tasks for takes, frees in [memory_effect(task, graph)] for change in (takes, -frees)]
+
+
+def canonical_row(graph: PipelineGraph, chunks: Sequence[int]) -> list[Task]:
+    """A stage's tasks in the order in which every dependency goes forward (:mod:`rrfp_jax.arbitration.window`).
+
+    First by microbatch; within one F by ascending chunks and backwards by descending ones, with operations right where
+    they can run, and those that come before something right before it.
+    """
+    row: list[Task] = []
+    for m in range(graph.num_microbatches):
+        forth: list[Task] = []
+        back: list[Task] = []
+        for chunk in chunks:
+            if graph.exists(chunk, m):
+                forth_here, back_here = _phases(graph, chunk, m)
+                forth += forth_here
+                back[:0] = back_here
+        row += forth + back
+    return row
+
+
+def _phases(graph: PipelineGraph, chunk: int, microbatch: int) -> tuple[list[Task], list[Task]]:
+    """A chunk's tasks of one microbatch: those that can run before its backward, and what its backward needs."""
+    tasks = [
+        Task(kind, chunk, microbatch)
+        for kind in graph.kinds(chunk)
+        if not graph.ops or graph.operations.has(kind, chunk, microbatch)
+    ]
+    if not graph.has_backward(chunk):
+        return tasks, []
+    first = next(n for n, task in enumerate(tasks) if task.kind is graph.input_gradient_kind(chunk))
+    needed = {tasks[first]}
+    for task in reversed(tasks[:first]):
+        is_needed = any(task in graph.dependencies(one) for one in needed)
+        if is_needed and task.kind is not TaskKind.F and memory_effect(task, graph)[0]:
+            needed.add(task)
+    forth = [task for task in tasks[:first] if task not in needed]
+    return forth, [task for task in tasks if task not in forth]
 
 
 class RowMemory:
     """What the entries of a stage's row do to its memory: fixed, and the same for every step."""
 
-    __slots__ = ("changes", "has_costless", "nodes", "peak", "place", "unnamed")
+    __slots__ = ("entries", "frees", "has_costless", "has_other_takers", "peak", "place", "takes", "unit", "unnamed")
 
     def __init__(self, step: StepPlan, graph: PipelineGraph, row: Iterable[Task]) -> None:
-        index = step.plan.index
+        plan, index = step.plan, step.plan.index
         tasks = [task for task in row if task in index]
-        self.nodes = tuple(index[task] for task in tasks)
-        self.changes = memory_changes(tasks, graph)
-        """Of each entry: 1 where it takes an activation, -1 where it frees one."""
-        self.has_costless = any(not graph.has_backward(task.chunk) for task in tasks)
+        effects = [memory_effect(task, graph) for task in tasks]
+        self.unit = memory_unit(graph)
+        self.entries: list[tuple[int, int]] = []
+        """(node, what it takes as it starts, or frees as it ends, as a negative number), in the row's order; none for
+        tasks that do neither."""
+        place: dict[int, int] = {}
+        for task, (takes, frees) in zip(tasks, effects, strict=True):
+            place[index[task]] = len(self.entries)
+            self.entries += [(index[task], change) for change in (takes, -frees) if change]
+        self.place = tuple(place.get(node, -1) for node in step.at)
+        """By position, how many entries come before the task; -1 for what the row does not name."""
+        of_node = {index[task]: effect for task, effect in zip(tasks, effects, strict=True)}
+        self.takes = tuple(of_node.get(node, (0, 0))[0] for node in step.at)
+        """By position."""
+        self.frees = tuple(of_node.get(node, (0, 0))[1] for node in step.at)
+        """By position."""
+        self.has_costless = any(
+            task.kind is TaskKind.F and not takes for task, (takes, _) in zip(tasks, effects, strict=True)
+        )
         """Whether some F takes no memory."""
-        of_node = {node: place for place, node in enumerate(self.nodes)}
-        self.place = tuple(of_node.get(node, -1) for node in step.at)
-        """By position, the place in the row; -1 for what it does not name."""
-        self.unnamed = [
-            t for t in map(step.plan.tasks.__getitem__, step.at) if t.microbatch >= 0 and index[t] not in of_node
-        ]
-        self.peak = max(accumulate(self.changes), default=0)
-        """The most activations that the row holds at once."""
+        self.has_other_takers = any(
+            takes and plan.lanes[index[task]] > 0 for task, (takes, _) in zip(tasks, effects, strict=True)
+        )
+        """Whether something else of the compute lane takes memory."""
+        self.unnamed = [t for t in map(plan.tasks.__getitem__, step.at) if t.microbatch >= 0 and index[t] not in place]
+        self.peak = max(accumulate(change for _, change in self.entries), default=0)
+        """The most units that the row holds at once."""
 
     def check_limit(self, limit: int, stage: int) -> None:
         """Raise ValueError where the row alone holds more, or does not name every task."""
@@ -77,9 +146,10 @@ class RowMemory:
             some = ", ".join(map(str, self.unnamed[:3]))
             raise ValueError(f"the row of stage {stage} lacks {some}, and memory follows it: name every task, once")
         if self.peak > limit:
+            peak, least = self.peak / self.unit, -(-self.peak // self.unit)
             raise ValueError(
-                f"the footprint of stage {stage} is {limit} activations and its table holds {self.peak}: "
-                f"allow at least {self.peak}, or take a schedule with a lower peak"
+                f"the footprint of stage {stage} is {limit / self.unit:g} activations and its table holds {peak:g}: "
+                f"allow at least {least}, or take a schedule with a lower peak"
             )
 
 
@@ -104,29 +174,26 @@ class Footprint:
 
     def start(self, position: int) -> None:
         """The task at this position has started."""
-        place = self._row.place[position]
-        if place >= 0 and self._row.changes[place] > 0:
-            self.held += 1
+        self.held += self._row.takes[position]
 
     def finish(self, position: int) -> None:
         """The task at this position has finished, or counts as if it had."""
-        place = self._row.place[position]
-        if place >= 0 and self._row.changes[place] < 0:
-            self.held -= 1
+        self.held -= self._row.frees[position]
 
-    def admits(self, position: int, waiting: Sequence[int]) -> bool:
-        """Whether the F at this position, which has not started, may start now."""
-        nodes, changes, first = self._row.nodes, self._row.changes, self._first
+    def admits(self, position: int, waiting: Sequence[int], due: int | None = None) -> bool:
+        """Whether the task at this position, which has not started, may start now; what the task at position ``due``
+        frees is held until its end."""
+        entries, first = self._row.entries, self._first
         last = self._row.place[position]
-        while first < last and not _is_left(changes[first], waiting[nodes[first]]):
+        while first < last and not _is_left(entries[first][1], waiting[entries[first][0]]):
             first += 1
         self._first = first
-        held = self.held + changes[last]
+        held = self.held + self._row.takes[position] + (0 if due is None else self._row.frees[due])
         if held > self.limit:
             return False
-        for place in range(first, last):
-            if _is_left(changes[place], waiting[nodes[place]]):
-                held += changes[place]
+        for node, change in entries[first:last]:
+            if _is_left(change, waiting[node]):
+                held += change
                 if held > self.limit:
                     return False
         return True
@@ -135,8 +202,13 @@ class Footprint:
         """The first of the forwards at these positions that takes no memory, if there is one."""
         if not self._row.has_costless:
             return None
-        place, changes = self._row.place, self._row.changes
-        return min((position for some in forwards for position in some if not changes[place[position]]), default=None)
+        takes = self._row.takes
+        return min((position for some in forwards for position in some if not takes[position]), default=None)
+
+    def first_admitted(self, waiting: Sequence[int], *ready: Iterable[int]) -> int | None:
+        """The first of the ready tasks at these positions that may start, if there is one."""
+        takes, positions = self._row.takes, sorted(position for some in ready for position in some)
+        return next((p for p in positions if not takes[p] or self.admits(p, waiting)), None)
 
 
 def _is_left(change: int, waiting: int) -> bool:

@@ -4,9 +4,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rrfp_jax.arbitration.events import Message, MessageKind
-from rrfp_jax.arbitration.footprint import Footprint
+from rrfp_jax.arbitration.footprint import Footprint, memory_effect
 from rrfp_jax.arbitration.foresight import Foresight
-from rrfp_jax.arbitration.plan import FINISHED, gates
+from rrfp_jax.arbitration.plan import FINISHED, others
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.reserve import turns
@@ -27,13 +27,17 @@ def check(arbiter: "StageArbiter") -> None:
     assert all(waiting[node] == FINISHED and not plan.prerequisites(node) for node in plan.absent)
     unfinished = [(node, left) for node, left in enumerate(waiting) if left != FINISHED]
     ready = {arbiter._ranked.position[n] for n, left in unfinished if not left}
-    assert ready == {p for lane in arbiter._ready.lanes for p in lane}
+    engines = arbiter._engines
+    beside = [] if engines is None else engines.nodes()
+    waiting_beside = set() if engines is None else {p for lane in engines.ready for p in lane}
+    assert ready == {p for lane in arbiter._ready.lanes for p in lane} | waiting_beside
+    assert all(plan.lanes[node] < 0 for node in (*beside, *(arbiter._ranked.at[p] for p in waiting_beside)))
     assert all(sorted(set(lane)) == lane for lane in arbiter._ready.lanes)
     forwards = [(p, is_held) for is_held in (0, 1) for p in arbiter._ready.lanes[is_held * HELD]]
     assert all((arbiter._ranked.microbatch_at[p] in arbiter._window.held) == is_held for p, is_held in forwards)
     due = [n for n, left in unfinished if left == DUE]
     assert due == ([] if arbiter._due is None else [arbiter._due])
-    assert set(arbiter._running) == {n for n, left in unfinished if left in (RUNNING, DUE)}
+    assert {*arbiter._running, *beside} == {n for n, left in unfinished if left in (RUNNING, DUE)}
     assert len(arbiter._running) <= arbiter._capacity == 1 + arbiter.dispatch_ahead + len(due)
     assert arbiter._left == len(unfinished)
     _check_window(arbiter, unfinished)
@@ -51,7 +55,7 @@ def _check_counts(arbiter: "StageArbiter") -> None:
     missing = [0] * plan.num_nodes
     for node, left in enumerate(waiting):
         if left != FINISHED:
-            for dependent in plan.dependents[node] if left != DUE else gates(plan, plan.dependents[node]):
+            for dependent in plan.dependents[node] if left != DUE else others(plan, plan.dependents[node]):
                 missing[dependent] += 1
     for message in plan.arrivals.keys() - arbiter._arrived:
         missing[plan.arrivals[message]] += 1
@@ -133,17 +137,15 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
     plan, waiting, graph = arbiter._ranked.plan, arbiter._waiting, arbiter.graph
     changes = []
     held = 0
-    for task in arbiter.consumption.hint.row or ():
+    for task in arbiter._row_tasks():
         node = plan.index.get(task)
-        if node is None or node in plan.absent or not graph.has_backward(task.chunk):
+        if node is None or node in plan.absent:
             continue
-        left = waiting[node]
-        if task.kind is TaskKind.F:
-            held += left < 0
-            changes.append(int(left >= 0))
-        elif task.kind is graph.accumulating_kind(task.chunk):
-            held -= left in (FINISHED, DUE)
-            changes.append(-int(left not in (FINISHED, DUE)))
+        takes, frees = memory_effect(task, graph)
+        held += takes if waiting[node] < 0 else 0
+        changes.append(0 if waiting[node] < 0 else takes)
+        held -= frees if waiting[node] in (FINISHED, DUE) else 0
+        changes.append(0 if waiting[node] in (FINISHED, DUE) else -frees)
     assert footprint.held == held
     assert max(accumulate(changes, initial=held)) <= footprint.limit
 

@@ -23,8 +23,9 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 
+from rrfp_jax.arbitration.engines import lane_number
 from rrfp_jax.arbitration.events import Message, MessageKind
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import CONTROL_DEGREE, children, parent
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}
@@ -83,7 +84,7 @@ class StagePlan:
     """The node that waits for each message."""
     index: dict[Task, int]
     lanes: tuple[int, ...]
-    """The ready lane of each task."""
+    """The ready lane of each task; below 0 for those of an engine beside compute (:func:`engine_of`)."""
     first_microbatch: int
     tasks_per_microbatch: tuple[int, ...]
     """How many F, B, I and W tasks this stage has for each microbatch, from ``first_microbatch`` on."""
@@ -92,6 +93,8 @@ class StagePlan:
     its own F, and those of its readers' F; 0 where it is absent."""
     lets_go: dict[int, tuple[int, ...]]
     """The chunks for which a node's end is one of these."""
+    engines: tuple[str, ...] = ()
+    """The lanes beside compute that this stage's operations keep busy."""
     absent: frozenset[int] = frozenset()
     """The nodes that this step lacks: nothing waits for them, and they wait for nothing."""
 
@@ -131,34 +134,52 @@ class StagePlan:
         return tuple(map(tuple, before))
 
 
-def own_tasks(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of some nodes that are tasks."""
-    return tuple(node for node in nodes if node < len(plan.tasks))
+def follows_in_queue(plan: StagePlan, node: int) -> bool:
+    """Whether a node is a task of the compute lane, which may be handed over behind one that is about to end."""
+    return node < len(plan.tasks) and plan.lanes[node] >= 0
 
 
-def gates(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of some nodes that are gates."""
-    return tuple(node for node in nodes if node >= len(plan.tasks))
+def followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of some nodes that follow in the queue of the compute lane."""
+    return tuple(node for node in nodes if follows_in_queue(plan, node))
 
 
-def stage_plan(graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules) -> StagePlan:
-    """Compile the plan of one stage; raises ValueError where graph and placement do not fit together."""
+def others(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that wait for real ends: gates, and the tasks of engines beside compute."""
+    return tuple(node for node in nodes if not follows_in_queue(plan, node))
+
+
+def stage_plan(
+    graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules, *, has_row: bool = True
+) -> StagePlan:
+    """Compile the plan of one stage; raises ValueError where graph and placement do not fit together.
+
+    ``has_row``: whether an order names every task. Without one, an operation that takes memory back for a task is
+    issued once all other inputs of that task are here.
+    """
     if graph.num_chunks != placement.num_chunks:
         raise ValueError(
             f"the graph has {graph.num_chunks} chunks and the placement {placement.num_chunks}: they must agree"
         )
-    return _PlanBuilder(graph, placement, stage, rules).build()
+    return _PlanBuilder(graph, placement, stage, rules, has_row=has_row).build()
 
 
 class _PlanBuilder:
-    def __init__(self, graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules) -> None:
+    def __init__(
+        self, graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules, *, has_row: bool
+    ) -> None:
         self.graph, self.placement, self.stage, self.rules = graph, placement, stage, rules
+        self.has_row = has_row
         self.chunks = placement.chunks_of_stage[stage]
         self.tasks = list(graph.tasks(self.chunks))
         self.num_microbatch_tasks = len(self.tasks)
         self.trained = [c for c in self.chunks if graph.trains(c)] if rules.updates else []
         for kind in (TaskKind.R, TaskKind.U):
             self.tasks += [Task(kind, c) for c in self.trained]
+        self.once = list(graph.operations.once(self.chunks)) if graph.ops else []
+        self.tasks += self.once
+        lanes = {graph.lane(task.kind): None for task in self.tasks} if graph.ops else {}
+        self.engines = tuple(lane for lane in lanes if lane != COMPUTE)
         self.index = {task: node for node, task in enumerate(self.tasks)}
         self.gate_names: list[str] = []
         self.needs = [0] * len(self.tasks)
@@ -184,6 +205,8 @@ class _PlanBuilder:
             reductions = [self.index[Task(TaskKind.R, chunk)] for chunk in reversed(self.trained)]
             for before, after in pairwise(reductions):
                 self._after(after, before)
+        if self.graph.ops:
+            self._wire_operations()
         self._wire_agreement()
         first = min(self.graph.range_of(c).start for c in self.chunks)
         per_microbatch = [0] * (max(self.graph.range_of(c).stop for c in self.chunks) - first)
@@ -198,12 +221,56 @@ class _PlanBuilder:
             sends=tuple(map(tuple, self.sends)),
             arrivals=self.arrivals,
             index=self.index,
-            lanes=tuple(LANE[task.kind] for task in self.tasks),
+            lanes=tuple(map(self._lane, self.tasks)),
             first_microbatch=first,
             tasks_per_microbatch=tuple(per_microbatch),
             holds=self.holds,
             lets_go=self.lets_go,
+            engines=self.engines,
         )
+
+    def _lane(self, task: Task) -> int:
+        known = LANE.get(task.kind)
+        if known is not None:
+            return known
+        op = self.graph.operations.by_letter[task.kind]
+        if op.is_beside:
+            return lane_number(self.engines.index(op.lane))
+        if task.microbatch < 0:
+            return LANE[TaskKind.R]
+        return LANE[TaskKind.B] if op.before else LANE[TaskKind.W]
+
+    def _wire_operations(self) -> None:
+        """What operations wait for, and what waits for them; all on this stage, as an operation is on a chunk."""
+        operations = self.graph.operations
+        for task, node in self.index.items():
+            own = task.kind in operations.by_letter
+            for needed in operations.dependencies(task) if own else operations.before(task):
+                if needed in self.index:  # a step without updates has no R and U
+                    self._after(node, self.index[needed])
+        if not self.has_row:
+            for op in self.graph.ops:
+                if op.holds and op.before:
+                    self._issue_with_inputs(TaskKind(op.letter))
+
+    def _issue_with_inputs(self, kind: TaskKind) -> None:
+        """An operation that takes memory waits for the messages for which the task waits that it comes before."""
+        waiting: dict[int, list[Message]] = {}
+        for message, node in self.arrivals.items():
+            waiting.setdefault(node, []).append(message)
+        for task, node in self.index.items():
+            if task.kind is not kind:
+                continue
+            for follower in self.dependents[node]:
+                messages = waiting.pop(follower, [])
+                if messages:
+                    gate = self._gate(f"inputs of {self.tasks[follower]}")
+                    for message in messages:
+                        self.arrivals[message] = gate
+                    self.needs[gate] = len(messages)
+                    self.needs[follower] -= len(messages)
+                    self._after(follower, gate)
+                    self._after(node, gate)
 
     def _gate(self, name: str) -> int:
         self.gate_names.append(name)

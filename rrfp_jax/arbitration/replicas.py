@@ -8,10 +8,10 @@ does; and simulation and checking need to know nothing of it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task, absences
+from rrfp_jax.tasks import Absences, Op, PipelineGraph, Placement, Task, absences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,17 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
         frozen=frozenset(copies.chunk(c, r) for r in replicas for c in graph.frozen),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
+        ops=tuple(replicated_op(op, copies) for op in graph.ops),
         owned=tuple((r * share, (r + 1) * share) for r in replicas for _ in range(graph.num_chunks)),
     )
+
+
+def replicated_op(op: Op, copies: Replication) -> Op:
+    """An operation of one replica on all of them."""
+    share, replicas = copies.num_microbatches, range(copies.num_replicas)
+    chunks = None if op.chunks is None else frozenset(copies.chunk(c, r) for r in replicas for c in op.chunks)
+    pairs = op.pairs and frozenset((copies.chunk(c, r), r * share + m) for r in replicas for c, m in op.pairs)
+    return replace(op, chunks=chunks, pairs=pairs)
 
 
 def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:

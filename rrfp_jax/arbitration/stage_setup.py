@@ -38,12 +38,16 @@ class StageSetup:
     """How far its chunks that run F only may run ahead of their readers (:mod:`rrfp_jax.arbitration.read_ahead`), those
     that are not named as far as they like; under strict consumption all."""
     footprint: int | None = None
-    """How many activations the stage may hold (:mod:`rrfp_jax.arbitration.footprint`); None: the window counts."""
+    """How many activations the stage may hold (:mod:`rrfp_jax.arbitration.footprint`), in units
+    (:func:`rrfp_jax.arbitration.footprint.memory_unit`); None: the window counts."""
 
     def __post_init__(self) -> None:
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
-        if not has_row and (self.foresight is not None or self.footprint is not None):
+        moves_memory = bool(self.graph.ops) and self.graph.operations.moves_memory
+        if not has_row and (self.foresight is not None or (self.footprint is not None and not moves_memory)):
             raise ValueError("foresight and footprint need a table as hint, whose row they follow")
+        if moves_memory and self.footprint is None:
+            raise ValueError("operations that move memory need a footprint: say how many activations a stage may hold")
         if self.capacity is not None and (self.consumption.is_strict or self.footprint is not None):
             raise ValueError(
                 "a capacity takes the place of the window: strict consumption and a footprint heed neither"

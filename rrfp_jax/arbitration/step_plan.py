@@ -71,6 +71,7 @@ class _Removal:
             for m in bits(masks.get(chunk, 0) & graph.present(chunk))
             for kind in graph.kinds(chunk)
             for task in [Task(kind, chunk, m)]
+            if task in plan.index
         }
         per_microbatch = list(plan.tasks_per_microbatch)
         for node in self.removed:
@@ -97,6 +98,7 @@ class _Removal:
             tasks_per_microbatch=tuple(per_microbatch),
             holds={chunk: self._holds(chunk, masks) for chunk in plan.holds},
             lets_go={node: self._let_go(node, masks) for node in plan.lets_go},
+            engines=plan.engines,
             absent=frozenset(self.removed),
         )
 

@@ -23,7 +23,7 @@ from rrfp_jax.arbitration.events import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.arbitration.plan import FINISHED, StagePlan
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan, follows_in_queue
 from rrfp_jax.tasks import Task
 
 RUNNING = -1
@@ -79,7 +79,7 @@ def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Me
 def is_done(plan: StagePlan, prerequisite: int, node: int, waiting: Sequence[int]) -> bool:
     """Whether ``node`` need not wait for another node any more: a task follows on one that is due, a gate does not."""
     left = waiting[prerequisite]
-    return left == FINISHED or (left == DUE and node < len(plan.tasks))
+    return left == FINISHED or (left == DUE and follows_in_queue(plan, node))
 
 
 def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microbatch: int) -> str:

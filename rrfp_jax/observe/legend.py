@@ -7,9 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from rrfp_jax.observe.measure import text_width
-from rrfp_jax.observe.panels import Panel
-from rrfp_jax.observe.style import FAINT_INK, IDLE_LOOKS, INK, PAPER, TASK_LOOKS, UNEXPLAINED_LABEL, shade
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.observe.panels import Panel, kinds_of
+from rrfp_jax.observe.style import FAINT_INK, IDLE_LOOKS, INK, PAPER, UNEXPLAINED_LABEL, shade, task_look
 from rrfp_jax.timeline import IdleReason
 
 _ROW = 0.225
@@ -81,10 +80,10 @@ def task_keys(drawn: Sequence[Panel]) -> list[Key]:
     present = set().union(*(panel.visible_kinds() for panel in drawn))
     return [
         Key(
-            fills=tuple(shade(TASK_LOOKS[kind].colour, rank, num_shades) for rank in range(num_shades)),
-            label=TASK_LOOKS[kind].label,
+            fills=tuple(shade(task_look(kind).colour, rank, num_shades) for rank in range(num_shades)),
+            label=task_look(kind).label,
         )
-        for kind in TaskKind
+        for kind in kinds_of(drawn)
         if kind in present
     ]
 

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.observe.output_files import replacing
-from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, panels
-from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, shade, text_colour
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, kinds_of, panels
+from rrfp_jax.observe.style import IDLE_LOOKS, shade, task_look, text_colour
 from rrfp_jax.timeline import IdleReason, Timeline
 
 
@@ -32,7 +31,7 @@ def write_page(
     given = list(timelines)
     drawn = panels(given)
     num_shades = max(panel.num_shades for panel in drawn)
-    looks = [*(TaskGroup(kind, rank) for kind in TaskKind for rank in range(num_shades)), *IdleReason]
+    looks = [*(TaskGroup(kind, rank) for kind in kinds_of(drawn) for rank in range(num_shades)), *IdleReason]
     data = {
         "looks": [_look(what, num_shades) for what in looks],
         "panels": [_panel(panel, timeline, looks) for panel, (_, timeline) in zip(drawn, given, strict=True)],
@@ -47,7 +46,7 @@ def write_page(
 
 def _look(what: TaskGroup | IdleReason, num_shades: int) -> dict[str, str]:
     if isinstance(what, TaskGroup):
-        look = TASK_LOOKS[what.kind]
+        look = task_look(what.kind)
         colour = shade(look.colour, what.rank, num_shades)
         return {"label": look.label, "kind": what.kind, "colour": colour, "ink": text_colour(colour)}
     idle = IDLE_LOOKS[what]

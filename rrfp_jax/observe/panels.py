@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.style import TASK_LOOKS, shade
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.observe.style import shade, task_look
+from rrfp_jax.tasks import BUILT_IN_KINDS, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 
@@ -84,7 +84,7 @@ class Panel:
 
     def visible_kinds(self) -> set[TaskKind]:
         """The kinds that one finds by looking: all together they take half a pixel of 1,000 on a stage, or more."""
-        found = dict.fromkeys(TaskKind, 0.0)
+        found = dict.fromkeys((group.kind for group in self.tasks), 0.0)
         for group, boxes in self.tasks.items():
             found[group.kind] += float(boxes.width_ms.sum()) / self.num_stages
         return {kind for kind, width_ms in found.items() if width_ms >= self.end_ms / 2000 and width_ms > 0} or {
@@ -92,7 +92,7 @@ class Panel:
         }
 
     def colour(self, group: TaskGroup) -> str:
-        return shade(TASK_LOOKS[group.kind].colour, group.rank, self.num_shades)
+        return shade(task_look(group.kind).colour, group.rank, self.num_shades)
 
     def summary(self) -> str:
         """The facts of the title line: makespan, bubble fraction, step."""
@@ -100,6 +100,16 @@ class Panel:
         if len(self.steps) == 1:
             return f"{text} · step {self.steps[0]}"
         return f"steps {self.steps[0]} to {self.steps[-1]}, mean: {text}"
+
+
+def kind_place(kind: TaskKind) -> tuple[int, str]:
+    """Where a kind comes in legends: the built-in ones first, in the order in which they run."""
+    return (BUILT_IN_KINDS.index(kind) if kind in BUILT_IN_KINDS else len(BUILT_IN_KINDS), kind)
+
+
+def kinds_of(drawn: Iterable[Panel]) -> list[TaskKind]:
+    """The built-in kinds, and those of operations that occur, in the order of legends."""
+    return sorted({*BUILT_IN_KINDS, *(group.kind for panel in drawn for group in panel.tasks)}, key=kind_place)
 
 
 def facts(step: Timeline) -> str:
@@ -197,8 +207,7 @@ def _task_boxes(
     groups: dict[TaskGroup, list[Span]] = defaultdict(list)
     for span in spans:
         groups[TaskGroup(span.task.kind, rank_of[span.stage][span.task.chunk])].append(span)
-    order = list(TaskKind)
-    ordered = sorted(groups, key=lambda group: (order.index(group.kind), group.rank))
+    ordered = sorted(groups, key=lambda group: (kind_place(group.kind), group.rank))
     return {group: _boxes(groups[group], zero_s) for group in ordered}
 
 

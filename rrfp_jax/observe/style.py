@@ -49,6 +49,18 @@ class IdleLook:
         return 3 * self.pattern
 
 
+_OPERATIONS = ("#56b4e9", "#8c6bb1", "#b8860b", "#7f7f7f")
+"""The colours of operations of one's own, one after the other."""
+
+
+def task_look(kind: TaskKind) -> TaskLook:
+    """The look of a kind; an operation's is drawn from a few colours by its letters."""
+    known = TASK_LOOKS.get(kind)
+    if known is not None:
+        return known
+    return TaskLook(colour=_OPERATIONS[sum(map(ord, kind)) % len(_OPERATIONS)], label=f"{kind}: operation")
+
+
 TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
     TaskKind.F: TaskLook(colour="#0072b2", label="F: forward"),
     TaskKind.B: TaskLook(colour="#d55e00", label="B: backward"),
@@ -66,6 +78,7 @@ IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
     IdleReason.HOLD: IdleLook("#f7d9ec", "#c77fb0", "o", "holds for the table's next entry, which is in sight"),
     IdleReason.AGREEMENT: IdleLook("#d9edc8", "#86b35a", "+", "waits for the other processes of its stage"),
     IdleReason.DRAIN: IdleLook("#dcdcdc", "#a6a6a6", "\\", "pipeline drains: own microbatches are done"),
+    IdleReason.ENGINE: IdleLook("#e8dcc8", "#a88a58", "*", "waits for an engine beside it, for example a copy"),
     IdleReason.HOST: IdleLook("#bfe6ef", "#4fa0b3", "-", "host hands the task to the device"),
 }
 

@@ -49,7 +49,11 @@ class SlotTable:
     def timeline(self) -> Timeline:
         """The same as a recorded step, one second per unit."""
         stage_of = self.table.placement.stage_of_chunk
-        spans = [Span(0, stage_of[task.chunk], task, start, end) for task, (start, end) in self.spans.items()]
+        lane = self.table.graph.lane
+        spans = [
+            Span(0, stage_of[task.chunk], task, start, end, lane(task.kind))
+            for task, (start, end) in self.spans.items()
+        ]
         return Timeline(self.table.num_stages, spans)
 
     @property
@@ -106,14 +110,15 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     if any(done < len(order) for done, order in zip(position, table.orders, strict=True)):
         table.validate()
     spans: dict[Task, tuple[float, float]] = {}
-    free = [0.0] * table.num_stages
+    free: dict[tuple[int, str], float] = {}
     for task in finished:
         stage = stage_of[task.chunk]
-        start = free[stage]
+        engine = (stage, table.graph.lane(task.kind))
+        start = free.get(engine, 0.0)
         for needed in table.graph.dependencies(task):
             start = max(start, spans[needed][1] + (hop if stage_of[needed.chunk] != stage else 0.0))
-        free[stage] = start + length(task)
-        spans[task] = (start, free[stage])
+        free[engine] = start + length(task)
+        spans[task] = (start, free[engine])
     return SlotTable(table, spans)
 
 

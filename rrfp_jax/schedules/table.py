@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ class ScheduleTable:
     def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
         peak = held = 0.0
         for task in self.orders[stage]:
-            if task.kind is TaskKind.F and self.graph.has_backward(task.chunk):
-                held += sizes[task.chunk]
-                peak = max(peak, held)
-            elif task.kind is self.graph.accumulating_kind(task.chunk):
-                held -= sizes[task.chunk]
+            takes, frees = self.graph.memory_effect(task)
+            held += takes * sizes[task.chunk]
+            peak = max(peak, held)
+            held -= frees * sizes[task.chunk]
         return peak
 
     def __iter__(self) -> Iterator[tuple[Task | None, ...]]:

@@ -9,7 +9,7 @@ cycle, which is the reason named.
 from collections import Counter
 from collections.abc import Sequence
 
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.tasks import BUILT_IN_KINDS, PipelineGraph, Placement, Task
 
 Orders = Sequence[Sequence[Task]]
 
@@ -150,6 +150,11 @@ def why_unknown(task: Task, graph: PipelineGraph) -> str:
         )
     if not graph.exists(task.chunk, task.microbatch):
         return f"{task} does not exist, because microbatch {task.microbatch} skips chunk {task.chunk}: remove it"
+    if task.kind not in BUILT_IN_KINDS:
+        known = ", ".join(graph.kinds(task.chunk))
+        return (
+            f"{task} is an operation that chunk {task.chunk} does not have there: use {known}, or add it to the graph"
+        )
     if not graph.has_backward(task.chunk):
         return f"{task} does not exist, because no gradient reaches chunk {task.chunk}: remove it"
     kinds = "I and W" if task.chunk in graph.split else "B"

@@ -6,13 +6,14 @@ has begins again with its first.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
 
 from rrfp_jax.simulation.jitter import EMA_KEPT, Durations, InjectedSleeps
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind
 from rrfp_jax.timeline import Timeline
 
 SLOTS = {TaskKind.F: (0,), TaskKind.B: (1, 2), TaskKind.I: (1,), TaskKind.W: (2,)}
@@ -31,11 +32,16 @@ class Costs:
     """Each R, once per chunk and step, where the rules have one."""
     update_ms: float = 0.0
     """Each U, once per chunk and step, where the rules have one."""
+    operations_ms: Mapping[str, float] = field(default_factory=dict)
+    """By the letters of an operation; where one is not named, it takes what it says itself."""
 
     def __post_init__(self) -> None:
         check_durations(self.durations_ms)
         if self.reduce_ms < 0 or self.update_ms < 0:
             raise ValueError(f"reduce_ms ({self.reduce_ms}) and update_ms ({self.update_ms}) must not be negative")
+        for letters, milliseconds in self.operations_ms.items():
+            if not milliseconds >= 0:
+                raise ValueError(f"operation {letters!r} takes {milliseconds} ms: give 0 or more")
 
 
 class StageTimes:
@@ -44,9 +50,19 @@ class StageTimes:
     Injected sleeps depend on what the stage ran before (:class:`rrfp_jax.simulation.jitter.InjectedSleeps`).
     """
 
-    __slots__ = ("_average_ms", "_base_ms", "_durations_ms", "_factors", "_num_given", "_reduce_ms", "_update_ms")
+    __slots__ = (
+        "_average_ms",
+        "_base_ms",
+        "_durations_ms",
+        "_factors",
+        "_num_given",
+        "_operations_ms",
+        "_reduce_ms",
+        "_update_ms",
+    )
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, ops: Iterable[Op] = ()) -> None:
+        self._operations_ms = {op.letter: costs.operations_ms.get(op.letter, op.ms) for op in ops}
         self._durations_ms, self._num_given = of_tasks(costs.durations_ms), len(costs.durations_ms)
         self._reduce_ms, self._update_ms = costs.reduce_ms, costs.update_ms
         self._factors: list[list[list[list[float]]]] = costs.sleeps.factors.tolist() if costs.sleeps else []
@@ -64,6 +80,8 @@ class StageTimes:
     def duration_ms(self, step: int, task: Task) -> float:
         """What the task takes that starts now."""
         kind, chunk, microbatch = task
+        if kind in self._operations_ms:
+            return self._operations_ms[kind]
         if microbatch < 0:
             return self._reduce_ms if kind is TaskKind.R else self._update_ms
         compute_ms = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
@@ -121,7 +139,7 @@ def recorded(timeline: Timeline, graph: PipelineGraph, *, per_task: bool = False
     task of every step. A recorded fused backward counts as input gradient and leaves 0 for the weight gradient. Raises
     ValueError if the record lacks a task of the graph, or a split backward that the graph has.
     """
-    spans = [span for span in timeline.spans if span.task.microbatch >= 0]
+    spans = [span for span in timeline.spans if span.task.microbatch >= 0 and span.task.kind in SLOTS]
     fused = {span.task.chunk for span in spans if span.task.kind is TaskKind.B}
     if fused & graph.split:
         raise ValueError(
@@ -136,7 +154,7 @@ def recorded(timeline: Timeline, graph: PipelineGraph, *, per_task: bool = False
         by_task[*place, SLOTS[kind][0]].append(milliseconds)
     steps = timeline.steps() if per_task else [0]
     durations = np.zeros((max(1, len(steps)), graph.num_chunks, graph.num_microbatches, 3))
-    for task in graph.tasks():
+    for task in (task for task in graph.tasks() if task.kind in SLOTS):
         for row, step in enumerate(steps):
             microbatch = task.microbatch if per_task else 0
             found = [by_task.get((step, task.chunk, microbatch, slot)) for slot in SLOTS[task.kind]]

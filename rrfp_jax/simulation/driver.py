@@ -25,6 +25,7 @@ from rrfp_jax.arbitration import (
     StageArbiter,
     StepStarted,
     TaskAnnounced,
+    TaskFinished,
     WakeAt,
 )
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
@@ -166,9 +167,12 @@ class _Driver:
         record_events: bool,
         absent: Sequence[Absences],
     ) -> None:
-        durations = for_graph(costs.durations_ms, arbiters[0].graph)
+        graph = arbiters[0].graph
+        durations = for_graph(costs.durations_ms, graph)
         self.machine, self.num_steps, self.absent = machine, num_steps, absent
-        times = StageTimes(replace(costs, durations_ms=durations))
+        times = StageTimes(replace(costs, durations_ms=durations), graph.ops)
+        self._beside = {op.letter: op.lane for op in graph.ops if op.is_beside}
+        """The engine of each operation that does not compute."""
         self.stages = [
             _Stage(
                 arbiter,
@@ -289,6 +293,9 @@ class _Driver:
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+        if self._beside and instruction.task.kind in self._beside:
+            self._run_beside(index, stage, instruction)
+            return
         stage.holds = False
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self.machine.host_ms
         stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
@@ -313,6 +320,17 @@ class _Driver:
                 self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
         self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3))
         self.queue.post(end_ms, self._end_task, index)
+
+    def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+        """An operation on an engine beside compute, which is free."""
+        (step, task), start_ms = instruction, self.queue.now_ms
+        end_ms = start_ms + stage.times.duration_ms(step, task)
+        lane = self._beside[task.kind]
+        self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3, lane))
+        self.queue.post(end_ms, self._end_beside, index, instruction)
+
+    def _end_beside(self, index: int, run: RunTask) -> None:
+        self.deliver(index, TaskFinished(run.step, self.queue.now_ms / 1e3, run.task))
 
     def _decide(self, index: int, run: RunTask) -> None:
         self.deliver(index, DecideNow(run.step, self.queue.now_ms / 1e3, run.task))

@@ -6,6 +6,8 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from rrfp_jax.arbitration.footprint import memory_effect, memory_unit
+from rrfp_jax.simulation.costs import SLOTS
 from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline
 
@@ -109,11 +111,19 @@ def peak_memory(
 ) -> list[float]:
     """The largest memory that each stage held at once, over all steps recorded, in microbatches.
 
-    What ends at a time is freed before what starts then is held. A chunk without a backward keeps nothing.
+    What ends at a time is freed before what starts then is held. A chunk without a backward keeps nothing. Where
+    operations move memory, it is that of the device, and ``weights`` do not count.
     """
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
+    moves_memory = bool(graph.ops) and graph.operations.moves_memory
     for span in timeline.spans:
-        if span.task.microbatch >= 0 and graph.has_backward(span.task.chunk):
+        if span.task.microbatch < 0 or not graph.has_backward(span.task.chunk):
+            continue
+        if moves_memory:
+            takes, frees = memory_effect(span.task, graph)
+            unit = memory_unit(graph)
+            changes[span.stage] += [(span.start_s, 1, takes / unit), (span.end_s, 0, -frees / unit)]
+        elif span.task.kind in SLOTS:
             if span.task.kind is TaskKind.F:
                 changes[span.stage].append((span.start_s, 1, weights.forward))
             else:

@@ -23,7 +23,7 @@ from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.simulation.costs import of_tasks
+from rrfp_jax.simulation.costs import SLOTS, of_tasks
 from rrfp_jax.simulation.jitter import InjectedSleeps
 from rrfp_jax.tasks import Absences
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
@@ -168,7 +168,7 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
     """
     nominal_ms = of_tasks(durations_ms)
     excess_ms = []
-    for step, _, task, start_s, end_s in timeline.spans:
+    for step, _, task, start_s, end_s, _ in (span for span in timeline.spans if span.task.kind in SLOTS):
         asked_ms = nominal_ms[task.kind][step % len(durations_ms)][task.chunk][task.microbatch]
         excess_ms.append((end_s - start_s) * 1e3 - asked_ms)
     return fmean(excess_ms) + fmean(_gaps_ms(timeline) or [0.0])

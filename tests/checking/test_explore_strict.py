@@ -4,12 +4,12 @@ import pytest
 
 from rrfp_jax.checking import CheckError, Explorer, Setting, explore
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
-from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped, v_shaped
+from rrfp_jax.tasks import BUILT_IN_KINDS, Task, TaskKind, chain, linear, looped, v_shaped
 
 
 def sequential_rows(graph, placement):
     """A table for any graph: microbatch after microbatch, forwards in order of the chunks, then the rest backwards."""
-    kinds = list(TaskKind)
+    kinds = list(BUILT_IN_KINDS)
 
     def rank(task):
         return (

@@ -14,14 +14,16 @@ from rrfp_jax.observe.legend import idle_keys, task_keys
 from rrfp_jax.observe.panels import panels
 from rrfp_jax.observe.picture import draw_timelines, figure_of
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, UNEXPLAINED_LABEL, rgb
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import BUILT_IN_KINDS, Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 from tests.observe.conftest import SampleTimeline
 
 
 def all_looks() -> Timeline:
     """Every kind and every reason once."""
-    spans = [Span(0, 0, Task(kind, 0, -1 if kind in "RU" else 0), float(i), i + 1.0) for i, kind in enumerate(TaskKind)]
+    spans = [
+        Span(0, 0, Task(kind, 0, -1 if kind in "RU" else 0), float(i), i + 1.0) for i, kind in enumerate(BUILT_IN_KINDS)
+    ]
     waits = [Wait(0, 1, float(i), i + 1.0, reason) for i, reason in enumerate(IdleReason)]
     return Timeline(2, spans, waits)
 
@@ -37,7 +39,7 @@ def test_same_timeline_gives_the_same_bytes(suffix: str, sample: SampleTimeline,
 
 def test_legend_names_every_colour_that_occurs() -> None:
     drawn = panels([("all", all_looks())])
-    assert [key.label for key in task_keys(drawn)] == [TASK_LOOKS[kind].label for kind in TaskKind]
+    assert [key.label for key in task_keys(drawn)] == [TASK_LOOKS[kind].label for kind in BUILT_IN_KINDS]
     assert [key.label for key in idle_keys(drawn)] == [IDLE_LOOKS[reason].label for reason in IdleReason]
     texts = {text.get_text() for text in figure_of(drawn).findobj(Text)}
     assert {look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())} <= texts

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, relative_luminance, rgb, shade, text_colour
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.tasks import BUILT_IN_KINDS
 from rrfp_jax.timeline import IdleReason
 
 # Machado, Oliveira and Fernandes (2009), full severity, on linear RGB.
@@ -41,22 +41,24 @@ def distance(first: str, second: str, vision: str) -> float:
 
 
 def test_every_kind_and_reason_has_a_look() -> None:
-    assert set(TASK_LOOKS) == set(TaskKind)
+    assert set(TASK_LOOKS) == set(BUILT_IN_KINDS)
     assert set(IDLE_LOOKS) == set(IdleReason)
-    assert len({look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())}) == len(TaskKind) + len(IdleReason)
+    assert len({look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())}) == len(BUILT_IN_KINDS) + len(
+        IdleReason
+    )
     assert len({look.hatch for look in IDLE_LOOKS.values()}) == len(IdleReason)
     assert len({look.pattern for look in IDLE_LOOKS.values()}) == len(IdleReason)
 
 
 @pytest.mark.parametrize("vision", VISIONS)
 def test_kinds_stay_apart_for_every_colour_vision(vision: str) -> None:
-    for first, second in combinations(TaskKind, 2):
+    for first, second in combinations(BUILT_IN_KINDS, 2):
         assert distance(TASK_LOOKS[first].colour, TASK_LOOKS[second].colour, vision) > 15, (first, second)
 
 
 @pytest.mark.parametrize("vision", VISIONS)
 def test_work_and_idle_time_stay_apart_for_every_colour_vision(vision: str) -> None:
-    for kind in TaskKind:
+    for kind in BUILT_IN_KINDS:
         for reason in IdleReason:
             assert distance(TASK_LOOKS[kind].colour, IDLE_LOOKS[reason].fill, vision) > 15, (kind, reason)
 

@@ -1,132 +1,13 @@
-"""The vocabulary every room shares: task kinds, tasks, placements and pipeline graphs.
+"""Which chunks feed which, and what the tasks of a step wait for."""
 
-Terms
------
-chunk
-    A consecutive part of the model with its own parameters, numbered ``0..C-1`` over the whole model.
-stage
-    A place that runs one task at a time. A :class:`Placement` says which stage owns which chunk.
-task
-    One unit of work, ``Task(kind, chunk, microbatch)``; its text form is ``2F5`` (chunk 2, forward, microbatch 5).
-
-Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to a split backward)
---------------------------------------------------------------------------------------------------
-* ``F(c, m)`` waits for ``F(p, m)`` of every predecessor ``p`` of ``c`` that runs microbatch ``m``.
-* ``B(c, m)``, or ``I(c, m)`` where the backward is split, waits for ``F(c, m)`` and for the backward of every
-  successor that runs ``m`` and returns a gradient to ``c``.
-* ``W(c, m)`` waits for ``I(c, m)``.
-* ``R(c)`` waits for every ``B`` (or ``W``) of ``c`` and of the chunks that share parameters with it.
-* ``U(c)`` waits for ``R(c)`` and for what the stages agree on once per step.
-
-A frozen chunk, whose parameters never change, has no W, R and U. It has a backward only where a gradient must pass
-through it, to a chunk before it that trains; otherwise it runs F alone.
-"""
-
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-NO_MICROBATCH = -1
-"""The microbatch of tasks that run once per chunk and step (R and U)."""
-
-
-class TaskKind(StrEnum):
-    """What a task does, in the letters that ``torch.distributed.pipelining`` writes."""
-
-    F = "F"
-    """Forward."""
-    B = "B"
-    """Full backward: input gradient and weight gradient in one."""
-    I = "I"  # noqa: E741 - the field's letter
-    """Input gradient, the first half of a split backward."""
-    W = "W"
-    """Weight gradient, the second half of a split backward."""
-    R = "R"
-    """Sum of a chunk's gradients over replicas and shared parameters; once per step."""
-    U = "U"
-    """Optimizer update of a chunk; once per step."""
-
-
-_TASK_TEXT = re.compile(r"(\d+)([FBIWRU])(\d*)")
-
-
-class Task(NamedTuple):
-    """One unit of work of a stage."""
-
-    kind: TaskKind
-    chunk: int
-    microbatch: int = NO_MICROBATCH
-
-    def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Task":
-        """Read the text form, for example ``2F5`` or ``3U``; raises ValueError on anything else."""
-        match = _TASK_TEXT.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a task: write chunk, kind and microbatch, for example '2F5'")
-        chunk, letter, microbatch = match.groups()
-        kind = TaskKind(letter)
-        if (kind in (TaskKind.R, TaskKind.U)) == bool(microbatch):
-            raise ValueError(f"{text!r} is not a task: R and U run once per step, all other kinds name a microbatch")
-        return cls(kind, int(chunk), int(microbatch) if microbatch else NO_MICROBATCH)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which stage owns which chunk.
-
-    ``stage_of_chunk[c]`` is the stage of chunk ``c``. Every stage from 0 to the largest one owns at least one chunk.
-    """
-
-    stage_of_chunk: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.stage_of_chunk:
-            raise ValueError("a placement needs at least one chunk")
-        if min(self.stage_of_chunk) < 0:
-            raise ValueError(
-                f"placement {self.stage_of_chunk} has a stage below 0: number the stages from 0 without gaps"
-            )
-        unused = set(range(self.num_stages)) - set(self.stage_of_chunk)
-        if unused:
-            raise ValueError(
-                f"placement {self.stage_of_chunk} leaves stages {sorted(unused)} without a chunk: "
-                "number the stages from 0 without gaps"
-            )
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.stage_of_chunk)
-
-    @cached_property
-    def num_stages(self) -> int:
-        return max(self.stage_of_chunk) + 1
-
-    @cached_property
-    def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks of each stage, ascending."""
-        chunks: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for chunk, stage in enumerate(self.stage_of_chunk):
-            chunks[stage].append(chunk)
-        return tuple(map(tuple, chunks))
-
-
-def linear(num_stages: int) -> Placement:
-    """One chunk per stage, in order."""
-    return looped(num_stages, chunks_per_stage=1)
-
-
-def looped(num_stages: int, chunks_per_stage: int) -> Placement:
-    """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
-    if num_stages < 1 or chunks_per_stage < 1:
-        raise ValueError(f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1")
-    return Placement(tuple(range(num_stages)) * chunks_per_stage)
-
+from rrfp_jax.tasks.graph_operations import GraphOperations
+from rrfp_jax.tasks.kinds import Task, TaskKind
+from rrfp_jax.tasks.operations import COMPUTE, Op
 
 Absences = tuple[tuple[int, int], ...]
 """(chunk, microbatch) pairs that do not exist, as (chunk, mask) by ascending chunk; bit ``m`` of a mask, which is never
@@ -169,7 +50,8 @@ class PipelineGraph:
     those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``owned`` has, for
     each chunk, the microbatches that it runs as (first, one past the last): those of its replica; empty: all of them
     everywhere. ``split`` holds the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold
-    copies of the same parameters (tied embeddings). ``frozen`` holds the chunks whose parameters never change.
+    copies of the same parameters (tied embeddings). ``frozen`` holds the chunks whose parameters never change. ``ops``
+    holds the operations that the pipeline has beside the built-in tasks (:mod:`rrfp_jax.tasks.operations`).
     """
 
     num_chunks: int
@@ -180,6 +62,7 @@ class PipelineGraph:
     shared: tuple[tuple[int, ...], ...] = ()
     owned: tuple[tuple[int, int], ...] = ()
     frozen: frozenset[int] = field(default=frozenset())
+    ops: tuple[Op, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1 or self.num_microbatches < 1:
@@ -195,6 +78,8 @@ class PipelineGraph:
         self._check_pairs(self.absent)
         if len(set(self.owned)) > 1:
             self._check_feeding(range(self.num_chunks))
+        if self.ops:
+            _ = self.operations
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
@@ -245,6 +130,11 @@ class PipelineGraph:
         for chunk in chunks:
             present |= self.present(chunk)
         return present
+
+    @cached_property
+    def operations(self) -> GraphOperations:
+        """What can be asked about ``ops``."""
+        return GraphOperations(self)
 
     @cached_property
     def _masks(self) -> dict[int, int]:
@@ -366,23 +256,41 @@ class PipelineGraph:
         else B; of a frozen chunk, which adds up nothing, the one that returns the input gradient."""
         return TaskKind.W if chunk in self.split and chunk not in self.frozen else self.input_gradient_kind(chunk)
 
-    def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
-        """The kinds of tasks that each microbatch has on ``chunk``, in the order in which they can run."""
+    def built_in_kinds(self, chunk: int) -> tuple[TaskKind, ...]:
+        """F, B, I and W, as far as each microbatch has them on ``chunk``, in the order in which they run."""
         if not self.has_backward(chunk):
             return (TaskKind.F,)
         last = self.accumulating_kind(chunk)
         return (TaskKind.F, TaskKind.I, TaskKind.W) if last is TaskKind.W else (TaskKind.F, last)
 
+    def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
+        """The kinds of tasks that microbatches have on ``chunk``, operations included, in an order in which they can
+        run."""
+        return self.operations.kinds(chunk) if self.ops else self.built_in_kinds(chunk)
+
+    def lane(self, kind: TaskKind) -> str:
+        """The engine that tasks of this kind keep busy."""
+        return self.operations.lane(kind) if self.ops else COMPUTE
+
     def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
-        """All tasks with a microbatch (F, B, I, W), of some chunks or of all."""
+        """All tasks with a microbatch (F, B, I, W and operations), of some chunks or of all."""
         for chunk in range(self.num_chunks) if chunks is None else chunks:
             kinds = self.kinds(chunk)
             for microbatch in self.microbatches(chunk):
                 for kind in kinds:
-                    yield Task(kind, chunk, microbatch)
+                    if not self.ops or self.operations.has(kind, chunk, microbatch):
+                        yield Task(kind, chunk, microbatch)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules)."""
+        """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules), and
+        those of operations."""
+        if not self.ops:
+            return self._built_in_dependencies(task)
+        if task.kind in self.operations.by_letter:
+            return self.operations.dependencies(task)
+        return (*self._built_in_dependencies(task), *self.operations.before(task))
+
+    def _built_in_dependencies(self, task: Task) -> tuple[Task, ...]:
         kind, chunk, m = task
         if kind is TaskKind.F:
             return tuple(Task(TaskKind.F, p, m) for p in self.predecessors(chunk) if self.exists(p, m))
@@ -398,6 +306,16 @@ class PipelineGraph:
         return tuple(
             Task(self.accumulating_kind(c), c, i) for c in sharing if self.trains(c) for i in self.microbatches(c)
         )
+
+    def memory_effect(self, task: Task) -> tuple[float, float]:
+        """What a task takes as it starts and frees as it ends, in activations: what a chunk with a backward keeps of a
+        microbatch, from F to B or W."""
+        if task.microbatch < 0 or not self.has_backward(task.chunk):
+            return 0.0, 0.0
+        if self.ops:
+            takes, frees = self.operations.effect(task)
+            return takes / self.operations.unit, frees / self.operations.unit
+        return float(task.kind is TaskKind.F), float(task.kind is self.accumulating_kind(task.chunk))
 
     def sharing(self, chunk: int) -> tuple[int, ...]:
         """``chunk`` and the chunks that share parameters with it, ascending."""
@@ -416,6 +334,7 @@ class PipelineGraph:
             masks[chunk] = masks.get(chunk, 0) | mask
         twin = object.__new__(PipelineGraph)
         twin.__dict__.update(self.__dict__, absent=tuple(sorted(masks.items())), _masks=masks)
+        twin.__dict__.pop("operations", None)
         twin._check_pairs(absent)
         return twin
 
@@ -431,27 +350,6 @@ def chain(
         split=frozenset(range(num_chunks)) if split else frozenset(),
         shared=shared,
     )
-
-
-def v_shaped(num_stages: int) -> Placement:
-    """Two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
-    return waves(num_stages, num_waves=1)
-
-
-def waves(num_stages: int, num_waves: int) -> Placement:
-    """``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
-    if num_stages < 1 or num_waves < 1:
-        raise ValueError(f"num_stages ({num_stages}) and num_waves ({num_waves}) must both be at least 1")
-    down = tuple(range(num_stages))
-    return Placement((down + down[::-1]) * num_waves)
-
-
-def bidirectional(num_stages: int) -> Placement:
-    """Two copies of the model in opposite directions (Chimera, SC'21).
-
-    Chunks ``0..num_stages-1`` go down the stages; their copies ``num_stages..2*num_stages-1`` go up.
-    """
-    return v_shaped(num_stages)
 
 
 def opposite_chains(

@@ -1,0 +1,171 @@
+"""Operations of one's own: work that a schedule orders beside F, B, I, W, R and U.
+
+An operation belongs to a graph (``PipelineGraph.ops``). Wherever it exists it is a task like any other: validated,
+drawn, simulated, ranked, run, and written ``2O5``. Six things say what it is:
+
+* ``per``: whether every microbatch of a chunk has one, or every chunk once per step, or the whole step.
+* ``after`` and ``before``: the kinds of tasks that it comes after and before, of the same chunk and microbatch. B means
+  the whole backward where that is split: an operation after B comes after W, one before B before I.
+* ``lane``: the engine that it keeps busy. ``compute`` is the stage's own, where one task runs at a time; any other
+  name is an engine beside it, for example ``d2h``, that also runs one at a time.
+* ``holds`` and ``frees``: memory that it takes as it starts and gives back as it ends, in parts of what a chunk keeps
+  of a microbatch for its backward. At its backward a chunk has all of it: F takes what operations do not take later.
+* ``lead``: where it is issued. An operation that comes before something has its place in the stage's order so many
+  tasks ahead of it, the other ones right behind what they come after; memory is reserved in this order
+  (:mod:`rrfp_jax.arbitration.footprint`).
+* ``run``: what it does; None in simulation alone. ``ms``: how long that takes there.
+
+Piper's directives (arXiv 2606.11169) and the actions of ``torch.distributed.pipelining`` name such work without a place
+where it is issued, or without memory; an offload that is taken back too soon gains nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from typing import Any
+
+COMPUTE = "compute"
+"""The lane on which all built-in tasks run."""
+BUILT_IN = ("F", "B", "I", "W", "R", "U")
+"""The letters of the tasks that every pipeline has."""
+
+
+class Per(StrEnum):
+    """What has one such task."""
+
+    MICROBATCH = "microbatch"
+    """Every microbatch of every chunk."""
+    CHUNK = "chunk"
+    """Every chunk, once per step."""
+    STEP = "step"
+    """The step: once, on the first of the operation's chunks."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation; see the module's description. Raises ValueError, with the remedy, on what means nothing.
+
+    ``after`` and ``before`` take letters and other operations.
+    """
+
+    letter: str
+    """Capital letters; not one of the built-in kinds."""
+    _: KW_ONLY
+    per: Per | str = Per.MICROBATCH
+    lane: str = COMPUTE
+    after: "tuple[str | Op, ...]" = ()
+    before: "tuple[str | Op, ...]" = ()
+    holds: float = 0.0
+    frees: float = 0.0
+    lead: int = 1
+    ms: float = 0.0
+    run: Callable[..., Any] | None = None
+    chunks: frozenset[int] | None = None
+    """Where it exists; None: on every chunk."""
+    pairs: frozenset[tuple[int, int]] | None = None
+    """The (chunk, microbatch) pairs that have one; None: all of its chunks."""
+
+    def __post_init__(self) -> None:
+        where = f"operation {self.letter!r}"
+        if not (self.letter.isascii() and self.letter.isalpha() and self.letter.isupper()):
+            raise ValueError(f"{where}: write its letter as capital letters, for example 'O'")
+        if self.letter in BUILT_IN:
+            raise ValueError(f"{where} has the letter of a built-in task: take one that is not in {''.join(BUILT_IN)}")
+        if str(self.per) not in tuple(Per):
+            raise ValueError(f"{where}: per is {self.per!r}, choose one of {', '.join(Per)}")
+        if not self.lane:
+            raise ValueError(f"{where} has no lane: give {COMPUTE}, or the name of an engine beside it")
+        for name in ("after", "before"):
+            given = getattr(self, name)
+            kinds = (given,) if isinstance(given, str | Op) else tuple(given)
+            object.__setattr__(self, name, tuple(k.letter if isinstance(k, Op) else str(k) for k in kinds))
+        if not (self.after or self.before):
+            raise ValueError(f"{where} comes after nothing and before nothing: give at least one of them")
+        if self.letter in self.after or self.letter in self.before:
+            raise ValueError(f"{where} comes after or before itself: name another kind")
+        object.__setattr__(self, "per", Per(self.per))
+        for name in ("holds", "frees", "ms"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
+        if self.lead < 0:
+            raise ValueError(f"{where}: lead is {self.lead}, give 0 or more tasks")
+        if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
+            raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
+
+    @property
+    def after_kinds(self) -> tuple[str, ...]:
+        """The letters of ``after``."""
+        return self.after  # type: ignore[return-value]
+
+    @property
+    def before_kinds(self) -> tuple[str, ...]:
+        """The letters of ``before``."""
+        return self.before  # type: ignore[return-value]
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs on an engine beside compute."""
+        return self.lane != COMPUTE
+
+    @property
+    def moves_memory(self) -> bool:
+        return bool(self.holds or self.frees)
+
+    def is_on(self, chunk: int, num_chunks: int) -> bool:
+        """Whether the chunk has such tasks at all."""
+        if self.per is Per.STEP:
+            return chunk == min(self.chunks or (0,))
+        wanted = self.chunks is None or chunk in self.chunks
+        return wanted and 0 <= chunk < num_chunks and (self.pairs is None or any(c == chunk for c, _ in self.pairs))
+
+    def exists(self, chunk: int, microbatch: int) -> bool:
+        """Whether this pair, which the graph has, has one."""
+        if self.chunks is not None and chunk not in self.chunks:
+            return False
+        return self.pairs is None or (chunk, microbatch) in self.pairs
+
+
+def in_order(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
+    """The kinds of one chunk's microbatch in an order in which they can run: ``letters``, which are in order, with the
+    operations per microbatch put among them.
+
+    An operation that comes before something stands right before it, any other one right behind what it comes after.
+    Raises ValueError where operations wait for each other, or for a kind that is not there.
+    """
+    order = list(letters)
+    left = list(ops)
+    while left:
+        placed = next((op for op in left if _place(op, order) is not None), None)
+        if placed is None:
+            raise ValueError(_why_unplaced(left, order))
+        order.insert(_place(placed, order) or 0, placed.letter)
+        left.remove(placed)
+    return tuple(order)
+
+
+def _place(op: Op, order: Sequence[str]) -> int | None:
+    """Where it goes; None while something that it names has no place yet."""
+    if not {*op.after_kinds, *op.before_kinds} <= {*order}:
+        return None
+    earliest = 1 + max((order.index(kind) for kind in op.after_kinds), default=-1)
+    latest = min((order.index(kind) for kind in op.before_kinds), default=len(order))
+    if earliest > latest:
+        raise ValueError(
+            f"operation {op.letter!r} comes after {', '.join(op.after_kinds)} and before "
+            f"{', '.join(op.before_kinds)}, which run the other way round: exchange them"
+        )
+    return latest if op.before_kinds else earliest
+
+
+def _why_unplaced(ops: Sequence[Op], order: Sequence[str]) -> str:
+    letters = {op.letter for op in ops}
+    for op in ops:
+        for kind in (*op.after_kinds, *op.before_kinds):
+            if kind not in order and kind not in letters:
+                return (
+                    f"operation {op.letter!r} names {kind!r}, which its chunk does not have: "
+                    f"name some of {', '.join(order)}"
+                )
+    return (
+        f"operations {', '.join(sorted(letters))} wait for each other: let one of them come after built-in kinds alone"
+    )

@@ -1,0 +1,77 @@
+"""Which stage owns which chunk, and the placements that schedules use."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which stage owns which chunk.
+
+    ``stage_of_chunk[c]`` is the stage of chunk ``c``. Every stage from 0 to the largest one owns at least one chunk.
+    """
+
+    stage_of_chunk: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stage_of_chunk:
+            raise ValueError("a placement needs at least one chunk")
+        if min(self.stage_of_chunk) < 0:
+            raise ValueError(
+                f"placement {self.stage_of_chunk} has a stage below 0: number the stages from 0 without gaps"
+            )
+        unused = set(range(self.num_stages)) - set(self.stage_of_chunk)
+        if unused:
+            raise ValueError(
+                f"placement {self.stage_of_chunk} leaves stages {sorted(unused)} without a chunk: "
+                "number the stages from 0 without gaps"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stage_of_chunk)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return max(self.stage_of_chunk) + 1
+
+    @cached_property
+    def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each stage, ascending."""
+        chunks: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for chunk, stage in enumerate(self.stage_of_chunk):
+            chunks[stage].append(chunk)
+        return tuple(map(tuple, chunks))
+
+
+def linear(num_stages: int) -> Placement:
+    """One chunk per stage, in order."""
+    return looped(num_stages, chunks_per_stage=1)
+
+
+def looped(num_stages: int, chunks_per_stage: int) -> Placement:
+    """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
+    if num_stages < 1 or chunks_per_stage < 1:
+        raise ValueError(f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1")
+    return Placement(tuple(range(num_stages)) * chunks_per_stage)
+
+
+def v_shaped(num_stages: int) -> Placement:
+    """Two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
+    return waves(num_stages, num_waves=1)
+
+
+def waves(num_stages: int, num_waves: int) -> Placement:
+    """``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
+    if num_stages < 1 or num_waves < 1:
+        raise ValueError(f"num_stages ({num_stages}) and num_waves ({num_waves}) must both be at least 1")
+    down = tuple(range(num_stages))
+    return Placement((down + down[::-1]) * num_waves)
+
+
+def bidirectional(num_stages: int) -> Placement:
+    """Two copies of the model in opposite directions (Chimera, SC'21).
+
+    Chunks ``0..num_stages-1`` go down the stages; their copies ``num_stages..2*num_stages-1`` go up.
+    """
+    return v_shaped(num_stages)
