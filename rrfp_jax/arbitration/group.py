@@ -34,7 +34,7 @@ def group_arbiter(
 
     Of a group only a leader has foresight: it alone hears announcements, makes them, holds and is woken.
 
-    Raises ValueError if there is no such member or protocol.
+    Raises ValueError if there is no such member or protocol, and for a group with operations beside compute.
     """
     if not 0 <= member < num_members:
         raise ValueError(f"member {member} of a group of {num_members}: members are numbered from 0 to one less")
@@ -46,9 +46,20 @@ def group_arbiter(
         ) from None
     if num_members > 1 and (protocol is not GroupProtocol.LEADER or member != LEADER):
         setup = replace(setup, foresight=None)
+    _check_engines(setup, num_members)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)
     return _member_class(protocol, member)(setup, member, num_members)
+
+
+def _check_engines(setup: StageSetup, num_members: int) -> None:
+    """A group agrees on one sequence of tasks, so that collectives meet; engines beside compute have none."""
+    beside = [op.letter for op in setup.graph.ops if op.is_beside]
+    if num_members > 1 and beside:
+        raise ValueError(
+            f"operation {beside[0]} runs beside compute, and stage {setup.stage} spans {num_members} processes, which "
+            "agree on one sequence of tasks: give the stage one process, or the operation the lane compute"
+        )
 
 
 def _member_class(

@@ -14,7 +14,7 @@ from itertools import accumulate, islice
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
-from rrfp_jax.arbitration.footprint import memory_changes
+from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.hints import BFW, HINTS, SCHEDULE, hint_by_name, schedule_hint
@@ -26,7 +26,7 @@ from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.validation import check_orders, execution_order
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task
 
 READY = "ready"
 STRICT = "strict"
@@ -60,7 +60,8 @@ class Order:
     """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
     foresight: ForesightRules | None = None
     footprints: tuple[int, ...] | None = None
-    """One per stage, in activations of one chunk and microbatch; they take the place of the windows."""
+    """One per stage, in activations of one chunk and microbatch (where operations move parts of one, in units:
+    :func:`rrfp_jax.arbitration.footprint.memory_unit`); they take the place of the windows."""
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
@@ -74,7 +75,8 @@ class Order:
             return tuple(map(str, self.windows))
         chunks_of_stage = self.placement.chunks_of_stage
         passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
-        return tuple(f"{limit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+        unit = memory_unit(self.graph)
+        return tuple(f"{limit / unit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
 
     def ahead_bounds(self) -> tuple[AheadBound, ...]:
         """The bounds of read-ahead, with the turns that the rows give where these bound memory."""
@@ -160,11 +162,18 @@ class Ordering:
     adaptive: bool = False
     """Whether such a table is planned anew from what the first steps took, if another one of the same tasks, in the
     same memory, suits them better."""
+    ops: tuple[Op, ...] = ()
+    """Operations of a pipeline that no table orders; a table brings its own
+    (:func:`rrfp_jax.schedules.with_operations`)."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=self.is_guided)
         check_read_ahead(self.read_ahead, self.consume)
+        if self.ops and self.follows_table:
+            raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
+        if self.adaptive and self.schedule is not None and self.schedule.graph.ops:
+            raise ValueError("adaptive plans tables of built-in tasks: leave it out where the schedule has operations")
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
 
@@ -198,14 +207,15 @@ class Ordering:
                 f"schedule {self.schedule.name!r} puts chunks on stages as {self.schedule.placement.stage_of_chunk}, "
                 f"the model as {placement.stage_of_chunk}: give the model the schedule's placement"
             )
-        graph = replace(graph, split=self._split(placement))
+        ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
+        graph = replace(graph, split=self._split(placement), ops=ops)
         if self.schedule is not None and self.follows_table:
             _check_names_all(self.schedule, graph)
             if self._keeps_to_table:
                 _check_runs(self.schedule, graph)
         if not isinstance(self.window, str):
             self._windows(placement.num_stages)
-            self._footprints(placement.num_stages, 1)
+            self._footprints(placement, graph, 1)
         return graph
 
     def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
@@ -215,7 +225,7 @@ class Ordering:
         """
         graph, hint = self.fitted(placement, graph), self._hint(placement)
         table = None if self._table is None else replicated_table(self._table, num_replicas)
-        footprints = self._footprints(placement.num_stages, num_replicas)
+        footprints = self._footprints(placement, graph, num_replicas)
         order = Order(
             label=self._label(hint),
             table=table,
@@ -261,16 +271,24 @@ class Ordering:
             return None
         return self.foresight if isinstance(self.foresight, ForesightRules) else ForesightRules()
 
-    def _footprints(self, num_stages: int, num_replicas: int) -> tuple[int, ...] | None:
-        """Activations of one chunk and microbatch that each stage may hold; raises ValueError below the table's own."""
-        table = self._table
-        if table is None or not self.has_footprint:
+    def _footprints(self, placement: Placement, graph: PipelineGraph, num_replicas: int) -> tuple[int, ...] | None:
+        """Activations of one chunk and microbatch that each stage may hold, in units; raises ValueError below the
+        table's own. Where operations move memory they bound it whatever the stages follow."""
+        moves_memory = bool(graph.ops) and graph.operations.moves_memory
+        if not (self.has_footprint or moves_memory):
             return None
-        passes = [table.graph.passes_per_microbatch(chunks) for chunks in table.placement.chunks_of_stage]
+        unit = memory_unit(graph)
+        passes = [unit * graph.passes_per_microbatch(chunks) for chunks in placement.chunks_of_stage]
+        table = self._table if self.follows_table else None
+        if table is None:
+            return (
+                tuple(w * each for w, each in zip(self._windows(placement.num_stages), passes, strict=True))
+                * num_replicas
+            )
         peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), passes, strict=True)]
         if self.window is None:
             return tuple(peaks) * num_replicas
-        limits = [window * each for window, each in zip(self._windows(num_stages), passes, strict=True)]
+        limits = [window * each for window, each in zip(self._windows(placement.num_stages), passes, strict=True)]
         for stage, (peak, limit, each) in enumerate(zip(peaks, limits, passes, strict=True)):
             if limit < peak:
                 raise ValueError(
@@ -325,7 +343,8 @@ class Ordering:
         if self.schedule is not None and self.consume == STRICT:
             if self.window is None:
                 return self.schedule.peak_in_flight()
-            self.schedule.check_window(self.window)
+            if not self.schedule.graph.ops:  # a footprint heeds what these move
+                self.schedule.check_window(self.window)
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
 
 
@@ -362,7 +381,7 @@ def _held_at_most(order: Order, chunk: int) -> int:
     stage = order.placement.stage_of_chunk[chunk]
     if order.footprints is None:
         return order.windows[stage]
-    passes = order.graph.passes_per_microbatch(order.placement.chunks_of_stage[stage])
+    passes = memory_unit(order.graph) * order.graph.passes_per_microbatch(order.placement.chunks_of_stage[stage])
     return max(1, order.footprints[stage] // passes)
 
 

@@ -13,3 +13,4 @@ from rrfp_jax.schedules.registry import schedule_entry as schedule_entry
 from rrfp_jax.schedules.registry import schedule_names as schedule_names
 from rrfp_jax.schedules.request import ScheduleRequest as ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable as ScheduleTable
+from rrfp_jax.schedules.with_operations import with_operations as with_operations

@@ -141,6 +141,10 @@ def _chain(placement: Placement, cycle: list[tuple[Task, Task]]) -> str:
 def why_unknown(task: Task, graph: PipelineGraph) -> str:
     if task.microbatch < 0:
         return f"{task} runs once per step and is not part of a table: remove it"
+    return _why_no_place(task, graph) or _why_no_kind(task, graph)
+
+
+def _why_no_place(task: Task, graph: PipelineGraph) -> str | None:
     if task.chunk >= graph.num_chunks:
         return f"{task} names chunk {task.chunk}, but there are {graph.num_chunks}: use 0..{graph.num_chunks - 1}"
     if task.microbatch >= graph.num_microbatches:
@@ -150,6 +154,10 @@ def why_unknown(task: Task, graph: PipelineGraph) -> str:
         )
     if not graph.exists(task.chunk, task.microbatch):
         return f"{task} does not exist, because microbatch {task.microbatch} skips chunk {task.chunk}: remove it"
+    return None
+
+
+def _why_no_kind(task: Task, graph: PipelineGraph) -> str:
     if task.kind not in BUILT_IN_KINDS:
         known = ", ".join(graph.kinds(task.chunk))
         return (

@@ -145,8 +145,8 @@ class CountsWhatItHolds(Footprint):
 
     __slots__ = ()
 
-    def admits(self, position, waiting):
-        return self.held + self._row.changes[position] <= self.limit
+    def admits(self, position, waiting, due=None):
+        return self.held + self._row.takes[position] <= self.limit
 
 
 class IgnoresTheRow(Broken):
@@ -160,11 +160,12 @@ class AsksTheFirstOnly(Footprint):
 
     __slots__ = ()
 
-    def admits(self, position, waiting):
-        held = self.held + self._row.changes[position]
-        before = self._row.nodes[position - 1]
-        if position and waiting[before] >= 0:
-            held += max(0, self._row.changes[position - 1])
+    def admits(self, position, waiting, due=None):
+        held = self.held + self._row.takes[position]
+        place = self._row.place[position]
+        before, change = self._row.entries[place - 1]
+        if place and waiting[before] >= 0:
+            held += max(0, change)
         return held <= self.limit
 
 
