@@ -2,8 +2,9 @@
 
 A dataclass becomes an object with its fields; a named tuple a list that begins with its name, so that the members of a
 union are told apart; a task its text form; an enumeration its value. Sets and tuples become lists, dicts lists of
-pairs. On the way back every value must be of the type that its field is annotated with, and every record's own checks
-apply. What a type needs is worked out once, so that records may travel in every step.
+pairs. A field marked :data:`rrfp_jax.tasks.UNRECORDED`, such as a function, is left out. On the way back every value
+must be of the type that its field is annotated with, and every record's own checks apply. What a type needs is worked
+out once, so that records may travel in every step.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rrfp_jax.tasks import Task
+from rrfp_jax.tasks import UNRECORDED, Task, TaskKind
 
 
 class MalformedRecord(ValueError):
@@ -33,13 +34,13 @@ def _writer(kind: Any) -> Callable[[Any], Any]:
     if kind is not Task and issubclass(kind, tuple | list | dict | frozenset):
         return _collection_writer(kind)
     if is_dataclass(kind):
-        names = [field.name for field in fields(kind)]
+        names = _recorded(kind)
         return lambda value: {name: to_plain(getattr(value, name)) for name in names}
     if issubclass(kind, Enum):
         return lambda value: value.value
     if issubclass(kind, Real) and kind is not bool:  # NumPy's numbers too
         return _plain_integer if issubclass(kind, Integral) else float
-    if kind is Task:
+    if kind in (Task, TaskKind):
         return str
     if kind in (NoneType, str, bool):
         return lambda value: value
@@ -86,6 +87,8 @@ def _reader(kind: Any) -> _Reader:
 def _reader_of_class(kind: Any) -> _Reader:
     if kind is Task:
         return _task
+    if kind is TaskKind:
+        return _task_kind
     if hasattr(kind, "_fields"):
         return _named_tuple(kind)
     if is_dataclass(kind):
@@ -115,6 +118,13 @@ def _task(data: Any, where: str) -> Task:
         raise _refuse(data, "a task", where)
     task: Task = _checked(Task.parse, where, data)
     return task
+
+
+def _task_kind(data: Any, where: str) -> TaskKind:
+    if not isinstance(data, str):
+        raise _refuse(data, "a kind of task", where)
+    kind: TaskKind = _checked(TaskKind, where, data)
+    return kind
 
 
 def _enum(kind: type[Enum]) -> _Reader:
@@ -184,7 +194,7 @@ def _union(kinds: tuple[Any, ...]) -> _Reader:
 
 def _dataclass(kind: Any) -> _Reader:
     hints = get_type_hints(kind)
-    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    readers = {name: _reader(hints[name]) for name in _recorded(kind)}
 
     def read(data: Any, where: str) -> Any:
         if not isinstance(data, dict) or data.keys() != readers.keys():
@@ -193,6 +203,10 @@ def _dataclass(kind: Any) -> _Reader:
         return _checked(kind, where, **values)
 
     return read
+
+
+def _recorded(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.metadata != UNRECORDED]
 
 
 def _checked(make: Callable[..., Any], where: str, *arguments: Any, **values: Any) -> Any:

@@ -35,7 +35,7 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.tasks import PipelineGraph, lanes_beside
 from rrfp_jax.timeline import Timeline
 
 StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
@@ -50,7 +50,7 @@ WakeLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class StageActor:
-    """Drives one stage; ``submit`` hands a task to the compute thread."""
+    """Drives one stage; ``submit`` hands a task to the thread of its lane."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class StageActor:
         log_steps: int,
     ) -> None:
         self.arbiter, self.executor = arbiter, executor
+        self._beside = lanes_beside(arbiter.graph)
         self.stage = arbiter.stage
         self.log = EventLog(arbiter, log_steps)
         self.last_event_s = time.perf_counter()
@@ -118,7 +119,11 @@ class StageActor:
         self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
-        self._recorder.ran(instruction, start_s, end_s)
+        lane = self._beside.get(instruction.task.kind)
+        if lane is None:
+            self._recorder.ran(instruction, start_s, end_s)
+        else:
+            self._recorder.ran_beside(instruction, start_s, end_s, lane)
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
 
     def decide(self, instruction: RunTask) -> None:
@@ -143,7 +148,8 @@ class StageActor:
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._submit(instruction)
-                self._wake_no_more()
+                if instruction.task.kind not in self._beside:
+                    self._wake_no_more()
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))

@@ -33,7 +33,7 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport
-from rrfp_jax.tasks import Absences
+from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
@@ -130,6 +130,8 @@ class PipelineRuntime:
         self.transport = make_transport(self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, StageThreads] = {}
+        self._engines: list[ComputeThread] = []
+        """The threads of engines beside compute."""
         self._pending: dict[int, _Pending] = {}
         self._completions: deque[_Completion | _Due] = deque()
         self._is_waking = False
@@ -156,11 +158,14 @@ class PipelineRuntime:
         else:
             thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread
+        beside = lanes_beside(arbiter.graph)
+        engines = {lane: ComputeThread(f"{name}-{lane}", executor.launch, done) for lane in sorted({*beside.values()})}
+        self._engines += engines.values()
         self._actors[stage] = StageActor(
             arbiter,
             executor,
             self.transport,
-            submit=thread.submit,
+            submit=thread.submit if not beside else partial(_submit, beside, engines, thread),
             ended=self._stage_ended,
             announce=self._announce,
             wake_later=self._wake_later,
@@ -190,8 +195,11 @@ class PipelineRuntime:
             except RuntimeError:  # the loop was closed meanwhile
                 pass
 
+    def _all_threads(self) -> list[StageThreads]:
+        return [*self._threads.values(), *self._engines]
+
     def _start(self) -> None:
-        for thread in self._threads.values():
+        for thread in self._all_threads():
             thread.start()
         self._loop.call_soon_threadsafe(self._watch)
         if self._peers is not None:
@@ -249,11 +257,11 @@ class PipelineRuntime:
         with self._closing:  # what was submitted before is on the loop now, ahead of the end
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
-            return not any(thread.is_alive() for thread in self._threads.values())
-        for thread in self._threads.values():
+            return not any(thread.is_alive() for thread in self._all_threads())
+        for thread in self._all_threads():
             thread.ask_to_stop()
         until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._ending.failing is None else _STOP_AFTER_FAILURE_S)
-        ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads.values()]
+        ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._all_threads()]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
         wait_for(left_loop, _STOP_TIMEOUT_S)
@@ -461,3 +469,12 @@ class PipelineRuntime:
             since_s = now - (started[1] if started else actor.last_event_s)
             states.append(stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank))
         return states
+
+
+def _submit(
+    beside: Mapping[str, str], engines: Mapping[str, ComputeThread], compute: StageThreads, instruction: RunTask
+) -> None:
+    """Hand a task to the thread of its lane."""
+    lane = beside.get(instruction.task.kind)
+    thread = compute if lane is None else engines[lane]
+    thread.submit(instruction)

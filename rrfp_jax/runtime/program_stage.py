@@ -30,11 +30,12 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter
+from rrfp_jax.runtime.operating import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
 
 _ON_HOST = (np.ndarray, np.generic)
@@ -45,6 +46,8 @@ class _Step:
     graph: PipelineGraph
     batch: StepBatch
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
+    forwards: dict[tuple[int, int], Callable[[], Any]] = field(default_factory=dict)
+    """Where operations run a forward once more: what does so, and returns the stash."""
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
     losses: list[tuple[int, int, Any, Any]] = field(default_factory=list)
@@ -122,6 +125,9 @@ class ProgramStage:
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
         }
+        self._operations = operations_of(graph)
+        self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
+        self._keeps_inputs = any(op.keeps_inputs for op in graph.ops)
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
@@ -235,6 +241,8 @@ class ProgramStage:
         self._mailbox.post(step, message, value, self._bucket(step, message.microbatch))
 
     def _measure(self, step: int, task: Task) -> None:
+        if task.kind in self._operations:
+            return
         bucket = 0 if task.microbatch < 0 else self._bucket(step, task.microbatch)
         self._meter.ran(task, bucket, self._mailbox.held_bytes + self._in_transit())
 
@@ -255,9 +263,12 @@ class ProgramStage:
             for p in graph.predecessors(chunk)
         )
         leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
-        outputs, stash = programs.forward(held.params, inputs, leaves, step, microbatch, derived=held.derived)
+        run = partial(programs.forward, held.params, inputs, leaves, step, microbatch, derived=held.derived)
+        outputs, stash = run()
         if graph.has_backward(chunk):
             state.stashes[chunk, microbatch] = stash
+            if self._keeps_inputs:
+                state.forwards[chunk, microbatch] = lambda: run()[1]
         if not graph.successors(chunk):
             _start_copies(outputs)
             return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, *outputs)))
@@ -312,6 +323,20 @@ class ProgramStage:
             for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True)
             if graph.exists(predecessor, microbatch)
         ]
+
+    def _operate(self, op: Op, step: int, chunk: int, microbatch: int) -> _Enqueued:
+        """An operation of one's own; on the thread of its lane."""
+        assert op.run is not None
+        state = self._steps[step]
+        context = OperationContext(
+            step=step,
+            task=Task(TaskKind(op.letter), chunk, microbatch),
+            state=self.states[chunk],
+            stashes=state.stashes,
+            programs=self._programs_of(step, chunk, microbatch) if microbatch >= 0 else None,
+            forward=state.forwards.pop((chunk, microbatch), None) if op.keeps_inputs else None,
+        )
+        return _Enqueued(op.run(context))
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held = self._programs[chunk], self.states[chunk]

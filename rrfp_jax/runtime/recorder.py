@@ -19,6 +19,10 @@ class StageRecorder:
         self._reason = None
         self._step, self._since_s = step, time_s
 
+    def ran_beside(self, instruction: RunTask, start_s: float, end_s: float, lane: str) -> None:
+        """An operation has run on an engine beside compute."""
+        self._timeline.spans.append(Span(instruction.step, self._stage, instruction.task, start_s, end_s, lane))
+
     def ran(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         """A task has run; the time since it was chosen went to the host."""
         if start_s > self._since_s:

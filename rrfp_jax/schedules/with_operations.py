@@ -37,7 +37,7 @@ def _in_turn(ops: tuple[Op, ...]) -> list[Op]:
     left, turn = [op for op in ops if op.per is Per.MICROBATCH], list[Op]()
     while left:
         letters = {op.letter for op in left}
-        op = next(op for op in left if not letters.intersection((*op.after_kinds, *op.before_kinds)))
+        op = next(op for op in left if not letters.intersection((*op.after, *op.before)))
         left.remove(op)
         turn.append(op)
     return turn

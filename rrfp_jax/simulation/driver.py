@@ -32,7 +32,7 @@ from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.links import Communication, Links
 from rrfp_jax.simulation.transfers import Surroundings, make_transfers
-from rrfp_jax.tasks import Absences, Task
+from rrfp_jax.tasks import Absences, Task, lanes_beside
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 OCCUPIED = IdleReason.INPUT
@@ -171,7 +171,7 @@ class _Driver:
         durations = for_graph(costs.durations_ms, graph)
         self.machine, self.num_steps, self.absent = machine, num_steps, absent
         times = StageTimes(replace(costs, durations_ms=durations), graph.ops)
-        self._beside = {op.letter: op.lane for op in graph.ops if op.is_beside}
+        self._beside = lanes_beside(graph)
         """The engine of each operation that does not compute."""
         self.stages = [
             _Stage(

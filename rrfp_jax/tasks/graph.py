@@ -339,6 +339,11 @@ class PipelineGraph:
         return twin
 
 
+def lanes_beside(graph: PipelineGraph) -> dict[str, str]:
+    """The engine of every operation that does not run on the compute lane, by the operation's letters."""
+    return {op.letter: op.lane for op in graph.ops if op.is_beside}
+
+
 def chain(
     num_chunks: int, num_microbatches: int, *, split: bool = False, shared: tuple[tuple[int, ...], ...] = ()
 ) -> PipelineGraph:

@@ -71,8 +71,8 @@ class GraphOperations:
         return tuple(
             replace(
                 op,
-                after=tuple(fitted(kind, last) for kind in op.after_kinds),
-                before=tuple(fitted(kind, first) for kind in op.before_kinds),
+                after=tuple(fitted(kind, last) for kind in op.after),
+                before=tuple(fitted(kind, first) for kind in op.before),
             )
             for op in graph.ops
             if op.per is Per.MICROBATCH and op.is_on(chunk, graph.num_chunks)
@@ -116,12 +116,12 @@ class GraphOperations:
             yield from (
                 Task(TaskKind(op.letter), chunk, m)
                 for op in self._existing(chunk, m)
-                if kind in op.before_kinds and op.letter != kind
+                if kind in op.before and op.letter != kind
             )
         for op in self.graph.ops:
             if op.per is Per.MICROBATCH or not op.is_on(chunk, self.graph.num_chunks) or op.letter == kind:
                 continue
-            if kind in _fitted(op.before_kinds, self.graph.input_gradient_kind(chunk)):
+            if kind in _fitted(op.before, self.graph.input_gradient_kind(chunk)):
                 yield Task(TaskKind(op.letter), chunk)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
@@ -130,10 +130,10 @@ class GraphOperations:
         op = self.by_letter[kind]
         if op.per is Per.MICROBATCH:
             own = next(o for o in self._of_chunk(chunk) if o.letter == kind)
-            after = (Task(TaskKind(k), chunk, m) for k in own.after_kinds if self.has(TaskKind(k), chunk, m))
+            after = (Task(TaskKind(k), chunk, m) for k in own.after if self.has(TaskKind(k), chunk, m))
             return (*after, *self.before(task))
         found: list[Task] = []
-        for letter in _fitted(op.after_kinds, self.graph.accumulating_kind(chunk)):
+        for letter in _fitted(op.after, self.graph.accumulating_kind(chunk)):
             found += self._all_of(TaskKind(letter), chunk)
         return (*found, *self.before(task))
 

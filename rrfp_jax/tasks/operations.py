@@ -20,12 +20,15 @@ where it is issued, or without memory; an offload that is taken back too soon ga
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""
+UNRECORDED = MappingProxyType({"recorded": False})
+"""Marks a field that no record of a run holds, for nothing that is read from a file may be run."""
 BUILT_IN = ("F", "B", "I", "W", "R", "U")
 """The letters of the tasks that every pipeline has."""
 
@@ -43,23 +46,23 @@ class Per(StrEnum):
 
 @dataclass(frozen=True)
 class Op:
-    """One operation; see the module's description. Raises ValueError, with the remedy, on what means nothing.
-
-    ``after`` and ``before`` take letters and other operations.
-    """
+    """One operation; see the module's description. Raises ValueError, with the remedy, on what means nothing."""
 
     letter: str
     """Capital letters; not one of the built-in kinds."""
     _: KW_ONLY
-    per: Per | str = Per.MICROBATCH
+    per: Per = Per.MICROBATCH
     lane: str = COMPUTE
-    after: "tuple[str | Op, ...]" = ()
-    before: "tuple[str | Op, ...]" = ()
+    after: tuple[str, ...] = ()
+    """Letters; an operation stands for its own, and one alone need be in no tuple. So in ``before``."""
+    before: tuple[str, ...] = ()
     holds: float = 0.0
     frees: float = 0.0
     lead: int = 1
     ms: float = 0.0
-    run: Callable[..., Any] | None = None
+    run: Callable[..., Any] | None = field(default=None, metadata=UNRECORDED)
+    keeps_inputs: bool = False
+    """Whether what the chunk reads of the microbatch is kept until this has run, so that its forward can run again."""
     chunks: frozenset[int] | None = None
     """Where it exists; None: on every chunk."""
     pairs: frozenset[tuple[int, int]] | None = None
@@ -77,7 +80,7 @@ class Op:
             raise ValueError(f"{where} has no lane: give {COMPUTE}, or the name of an engine beside it")
         for name in ("after", "before"):
             given = getattr(self, name)
-            kinds = (given,) if isinstance(given, str | Op) else tuple(given)
+            kinds: tuple[Any, ...] = (given,) if isinstance(given, str | Op) else tuple(given)
             object.__setattr__(self, name, tuple(k.letter if isinstance(k, Op) else str(k) for k in kinds))
         if not (self.after or self.before):
             raise ValueError(f"{where} comes after nothing and before nothing: give at least one of them")
@@ -91,16 +94,6 @@ class Op:
             raise ValueError(f"{where}: lead is {self.lead}, give 0 or more tasks")
         if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
             raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
-
-    @property
-    def after_kinds(self) -> tuple[str, ...]:
-        """The letters of ``after``."""
-        return self.after  # type: ignore[return-value]
-
-    @property
-    def before_kinds(self) -> tuple[str, ...]:
-        """The letters of ``before``."""
-        return self.before  # type: ignore[return-value]
 
     @property
     def is_beside(self) -> bool:
@@ -145,22 +138,22 @@ def in_order(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
 
 def _place(op: Op, order: Sequence[str]) -> int | None:
     """Where it goes; None while something that it names has no place yet."""
-    if not {*op.after_kinds, *op.before_kinds} <= {*order}:
+    if not {*op.after, *op.before} <= {*order}:
         return None
-    earliest = 1 + max((order.index(kind) for kind in op.after_kinds), default=-1)
-    latest = min((order.index(kind) for kind in op.before_kinds), default=len(order))
+    earliest = 1 + max((order.index(kind) for kind in op.after), default=-1)
+    latest = min((order.index(kind) for kind in op.before), default=len(order))
     if earliest > latest:
         raise ValueError(
-            f"operation {op.letter!r} comes after {', '.join(op.after_kinds)} and before "
-            f"{', '.join(op.before_kinds)}, which run the other way round: exchange them"
+            f"operation {op.letter!r} comes after {', '.join(op.after)} and before "
+            f"{', '.join(op.before)}, which run the other way round: exchange them"
         )
-    return latest if op.before_kinds else earliest
+    return latest if op.before else earliest
 
 
 def _why_unplaced(ops: Sequence[Op], order: Sequence[str]) -> str:
     letters = {op.letter for op in ops}
     for op in ops:
-        for kind in (*op.after_kinds, *op.before_kinds):
+        for kind in (*op.after, *op.before):
             if kind not in order and kind not in letters:
                 return (
                     f"operation {op.letter!r} names {kind!r}, which its chunk does not have: "

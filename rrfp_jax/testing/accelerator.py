@@ -7,13 +7,14 @@ exact, however late the host's threads wake up, so that what is idle is told in 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from rrfp_jax.runtime.executor import Launched, StageExecutor
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.tasks import Task
+from rrfp_jax.tasks import COMPUTE, Task
 from rrfp_jax.testing.wrapped import WrappedStage
 from rrfp_jax.timeline import Span
 
@@ -68,6 +69,7 @@ class AcceleratedStage(WrappedStage):
         accelerator: where its tasks take their time.
         duration_ms: how long a task of a step takes.
         stage: the number of the stage in the recorded spans.
+        lanes_beside: the engine of each operation that does not run on the accelerator's own queue.
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class AcceleratedStage(WrappedStage):
         duration_ms: Callable[[int, Task], float],
         *,
         stage: int = 0,
+        lanes_beside: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(inner)
+        self._lanes_beside = lanes_beside
+        self._engines = {lane: EmulatedAccelerator() for lane in lanes_beside.values()}
         self._accelerator, self._duration_ms, self._stage = accelerator, duration_ms, stage
         self.spans: list[Span] = []
         """When the device ran each task: exact, and complete for steps that have ended."""
@@ -86,8 +91,10 @@ class AcceleratedStage(WrappedStage):
     def launch(self, step: int, task: Task) -> Launched:
         since_s = time.perf_counter()
         inner = super().launch(step, task)
-        on_device = self._accelerator.launch(self._duration_ms(step, task), since_s=since_s)
-        self.spans.append(Span(step, self._stage, task, on_device.start_s, on_device.end_s))
+        lane = self._lanes_beside.get(task.kind, COMPUTE)
+        engine = self._engines.get(lane, self._accelerator)
+        on_device = engine.launch(self._duration_ms(step, task), since_s=since_s)
+        self.spans.append(Span(step, self._stage, task, on_device.start_s, on_device.end_s, lane))
         return Launched(time.perf_counter(), partial(_wait, inner, on_device))
 
 

@@ -9,6 +9,7 @@ runtime.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.sleeping import Sleeper
 from rrfp_jax.simulation.costs import Costs, StageTimes
 from rrfp_jax.simulation.jitter import InjectedSleeps
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
 
 DEFAULT_ACTIVATION_BYTES = 32
 _ITEM_BYTES = 4
@@ -34,7 +35,8 @@ class EmulatedStage:
     """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
 
     ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the
-    sum of the last two, and step ``s`` reads row ``s mod steps``. ``sleeps`` are the RRFP paper's, beside them, as in a
+    sum of the last two, and step ``s`` reads row ``s mod steps``; an operation takes what it says itself, or no time
+    where all durations are 0. ``sleeps`` are the RRFP paper's, beside them, as in a
     simulation. ``activation`` is what travels between chunks, as
     :func:`activation_spec` makes it. A stage of several devices works on one of them, and hands its outputs over as if
     all had them.
@@ -55,7 +57,9 @@ class EmulatedStage:
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
         self._graph = self._of_step = graph
-        self._duration_ms = duration_of(durations_ms, sleeps)
+        ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
+        self._duration_ms = duration_of(durations_ms, sleeps, ops)
+        self._sleepers = {op.letter: Sleeper() for op in graph.ops}
         self._mailbox = Mailbox(placement, stage, ship)
         self.accept = self._mailbox.accept
         self._is_alone = num_devices == 1
@@ -72,6 +76,9 @@ class EmulatedStage:
     def launch(self, step: int, task: Task) -> Launched:
         """Run the task to its end: a program that sleeps in a callback runs in the thread that launches it."""
         begun_s = time.perf_counter()
+        if task.kind in self._sleepers:
+            self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
+            return Launched(begun_s)
         if duration_ms := self._duration_ms(step, task):
             self._wake.after(duration_ms)
         value: Any = self._source
@@ -103,12 +110,14 @@ class EmulatedStage:
         return StageOutcome()
 
 
-def duration_of(durations_ms: np.ndarray, sleeps: InjectedSleeps | None = None) -> Callable[[int, Task], float]:
+def duration_of(
+    durations_ms: np.ndarray, sleeps: InjectedSleeps | None = None, ops: Iterable[Op] = ()
+) -> Callable[[int, Task], float]:
     """How long a task of a step takes, from an array as :class:`EmulatedStage` has it.
 
     For one stage, and asked once for each task, in the order in which they start.
     """
-    return StageTimes(Costs(durations_ms=durations_ms, sleeps=sleeps)).duration_ms
+    return StageTimes(Costs(durations_ms=durations_ms, sleeps=sleeps), ops).duration_ms
 
 
 @lru_cache(maxsize=1)  # all stages of a process have the same graph

@@ -25,7 +25,7 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.simulation.costs import SLOTS, of_tasks
 from rrfp_jax.simulation.jitter import InjectedSleeps
-from rrfp_jax.tasks import Absences
+from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
 from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
 from rrfp_jax.timeline import IdleReason, Span, Timeline
@@ -109,8 +109,10 @@ def emulate(
         if launch_ms is None:
             return emulated
         accelerator = EmulatedAccelerator(launch_ms=launch_ms)
-        lasts_ms = duration_of(durations_ms, sleeps)
-        accelerated.append(AcceleratedStage(emulated, accelerator, lasts_ms, stage=stage))
+        lasts_ms = duration_of(durations_ms, sleeps, graph.ops)
+        accelerated.append(
+            AcceleratedStage(emulated, accelerator, lasts_ms, stage=stage, lanes_beside=lanes_beside(graph))
+        )
         return accelerated[-1]
 
     def edge(message: Message, _: int) -> Edge:

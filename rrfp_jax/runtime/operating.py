@@ -1,0 +1,50 @@
+"""What an operation of one's own works on, and how a stage runs it (:mod:`rrfp_jax.tasks.operations`).
+
+``Op.run`` is called with an :class:`OperationContext` on the thread of its lane: the stage's compute thread, or one
+that the engine has to itself. It launches what it does and returns the arrays that are complete when it is done, or
+None.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
+from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.tasks import Op, PipelineGraph, Task
+
+Stashes = dict[tuple[int, int], Any]
+"""By chunk and microbatch, what is kept for the backward."""
+
+
+@dataclass(kw_only=True)
+class OperationContext:
+    """One task of an operation, and what its chunk has at that moment."""
+
+    step: int
+    task: Task
+    state: ChunkState
+    """Parameters, optimizer state and accumulators of the chunk."""
+    stashes: Stashes
+    programs: MicrobatchPrograms | None = None
+    """The compiled programs of the microbatch; None for a task that runs once per step."""
+    forward: Callable[[], Any] | None = None
+    """Runs the chunk's forward once more on the inputs that were kept, and returns the stash; None where they were not
+    (:attr:`rrfp_jax.tasks.Op.keeps_inputs`)."""
+
+    @property
+    def stash(self) -> Any:
+        """What the chunk keeps of the microbatch for its backward: a tree of arrays."""
+        return self.stashes[self.task.chunk, self.task.microbatch]
+
+    @stash.setter
+    def stash(self, stash: Any) -> None:
+        self.stashes[self.task.chunk, self.task.microbatch] = stash
+
+
+def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
+    """The operations of a graph by their letters; raises ValueError for one that cannot run for real."""
+    for op in graph.ops:
+        if op.run is None:
+            raise ValueError(f"operation {op.letter!r} has no function to run: give it one, or only simulate")
+    return {op.letter: op for op in graph.ops}
