@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.arbitration import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-from rrfp_jax.tasks import Placement, Task, TaskKind
+from rrfp_jax.tasks import Op, Placement, Task, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline
 
 
@@ -22,6 +22,8 @@ from rrfp_jax.timeline import IdleReason, Span, Timeline
         (Timeline, Timeline(2, [Span(0, 1, Task(TaskKind.U, 1), 0.25, 1e-3)])),
         (dict[IdleReason, float], {IdleReason.FILL: 0.5, IdleReason.INPUT: 0.25}),
         (tuple[str | None, ...], ("a", None)),
+        (tuple[TaskKind, int], (TaskKind.F, 1)),
+        (Op, Op("L", after=Op("O", after="F"), before="B", holds=0.5, pairs=frozenset({(0, 1)}))),
         (frozenset[int], frozenset({2, 1})),
         (tuple[int, ...], (1 << 63, 1 << 200, -(1 << 70))),
     ],
@@ -48,6 +50,7 @@ def test_numbers_of_numpy_are_written_as_numbers() -> None:
         (float, "1", "float"),
         (Task, "F0", "not a task"),
         (Task, 3, "a task"),
+        (TaskKind, "f", "capital letters"),
         (Placement, {"stage_of_chunk": [0, 2]}, "leaves stages"),
         (Placement, {"stage_of_chunk": [0], "more": 1}, "an object with stage_of_chunk"),
         (MessageKind, "letter", "one of activation"),

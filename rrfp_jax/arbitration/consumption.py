@@ -1,7 +1,8 @@
 """How a stage consumes its hint: skip what is absent (``ready``, RRFP) or wait for it (``strict``, the baseline).
 
 Both drive the same arbiter. ``Strict`` names its table's entries one after another and waits for each; R and U follow
-the table. It ignores the window: a table has a peak of its own, to be compared with the window before the start.
+the table, and an operation that runs once per step comes right before what waits for it, or last. It ignores the
+window: a table has a peak of its own, to be compared with the window before the start.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,24 @@ class Consumption:
         last.
         """
         lanes, rank = plan.lanes, self.rank
-        return tuple(node for *_, node in sorted((lanes[node] < 0, rank(task), node) for node, task in plan.present()))
+        ranked = {node: (rank(task), 0) for node, task in plan.present()}
+        for node in plan.once:
+            ranked[node] = _ahead_of_followers(node, plan, ranked)
+        return tuple(node for *_, node in sorted((lanes[node] < 0, *key, node) for node, key in ranked.items()))
+
+
+def _ahead_of_followers(node: int, plan: StagePlan, ranked: dict[int, tuple[Rank, int]]) -> tuple[Rank, int]:
+    """Of an operation that runs once per step, which no row names: right before the first task that waits for it, or
+    behind all others."""
+    found = [
+        _ahead_of_followers(after, plan, ranked) if after in plan.once else ranked[after]
+        for after in plan.dependents[node]
+        if after in ranked
+    ]
+    if found:
+        first, ahead = min(found)
+        return first, ahead - 1
+    return max(ranked.values())[0], 1
 
 
 def ready(hint: Hint) -> Consumption:

@@ -95,6 +95,8 @@ class StagePlan:
     """The chunks for which a node's end is one of these."""
     engines: tuple[str, ...] = ()
     """The lanes beside compute that this stage's operations keep busy."""
+    once: range = range(0)
+    """The operations that run once per step."""
     absent: frozenset[int] = frozenset()
     """The nodes that this step lacks: nothing waits for them, and they wait for nothing."""
 
@@ -227,6 +229,7 @@ class _PlanBuilder:
             holds=self.holds,
             lets_go=self.lets_go,
             engines=self.engines,
+            once=range(len(self.tasks) - len(self.once), len(self.tasks)),
         )
 
     def _lane(self, task: Task) -> int:
@@ -451,6 +454,6 @@ class _PlanBuilder:
 
     def _reported(self) -> list[int]:
         if self.rules.agreement is Agreement.ALL:
-            return list(range(len(self.tasks) - len(self.trained)))  # all but U
+            return list(range(self.num_microbatch_tasks + len(self.trained)))  # all but U, and what may wait for it
         sinks = (c for c in self.chunks if not self.graph.successors(c))
         return [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]

@@ -63,11 +63,20 @@ def out_of_order(graph: PipelineGraph, orders: Orders) -> tuple[Task, Task] | No
     return None
 
 
+def needed_tasks(graph: PipelineGraph, task: Task) -> tuple[Task, ...]:
+    """What a task waits for among those that rows name: an operation that runs once per step stands for what it waits
+    for itself."""
+    needed = graph.dependencies(task)
+    if graph.ops and any(one.microbatch < 0 for one in needed):
+        return tuple(d for one in needed for d in ((one,) if one.microbatch >= 0 else needed_tasks(graph, one)))
+    return needed
+
+
 def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
     """For every task with dependants, the tasks that wait for it."""
     after: dict[Task, list[Task]] = {}
     for task in graph.tasks():
-        for needed in graph.dependencies(task):
+        for needed in needed_tasks(graph, task):
             after.setdefault(needed, []).append(task)
     return after
 
@@ -84,7 +93,7 @@ def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], l
         order = orders[stage]
         while position[stage] < len(order):
             task = order[position[stage]]
-            blocker = next((d for d in graph.dependencies(task) if d not in done), None)
+            blocker = next((d for d in needed_tasks(graph, task) if d not in done), None)
             if blocker is not None:
                 waiting.setdefault(blocker, []).append(stage)
                 break
@@ -121,7 +130,7 @@ def _cycle(
     path: dict[int, tuple[Task, Task]] = {}
     while stage not in path:
         task = heads[stage]
-        needed = next(d for d in graph.dependencies(task) if d not in done)
+        needed = next(d for d in needed_tasks(graph, task) if d not in done)
         path[stage] = (task, needed)
         stage = placement.stage_of_chunk[needed.chunk]
     stages = list(path)

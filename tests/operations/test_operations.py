@@ -187,6 +187,25 @@ def test_operations_once_per_step_and_chunk():
     assert once == ["0E", "0G", "1G"]
 
 
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+@pytest.mark.parametrize("lane", ["compute", "net"])
+@pytest.mark.parametrize("agreement", list(Agreement))
+def test_operations_once_per_step_run_beside_a_table_that_names_none(consume, lane, agreement):
+    ops = (
+        Op("G", before="F", per="chunk", lane=lane, ms=3.0),
+        Op("H", after="R", before="U", per="chunk", lane=lane, ms=1.0),
+        Op("E", after="U", per="step", lane=lane, ms=1.0),
+    )
+    table = with_operations(build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=4)), ops)
+    order = Ordering(schedule=table, consume=consume).resolve(table.placement, chain(2, 4))
+    costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), order.graph))
+    timeline = simulate(order.arbiters(StepRules(agreement=agreement)), costs, num_steps=2).timeline.of_step(1)
+    end_s = {str(span.task): span.end_s for span in timeline.spans}
+    start_s = {str(span.task): span.start_s for span in timeline.spans}
+    for before, after in (("0G", "0F0"), ("1G", "1F0"), ("0R", "0H"), ("0H", "0U"), ("1H", "1U"), ("0U", "0E")):
+        assert end_s[before] <= start_s[after]
+
+
 def test_spans_keep_their_lane():
     timeline = run(offloaded(2, p=4, m=4), 2)
     again = Timeline.from_plain(4, timeline.as_plain())

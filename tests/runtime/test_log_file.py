@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -32,13 +33,15 @@ from rrfp_jax.arbitration import (
     schedule_hint,
     strict,
 )
+from rrfp_jax.arbitration import Ordering as OrderRecord
 from rrfp_jax.arbitration.saved import rebuild, save_arbiter
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
 from rrfp_jax.runtime.report import StageState, WaitForReport
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.tasks import Op, Task, TaskKind, chain, linear
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
 from tests.runtime.logged_runs import LoggedRun, arbiter_of
 
@@ -79,6 +82,26 @@ def test_every_order_replays_as_recorded(
     events = [type(event) for log in run.logs.values() for s in log.segments for event, _ in s.entries]
     assert (TaskAnnounced in events) == (resolved.foresight is not None)
     assert (ClockTick in events) == (resolved.foresight is not None)
+
+
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_operations_replay_on_their_lanes(consume: str, tmp_path: Path) -> None:
+    out = Op("O", after="F", lane="d2h", frees=0.5, ms=2.0, run=print)
+    back = Op("L", after=out, before="B", lane="h2d", holds=0.5, ms=2.0, pairs=frozenset({(0, 1), (0, 3)}))
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=3, num_microbatches=4))
+    table = with_operations(table, (replace(out, pairs=back.pairs), back, Op("G", before="F", per="chunk", lane="net")))
+    order = OrderRecord(schedule=table, consume=consume).resolve(table.placement, chain(3, 4))
+    run = LoggedRun({(a.stage, 0): a for a in order.arbiters(StepRules())}, draw=Random(0).randrange).start(3).run()
+    read = through_a_file(log_of(run), tmp_path)
+    assert [op.letter for op in read.graph.ops] == ["O", "L", "G"]
+    assert read.graph.ops[0].run is None
+    assert read.graph.ops[1] == back
+    replay = replay_run([read])
+    assert [stage.difference or stage.refusal for stage in replay.stages] == [None] * 3
+    beside = replay.timeline().of_step(2).beside()
+    assert sorted(f"{span.task} {span.lane}" for span in beside) == [
+        *("0G net", "0L1 h2d", "0L3 h2d", "0O1 d2h", "0O3 d2h", "1G net", "2G net"),
+    ]
 
 
 def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
@@ -352,12 +375,12 @@ def test_files_that_are_cut_or_damaged_are_refused(written: Path) -> None:
     ("content", "message"),
     [
         (b'{"format": "rrfp-jax event log"}', "version None"),
-        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 4"),
+        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 5"),
         (b'{"format": "another"}', "is no event log"),
         (b"[1, 2]", "is no event log"),
         (b"\x80\x04}\x94.", "is no event log"),
         (b"[" * 100_000, "is no event log"),
-        (b'{"format": "rrfp-jax event log", "version": 4}', "an object with rank"),
+        (b'{"format": "rrfp-jax event log", "version": 5}', "an object with rank"),
     ],
 )
 def test_foreign_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:

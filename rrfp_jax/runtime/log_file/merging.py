@@ -87,8 +87,9 @@ def _later(entry: _Entry, by_s: float) -> _Entry:
 
 
 def _running(replay: StageReplay, later_s: float, end_s: float) -> Iterator[Span]:
-    """The running task as a span; what was dispatched behind it has not started."""
-    for span in replay.unfinished[:1]:
+    """The running task of each lane as a span; what was dispatched behind it has not started."""
+    first = {span.lane: span for span in reversed(replay.unfinished)}
+    for span in first.values():
         start_s = span.start_s + later_s
         yield span._replace(start_s=start_s, end_s=max(start_s, end_s))
 

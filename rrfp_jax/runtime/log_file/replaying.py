@@ -10,6 +10,7 @@ from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file.run_log import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.report import StageState, stage_state
+from rrfp_jax.tasks import COMPUTE
 from rrfp_jax.timeline import Span, Timeline
 
 
@@ -55,7 +56,8 @@ class StageReplay:
     timeline: Timeline
     """Of the events that were answered as recorded; tasks that had not finished are left out."""
     unfinished: tuple[Span, ...]
-    """The task that was running when the log was taken, and those dispatched ahead: from start to start."""
+    """The tasks that were running when the log was taken, one of a lane, and those dispatched ahead: from start to
+    start."""
     last_event_s: float
     state: StageState
     """What the stage did when the log was taken."""
@@ -130,10 +132,7 @@ class _Replay:
         """Keep the timeline as the stage's actor does, with the times of events for those of the compute thread."""
         recorder, time_s = self.recorder, event.time_s
         if isinstance(event, TaskFinished):
-            run = RunTask(event.step, event.task)
-            start_s = max(self.last_end_s, self.dispatched_s.pop(run, time_s))
-            recorder.ran(run, start_s, time_s)
-            self.last_end_s = time_s
+            self._ran(RunTask(event.step, event.task), time_s)
         elif not was_active and self.arbiter.is_active:
             recorder.begin(event.step, time_s)
         for instruction in instructions:
@@ -144,6 +143,14 @@ class _Replay:
                 self.timeline.extend(recorder.take())
         recorder.observe(time_s, self.arbiter.idle_reason())
         self.last_event_s = time_s
+
+    def _ran(self, run: RunTask, end_s: float) -> None:
+        start_s, lane = self.dispatched_s.pop(run, end_s), self.run_log.graph.lane(run.task.kind)
+        if lane != COMPUTE:
+            self.recorder.ran_beside(run, start_s, end_s, lane)
+            return
+        self.recorder.ran(run, max(self.last_end_s, start_s), end_s)
+        self.last_end_s = end_s
 
     def _result(self) -> StageReplay:
         log, stage = self.run_log, self.log.arbiter.stage
@@ -160,9 +167,10 @@ class _Replay:
             refusal=self.refusal,
             timeline=self.timeline,
             unfinished=tuple(
-                Span(run.step, stage, run.task, start_s, start_s)
+                Span(run.step, stage, run.task, start_s, start_s, lane)
                 for run, dispatched_s in self.dispatched_s.items()
-                for start_s in [max(self.last_end_s, dispatched_s)]
+                for lane in [log.graph.lane(run.task.kind)]
+                for start_s in [max(self.last_end_s, dispatched_s) if lane == COMPUTE else dispatched_s]
             ),
             last_event_s=last_event_s,
             state=stage_state(
