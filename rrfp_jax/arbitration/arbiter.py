@@ -112,6 +112,7 @@ class StageArbiter(Lookout):
         self._full = StepPlan(plan, self.consumption)
         self._prepared = self._full
         self._row = None if setup.footprint is None else RowMemory(self._full, self.graph, self._row_tasks())
+        self._has_other_takers = self._row is not None and self._row.has_other_takers
         if self._row is not None:
             self._row.check_limit(setup.footprint or 0, self.stage)
         self._foresight = None if setup.foresight is None else setup.foresight.make()
@@ -413,24 +414,20 @@ class StageArbiter(Lookout):
         if node is None or left not in _RUNNING_OR_DUE:
             what = f"{task} finished without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
-        if plan.lanes[node] < 0:
-            self._engines.running[engine_of(plan.lanes[node])] = NOTHING  # type: ignore[union-attr]
+        if self._engines is not None and plan.lanes[node] < 0:
+            self._engines.running[engine_of(plan.lanes[node])] = NOTHING
         else:
-            self._end_computing(node, task)
+            if self._due is not None:
+                self._settle_due(node, task)
+            self._running.remove(node)
+            if self._foresight is not None:
+                self._foresight.finish(task, self._now_s)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
                 self._free(node)
         dependents = plan.dependents[node]
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
-
-    def _end_computing(self, node: int, task: Task) -> None:
-        """A task of the compute lane has ended."""
-        if self._due is not None:
-            self._settle_due(node, task)
-        self._running.remove(node)
-        if self._foresight is not None:
-            self._foresight.finish(task, self._now_s)
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""
@@ -480,10 +477,10 @@ class StageArbiter(Lookout):
         ranked = self._ranked
         if node < len(ranked.position):
             lane, position = ranked.plan.lanes[node], ranked.position[node]
-            if lane < 0:
-                self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
-                return
-            if not lane:
+            if lane <= 0:
+                if lane:
+                    self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                    return
                 if self._ahead is not None:
                     lane = self._list_of(ranked.plan.tasks[node])
                 elif ranked.microbatch_at[position] in self._window.held:
@@ -551,7 +548,8 @@ class StageArbiter(Lookout):
             lanes = self._ready.lanes
             find = footprint.first_costless if self._follows_row else partial(footprint.first_admitted, self._waiting)
             heads = (find(lanes[0], lanes[HELD]), *heads[1:])
-        if footprint is not None and self._row.has_other_takers:  # type: ignore[union-attr]
+        if self._has_other_takers:
+            assert footprint is not None
             lanes = self._ready.lanes
             second, third = (footprint.first_admitted(self._waiting, lane) for lane in lanes[1:3])
             heads = (heads[0], second, third, heads[3])

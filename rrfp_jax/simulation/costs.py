@@ -80,7 +80,7 @@ class StageTimes:
     def duration_ms(self, step: int, task: Task) -> float:
         """What the task takes that starts now."""
         kind, chunk, microbatch = task
-        if kind in self._operations_ms:
+        if self._operations_ms and kind in self._operations_ms:
             return self._operations_ms[kind]
         if microbatch < 0:
             return self._reduce_ms if kind is TaskKind.R else self._update_ms
