@@ -15,6 +15,7 @@ from rrfp_jax.runtime import RunFailed as RunFailed
 from rrfp_jax.runtime import StepMetrics as StepMetrics
 from rrfp_jax.runtime import StepResult as StepResult
 from rrfp_jax.runtime import TaskFailed as TaskFailed
+from rrfp_jax.runtime.operating import OperationContext as OperationContext
 from rrfp_jax.runtime.options import RuntimeOptions as RuntimeOptions
 from rrfp_jax.runtime.options import UpdateRules as UpdateRules
 from rrfp_jax.runtime.process import Process as Process
@@ -22,7 +23,9 @@ from rrfp_jax.schedules import ScheduleRequest as ScheduleRequest
 from rrfp_jax.schedules import ScheduleTable as ScheduleTable
 from rrfp_jax.schedules import build_schedule as build_schedule
 from rrfp_jax.schedules import schedule_names as schedule_names
+from rrfp_jax.schedules import with_operations as with_operations
 from rrfp_jax.tasks import Edge as Edge
+from rrfp_jax.tasks import Op as Op
 from rrfp_jax.tasks import Placement as Placement
 from rrfp_jax.tasks import Task as Task
 from rrfp_jax.tasks import TaskKind as TaskKind

@@ -76,6 +76,9 @@ class _Removal:
         per_microbatch = list(plan.tasks_per_microbatch)
         for node in self.removed:
             per_microbatch[plan.tasks[node].microbatch - plan.first_microbatch] -= 1
+        if graph.ops:
+            self.removed |= self._pointless_gates()
+        for node in self.removed:
             self._remove(node)
         for node in self.removed:
             self.needs[node] = FINISHED
@@ -101,6 +104,13 @@ class _Removal:
             engines=plan.engines,
             absent=frozenset(self.removed),
         )
+
+    def _pointless_gates(self) -> set[int]:
+        """The gates that stand before removed tasks alone: those of their inputs."""
+        plan = self.plan
+        before = (gate for node in self.removed for gate in plan.prerequisites(node))
+        gates = {gate for gate in before if isinstance(gate, int) and gate >= len(plan.tasks)}
+        return {gate for gate in gates if self.removed.issuperset(plan.dependents[gate])}
 
     def _remove(self, node: int) -> None:
         for dependent in self.plan.dependents[node]:

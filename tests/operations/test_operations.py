@@ -9,7 +9,7 @@ from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
 from rrfp_jax.simulation.result import peak_memory
-from rrfp_jax.tasks import Op, Task, TaskKind, chain, linear
+from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear
 from rrfp_jax.timeline import IdleReason, Timeline
 
 RULES = StepRules(updates=False, agreement=Agreement.NONE)
@@ -164,6 +164,17 @@ def test_a_hint_moves_memory_too():
         ).timeline
         assert max(peak_memory(timeline, order.graph, linear(4))) <= window
         assert {span.task for span in timeline.spans} == set(graph.tasks())
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_hint_moves_memory_in_steps_that_lack_some_pairs(window):
+    graph = PipelineGraph(4, 4, (Edge(0, 2, is_optional=True), Edge(1, 2), Edge(2, 3)))
+    order = Ordering(hint="bf", window=window, ops=offload(ms=2.0)).resolve(linear(4), graph)
+    steps = [absences([(0, 1)]), absences([(0, 0), (0, 2)]), ()]
+    costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), order.graph))
+    run = simulate(order.arbiters(StepRules()), costs, num_steps=6, absent=steps)
+    ran = [sum(span.task.kind == "L" for span in run.timeline.of_step(step).spans) for step in range(3)]
+    assert ran == [15, 14, 16]
 
 
 def test_an_operation_of_the_compute_lane_runs_in_bubbles():
