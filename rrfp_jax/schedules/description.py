@@ -54,9 +54,7 @@ def _called(name: str, describe: Description, stage: Stage) -> Described:
     except ValueError:
         raise  # a sentence of the description itself
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__} in line {last.lineno} of {last.filename}: {error}"
-        raise ValueError(f"schedule {name!r}, stage {stage.i}: {what}") from error
+        raise ValueError(f"schedule {name!r}, stage {stage.i}: {told(error)}") from error
     if isinstance(made, Described):
         return made
     remedies: dict[type, str] = {
@@ -66,6 +64,13 @@ def _called(name: str, describe: Description, stage: Stage) -> Described:
     }
     what = remedies.get(type(made), f"{made!r}: return an order, for example rounds(F.ahead(1), B)")
     raise ValueError(f"schedule {name!r}, stage {stage.i} gives {what}")
+
+
+def told(error: BaseException) -> str:
+    """What was raised, and in which line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = error.lineno if isinstance(error, SyntaxError) else last.lineno
+    return f"{type(error).__name__} in line {line}: {getattr(error, 'msg', None) or error}"
 
 
 def _located(name: str, mistake: Mistake) -> ValueError:

@@ -59,7 +59,7 @@ class PipelineConfig:
     freeze: tuple[str, ...] = ()
     """Layers that never change: names, what stands before a dot in names (``vision``), or globs."""
     schedule: str | None = None
-    """A schedule's name or the path of its CSV table; None: no table."""
+    """A schedule's name, ``FILE.py:NAME`` of your own, or the path of a CSV table; None: no table."""
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one, for schedules with such groups (``gis``); None:
     as few as the schedule allows."""

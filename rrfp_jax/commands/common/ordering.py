@@ -40,7 +40,7 @@ class Ordering:
     """What the user asked for, with schedules by name. Raises ValueError on words that contradict each other."""
 
     schedule: str | None = None
-    """A registered schedule, or the path of a table (``*.csv``); None: no table."""
+    """A schedule's name, ``FILE.py:NAME``, or the path of a table (``*.csv``); None: no table."""
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one, where the schedule has such groups."""
     consume: str = READY
@@ -219,7 +219,9 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
     """Add an option for each of :func:`parse_ordering`'s arguments, all None where not given."""
     group = parser.add_argument_group("order of the tasks")
     schedule = group.add_argument(
-        "--schedule", metavar="NAME|FILE.csv", help=f"a table: {', '.join(schedule_names())}; or a CSV file"
+        "--schedule",
+        metavar="NAME|FILE.py:NAME|FILE.csv",
+        help=f"a table: {', '.join(schedule_names())}; one that your file describes; or a CSV file",
     )
     offer(schedule, schedule_names())
     group.add_argument(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.schedules import schedule_names
-from rrfp_jax.schedules.registry import schedules_of_any_graph
+from rrfp_jax.schedules import schedule_entry
+from rrfp_jax.schedules.registry import is_schedule, schedules_of_any_graph
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, linear
 
 
@@ -90,7 +90,7 @@ def check_fits_graph(orderings: Sequence[Ordering], *, has_graph: bool, chunks_p
         )
     for ordering in orderings:
         name = ordering.schedule
-        if name in schedule_names() and name not in schedules_of_any_graph():
+        if name is not None and is_schedule(name) and not schedule_entry(name).any_graph:
             raise ValueError(
                 f"schedule {name!r} makes a chain of chunks and its own placement, not this graph: take one of "
                 f"{', '.join(schedules_of_any_graph())}, or a hint"

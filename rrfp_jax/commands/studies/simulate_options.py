@@ -15,6 +15,7 @@ from rrfp_jax.commands.studies.machine import add_machine_arguments
 from rrfp_jax.commands.studies.noise import add_noise_arguments
 from rrfp_jax.commands.studies.workload_options import add_workload_arguments
 from rrfp_jax.schedules import schedule_entry, schedule_names
+from rrfp_jax.schedules.registry import is_schedule
 from rrfp_jax.simulation import MemoryWeights
 
 FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
@@ -122,7 +123,8 @@ def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -
 
 
 def _has_groups(ordering: Ordering) -> bool:
-    return ordering.schedule in schedule_names() and schedule_entry(ordering.schedule).has_groups
+    name = ordering.schedule
+    return name is not None and is_schedule(name) and schedule_entry(name).has_groups
 
 
 def _distinct(entries: Sequence[str]) -> Sequence[str]:
@@ -133,8 +135,10 @@ def _distinct(entries: Sequence[str]) -> Sequence[str]:
 
 
 def _entry(entry: str, base: Ordering) -> Ordering:
-    name, colon, words = entry.partition(":")
-    if name in schedule_names() or name.endswith(".csv"):
+    path, of_file, rest = entry.partition(".py:")
+    name, colon, words = rest.partition(":") if of_file else entry.partition(":")
+    name = path + of_file + name if of_file else name
+    if is_schedule(name) or name.endswith(".csv"):
         return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
     if name not in hint_names() or name == SCHEDULE:
         known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])

@@ -106,7 +106,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         **{f"{section}.activation": ACTIVATIONS for section in ("vision", "projector")},
         "vision.norm": NORMS,
         "pipeline.projector_in": PROJECTOR_PLACES,
-        "pipeline.schedule": (*schedule_names(), "FILE.csv"),
+        "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
         "pipeline.hint": tuple(hint_names()),
         "pipeline.remat": ("none", "dots", "full"),

@@ -16,6 +16,10 @@ class Mistake(ValueError):
     stage = 0
 
 
+class WholeBackward(Mistake):
+    """I or W of a backward that is one task."""
+
+
 class Described:
     """What a description gives for a stage."""
 

@@ -37,9 +37,9 @@ g = 1 are). Hence g >= p/2.
 """
 
 from rrfp_jax.schedules.description import quickest
+from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, rounds, rule
 from rrfp_jax.schedules.language.streams import Stream
-from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.shapes import LOOPED
 
 

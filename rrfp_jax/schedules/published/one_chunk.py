@@ -24,8 +24,8 @@ skipped. A chunk that runs F alone has forwards in these places only."""
 
 from functools import partial
 
+from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, F, I, Order, Stage, W, rounds
-from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.shapes import ONE_EACH
 
 _SPLIT_SOURCE = "our construction: 1F1B, split as in Zero Bubble, arXiv 2401.10241"

@@ -12,8 +12,8 @@ the same time and frees the memory at the same moment.
 
 from typing import Any
 
+from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, block, owed
-from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.shapes import V
 
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"

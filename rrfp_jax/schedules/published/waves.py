@@ -11,8 +11,8 @@ twice the memory, and their gradients are summed once per step."""
 
 from typing import Any
 
+from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, Described, F, Order, Stage, rule, slots
-from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.shapes import ALTERNATING, TWO_WAYS, WAVES, place_in_unit
 from rrfp_jax.schedules.slots import EQUAL
 from rrfp_jax.tasks import Task, TaskKind

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import Order, Stage, given
-from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.shapes import ONE_EACH
 from rrfp_jax.tasks import Task, TaskKind

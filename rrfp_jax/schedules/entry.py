@@ -1,0 +1,119 @@
+"""What is known of a schedule, and how a description is registered.
+
+::
+
+    @schedule("my-schedule", shape=ONE_EACH, source="where it is published")
+    def my_schedule(s: Stage) -> Order:
+        return rounds(F.ahead(s.p - 1 - s.i), B)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rrfp_jax.schedules.description import Description, table_of
+from rrfp_jax.schedules.language.stage import Stage, WholeBackward
+from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules.shapes import ANY, Shape
+from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.tasks import linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEntry:
+    """One schedule and what a user should know before asking for it."""
+
+    name: str
+    describe: Description
+    source: str = "yours"
+    shape: Shape = ANY
+    """How chunks go to stages."""
+    split_backward: bool | None = None
+    """Whether the backward runs as I and W; None: where the description names one of them."""
+    weights_fill: bool = False
+    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
+    has_groups: bool = False
+    """Whether a ``group_size`` may be asked for."""
+    any_graph: bool = False
+    """Whether it orders the chunks of any graph on any placement; the others make a placement and a chain."""
+    constraints: str = "none"
+    chunk_parts: Callable[[int], tuple[int, ...]] | None = None
+    """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
+
+    @property
+    def placement(self) -> str:
+        """How chunks go to stages, in words."""
+        return self.shape.words
+
+    @property
+    def chunks_per_stage(self) -> int:
+        """Without the user's word."""
+        return self.shape.chunks_per_stage
+
+    @property
+    def fixed_chunks(self) -> bool:
+        """Whether ``chunks_per_stage`` is the only number possible."""
+        return self.shape.fixed_chunks
+
+    def chunks_for(self, request: ScheduleRequest) -> int:
+        """The chunks per stage that a request means; raises ValueError if the schedule cannot have them."""
+        asked = request.chunks_per_stage
+        if asked is None or (self.any_graph and request.placement is not None):
+            return self.chunks_per_stage
+        if self.fixed_chunks and asked != self.chunks_per_stage:
+            raise ValueError(
+                f"schedule {self.name!r} has {self.chunks_per_stage} chunks per stage, not {asked}: "
+                f"give chunks_per_stage={self.chunks_per_stage}"
+            )
+        return asked
+
+    def stages(self, request: ScheduleRequest, *, split: bool = False) -> list[Stage]:
+        """What its description is called with."""
+        p, m, v = request.num_stages, request.num_microbatches, self.chunks_for(request)
+        if request.graph is None:
+            placement, graph = self.shape.placement(p, v), self.shape.graph(p, v, m)
+        else:
+            placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
+        graph = replace(graph, split=frozenset(range(graph.num_chunks)) if split else frozenset())
+        return [Stage(i, placement, graph, request) for i in range(p)]
+
+    def table(self, request: ScheduleRequest) -> ScheduleTable:
+        """The validated table; raises ValueError with the remedy where the sizes do not fit it."""
+        try:
+            table = table_of(self.name, self.describe, self.stages(request, split=bool(self.split_backward)))
+        except ValueError as error:
+            if self.split_backward is not None or not isinstance(error.__cause__, WholeBackward):
+                raise
+            table = table_of(self.name, self.describe, self.stages(request, split=True))
+        hint = table.hint and replace(table.hint, weights_fill=self.weights_fill)
+        return replace(table, weights_fill=self.weights_fill, hint=hint)
+
+
+D = TypeVar("D", bound=Description)
+KNOWN: dict[str, ScheduleEntry] = {}
+"""All schedules that have a name everywhere."""
+_collecting = [KNOWN]
+
+
+def schedule(name: str, **facts: Any) -> Callable[[D], D]:
+    """Register a description; ``facts`` are the other fields of its entry. Without a shape it takes the model's graph."""
+
+    def register(describe: D) -> D:
+        if name in _collecting[-1]:
+            raise ValueError(f"schedule {name!r} is registered twice: give one of them another name")
+        entry = ScheduleEntry(name=name, describe=describe, **{"any_graph": "shape" not in facts} | facts)
+        _collecting[-1][name] = entry
+        return describe
+
+    return register
+
+
+@contextmanager
+def registering() -> Iterator[dict[str, ScheduleEntry]]:
+    """What is registered meanwhile, which is known nowhere else."""
+    _collecting.append({})
+    try:
+        yield _collecting[-1]
+    finally:
+        _collecting.pop()
