@@ -1,5 +1,8 @@
 """From a description to a table.
 
+Operations that a description does not name are put into its rows by their own ``lead``
+(:mod:`rrfp_jax.schedules.with_operations`).
+
 A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. It is called twice for every
 stage, and what both calls give must be equal.
 """
@@ -8,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from rrfp_jax.schedules.language.order import Order
@@ -16,6 +20,8 @@ from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, some
 from rrfp_jax.schedules.language.starts import block
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.schedules.with_operations import with_operations
+from rrfp_jax.tasks import Per
 
 Description = Callable[[Stage], Described]
 
@@ -67,10 +73,11 @@ def _called(name: str, describe: Description, stage: Stage) -> Described:
 
 
 def told(error: BaseException) -> str:
-    """What was raised, and in which line."""
+    """What was raised, and where."""
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} in line {error.lineno}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    line = error.lineno if isinstance(error, SyntaxError) else last.lineno
-    return f"{type(error).__name__} in line {line}: {getattr(error, 'msg', None) or error}"
+    return f"{type(error).__name__} in line {last.lineno} of {Path(last.filename).name}: {error}"
 
 
 def _located(name: str, mistake: Mistake) -> ValueError:
@@ -92,15 +99,22 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         length, hop = stages[0].lengths, stages[0].asked.comm_ms
         best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
         return best if best is tables[0] else replace(best, hint=tables[0])
+    graph = stages[0].graph
     try:
+        if family is not Order:  # operations go into the finished rows
+            stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
         rows = first.orders(stages, made)
     except Mistake as mistake:
         raise _located(name, mistake) from mistake
+    named = {task.kind for row in rows for task in row}
+    unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]
+    graph = replace(graph, ops=tuple(op for op in graph.ops if op not in unnamed))
     for stage, row in zip(stages, rows, strict=True):
         there = set(row)
-        missing = [task for task in stage.graph.tasks(stage.chunks) if task not in there]
+        missing = [task for task in graph.tasks(stage.chunks) if task not in there]
         if missing:
             kinds = " + ".join(f"{kind}.rest" for kind in dict.fromkeys(task.kind for task in missing))
             remedy = f"+ {kinds}" if family is Order else "a larger limit"
             raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: add them, with {remedy}")
-    return ScheduleTable.from_orders(name, stages[0].placement, stages[0].graph, rows)
+    table = ScheduleTable.from_orders(name, stages[0].placement, graph, rows)
+    return with_operations(table, unnamed) if unnamed else table

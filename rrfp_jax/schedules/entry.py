@@ -17,7 +17,7 @@ from rrfp_jax.schedules.language.stage import Stage, WholeBackward
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.shapes import ANY, Shape
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import linear
+from rrfp_jax.tasks import Op, linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class ScheduleEntry:
     """Whether a ``group_size`` may be asked for."""
     any_graph: bool = False
     """Whether it orders the chunks of any graph on any placement; the others make a placement and a chain."""
+    ops: tuple[Op, ...] = ()
+    """Operations that the pipeline has with this schedule."""
     constraints: str = "none"
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
@@ -75,7 +77,8 @@ class ScheduleEntry:
             placement, graph = self.shape.placement(p, v), self.shape.graph(p, v, m)
         else:
             placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
-        graph = replace(graph, split=frozenset(range(graph.num_chunks)) if split else frozenset())
+        split_chunks = frozenset(range(graph.num_chunks)) if split else frozenset()
+        graph = replace(graph, split=split_chunks, ops=(*graph.ops, *self.ops))
         return [Stage(i, placement, graph, request) for i in range(p)]
 
     def table(self, request: ScheduleRequest) -> ScheduleTable:
@@ -97,7 +100,7 @@ _collecting = [KNOWN]
 
 
 def schedule(name: str, **facts: Any) -> Callable[[D], D]:
-    """Register a description; ``facts`` are the other fields of its entry. Without a shape it takes the model's graph."""
+    """Register a description; ``facts`` are the other fields of its entry. Without a shape it takes any graph."""
 
     def register(describe: D) -> D:
         if name in _collecting[-1]:

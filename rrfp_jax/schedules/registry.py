@@ -26,8 +26,8 @@ def schedule_entry(name: str) -> ScheduleEntry:
         near = difflib.get_close_matches(name, KNOWN, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"there is no schedule {name!r}: {meant}the schedules are {', '.join(schedule_names())}; one of your own is "
-            "FILE.py:NAME"
+            f"there is no schedule {name!r}: {meant}the schedules are {', '.join(schedule_names())}; "
+            "one of your own is FILE.py:NAME"
         )
     return KNOWN[name]
 

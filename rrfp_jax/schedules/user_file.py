@@ -25,8 +25,9 @@ def is_in_file(name: str) -> bool:
 
 def entry_in_file(name: str) -> ScheduleEntry:
     """The schedule of this name; raises ValueError where there is none, or where the file cannot be imported."""
-    path, _, word = name.partition(".py")
-    path, word = f"{path}.py", word[1:]
+    match = _IN_FILE.fullmatch(name)
+    assert match is not None
+    path, word = match.group(1), match.group(2) or ""
     try:
         entries = _entries_of(path, Path(path).stat().st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:

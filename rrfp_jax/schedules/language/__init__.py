@@ -17,3 +17,4 @@ from rrfp_jax.schedules.language.streams import I as I
 from rrfp_jax.schedules.language.streams import W as W
 from rrfp_jax.schedules.language.streams import owed as owed
 from rrfp_jax.schedules.language.streams import rounds as rounds
+from rrfp_jax.schedules.language.streams import stream as stream

@@ -26,10 +26,10 @@ class Row:
     def put(self, kind: str, chunk: int, microbatch: int) -> None:
         """One pass, if there is such a one. Raises :class:`Mistake` where it is there already."""
         self.stage.check_own(chunk)
-        if microbatch < self.stage.m and not self.stage.graph.exists(chunk, microbatch):
-            return
         for part in self.stage.parts(kind, chunk):
             task = Task(TaskKind(part), chunk, microbatch)
+            if not self.has(task):
+                continue
             if task in self.places:
                 raise Mistake(f"{task} stands at {self.places[task]} and again at {len(self.places)}: keep one of them")
             self.places[task] = len(self.places)
@@ -37,13 +37,21 @@ class Row:
                 self.owed[task._replace(kind=TaskKind.W)] = None
             self.owed.pop(task, None)
 
+    def has(self, task: Task) -> bool:
+        """Whether the pipeline has this task, or would have it with more microbatches."""
+        graph = self.stage.graph
+        _, chunk, m = task
+        return m >= graph.num_microbatches or (
+            graph.exists(chunk, m) and (not graph.ops or graph.operations.has(task.kind, chunk, m))
+        )
+
     def left(self, kind: str, chunk: int) -> Iterator[int]:
         """The microbatches of this kind and chunk that are not there yet."""
         self.stage.check_own(chunk)
         for part in self.stage.parts(kind, chunk)[:1]:
             for m in range(self.limit):
-                exists = m >= self.stage.m or self.stage.graph.exists(chunk, m)
-                if exists and Task(TaskKind(part), chunk, m) not in self.places:
+                task = Task(TaskKind(part), chunk, m)
+                if task not in self.places and self.has(task):
                     yield m
 
 
@@ -92,7 +100,7 @@ class Order(Described):
         return Order(write)
 
     def within(self, limit: float) -> "Order":
-        """Refused where it holds more chunk passes than this, each from its F to the end of its backward."""
+        """Refused where it holds more activations than this, each of a chunk from its F to the end of its backward."""
 
         def write(row: Row) -> None:
             self.write(row)
@@ -100,8 +108,8 @@ class Order(Described):
             for (task, place), held in along:
                 if held > limit:
                     raise Mistake(
-                        f"{task} at {place} is activation number {held} to be held, and the limit is {limit:g}: warm "
-                        "up with fewer forwards, or raise the limit"
+                        f"{task} at {place} brings what is held to {held:g} activations, and the limit is {limit:g}: "
+                        "warm up with fewer forwards, or raise the limit"
                     )
 
         return Order(write)
@@ -123,8 +131,8 @@ class Order(Described):
         self.write(row)
         return [task for task in row.places if task.microbatch < stage.m]
 
-    def peak(self, stage: Stage) -> int:
-        """The most chunk passes that a stage holds at once."""
+    def peak(self, stage: Stage) -> float:
+        """The most activations that a stage holds at once."""
         return max(held_along(stage.graph, self.on(stage)))
 
 
@@ -140,13 +148,14 @@ nothing = _one_after_another()
 """The order without tasks, for a phase that some stages lack."""
 
 
-def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[int]:
-    """The chunk passes that a stage holds once each task has run: F begins one, the end of its backward ends it."""
-    held = 0
+def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
+    """What a stage holds while each task runs, in activations of a chunk: F takes one, the end of its backward frees
+    it, and operations move parts of it."""
+    held = 0.0
     for task in tasks:
-        if graph.has_backward(task.chunk):
-            held += (task.kind is TaskKind.F) - (task.kind is graph.accumulating_kind(task.chunk))
-        yield held
+        takes, frees = graph.memory_effect(task)
+        yield (held := held + takes)
+        held -= frees
 
 
 def given(tasks: Iterable[Task | str] | str) -> Order:

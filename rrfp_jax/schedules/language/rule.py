@@ -78,7 +78,7 @@ class Rule:
         lengths: Callable[[Task], float] = lambda _: 1.0,
         hop: float = 0.0,
         under_way: int | None = None,
-        holding: int | None = None,
+        holding: float | None = None,
     ) -> "Frozen":
         """The order in which stages start their tasks in virtual time.
 
@@ -86,7 +86,7 @@ class Rule:
             lengths: how long a task lasts.
             hop: from the end of a task to the start of one on another stage that waits for it.
             under_way: how many microbatches may be between their first task and their last, over the whole pipeline.
-            holding: how many chunk passes the stage may hold, each from its F to the end of its backward.
+            holding: how many activations the stage may hold, each of a chunk from its F to the end of its backward.
         """
         return Frozen(self, lengths, hop, under_way, holding)
 
@@ -144,7 +144,7 @@ class Frozen(Described):
     lengths: Callable[[Task], float]
     hop: float
     under_way: int | None
-    holding: int | None
+    holding: float | None
 
     def orders(self, stages: Sequence[Stage], made: Sequence["Frozen"]) -> list[list[Task]]:
         """The rules of all stages run together; times and ``under_way`` are those of the first."""
@@ -180,7 +180,7 @@ class _Keeper:
     """One stage: whose turn it is, and what it holds."""
 
     def __init__(self, stage: Stage, frozen: Frozen) -> None:
-        self.graph, self.frozen, self.turn, self.held = stage.graph, frozen, 0, 0
+        self.graph, self.frozen, self.turn, self.held = stage.graph, frozen, 0, 0.0
         self.forwards = deque(task for task in frozen.rule.row if task.kind is TaskKind.F)
         named = {kind for lane in frozen.rule.lanes for kind in lane}
         rest = tuple(sorted({kind for chunk in stage.chunks for kind in stage.graph.kinds(chunk)} - named))
@@ -201,10 +201,8 @@ class _Keeper:
         return is_next and (self.frozen.holding is None or self.held < self.frozen.holding)
 
     def _start(self, task: Task) -> Task:
-        if task.kind is TaskKind.F:
-            self.held += self.graph.has_backward(task.chunk)
-            if self.forwards:
-                self.forwards.popleft()
-        else:
-            self.held -= task.kind is self.graph.accumulating_kind(task.chunk)
+        takes, frees = self.graph.memory_effect(task)
+        self.held += takes - frees
+        if self.forwards and task.kind is TaskKind.F:
+            self.forwards.popleft()
         return task

@@ -1,5 +1,6 @@
 """What a description sees: one stage of one pipeline, frozen."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,7 @@ from typing import Any
 
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import Per, PipelineGraph, Placement, Task, TaskKind
 
 
 class Mistake(ValueError):
@@ -81,15 +82,18 @@ class Stage:
 
     def parts(self, kind: str, chunk: int) -> tuple[str, ...]:
         """The kinds of tasks that a pass of this kind is: none where the chunk has no such task, and I and W for B
-        where the backward is split. Raises :class:`Mistake` for I and W of a whole backward."""
-        kinds = self.graph.kinds(chunk)
-        if kind == TaskKind.B and chunk in self.graph.split:
-            return kinds[1:]
-        if kind in (TaskKind.I, TaskKind.W) and chunk not in self.graph.split:
-            raise Mistake(
-                f"chunk {chunk} has no {kind}, its backward is whole: write B, or register split_backward=True"
-            )
-        return (kind,) if kind in kinds else ()
+        where the backward is split. Raises :class:`Mistake` for a kind that no microbatch has."""
+        graph = self.graph
+        if kind == TaskKind.B and chunk in graph.split:
+            return graph.built_in_kinds(chunk)[1:]
+        if kind in (TaskKind.I, TaskKind.W) and chunk not in graph.split:
+            raise WholeBackward(f"{kind}[{chunk}] is not there, the backward is whole: write B, or split_backward=True")
+        known = ["F", "B", "I", "W", *(op.letter for op in graph.ops if op.per is Per.MICROBATCH)]
+        if kind not in known:
+            near = difflib.get_close_matches(kind, known, n=1, cutoff=0.1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise Mistake(f"no microbatch has a task of kind {kind!r}: {meant}the kinds are {', '.join(known)}")
+        return (kind,) if kind in graph.kinds(chunk) else ()
 
 
 def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from itertools import islice
 
 from rrfp_jax.schedules.language.order import Order, Row
 from rrfp_jax.schedules.language.stage import Mistake, Stage
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import Op, Task, TaskKind
 
 Shift = int | Callable[[int], int]
 """Rounds, or rounds for each chunk."""
@@ -148,6 +148,11 @@ class Owed(Order):
     def write(self, row: Row) -> None:
         for task in list(row.owed)[: self.most]:
             row.put(*task)
+
+
+def stream(kind: str | Op) -> Stream:
+    """The passes of an operation (or of any kind by its letters), to be put where they are issued."""
+    return Stream(kind.letter if isinstance(kind, Op) else kind)
 
 
 F, B, W = Stream(TaskKind.F), Stream(TaskKind.B), Stream(TaskKind.W)
