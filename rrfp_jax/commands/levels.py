@@ -183,7 +183,7 @@ def _row(setting: Setting, ideal: Levels) -> Row:
 
 def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ordering: Ordering) -> Execution:
     num_steps: int = setting.arguments.steps
-    durations_ms = for_steps(_chunk_durations(table, setting.durations_ms, parts), num_steps)
+    durations_ms = for_steps(chunk_durations(table, setting.durations_ms, parts), num_steps)
     with checking_input():
         order = ordering.resolve(table.placement, table.graph)
         costs = make_costs(setting.arguments, durations_ms, table.placement)
@@ -203,7 +203,7 @@ def _peak(table: ScheduleTable, step: Timeline, parts: tuple[int, ...]) -> float
     return round(max(ran.peak_activations(parts)), 9)
 
 
-def _chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
+def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
     """Those of a whole stage cut for its chunks, [1, chunks, microbatches, 3]."""
     length = per_stage(table, SlotLengths(*durations_ms), parts)
     kinds = (TaskKind.F, TaskKind.I, TaskKind.W)

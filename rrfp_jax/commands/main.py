@@ -20,6 +20,7 @@ COMMANDS = {
     "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
     "emulate": "the real runtime on stages whose tasks only take time",
     "levels": "every schedule as formula, as ideal slots, and executed",
+    "schedule": "one schedule: its rows, its picture, what it holds, a simulated step",
     "replay": "what the stages of a run were told and what they answered",
     "doctor": "look at this host as a run would find it, and say what to mend",
     "config": "what the keys of a configuration mean, and the presets",

@@ -3,12 +3,13 @@
 One line per stage, one cell per slot, ``2F5`` for chunk 2 (torch says stage), forward, microbatch 5; kinds F, B, I and
 W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this form and ``_load_csv`` reads it. Torch's
 compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
-backwards are split (DualPipe-V) as I and W; communication and sharding cells (SEND_F, UNSHARD, ...) belong to torch's
-lowered form, and are refused.
+backwards are split (DualPipe-V) as I and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD,
+...) are left out: here stages send what others read, and a chunk's parameters are there. A note tells of both.
 """
 
 import csv
 import io
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
 
+_log = logging.getLogger(__name__)
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -61,6 +63,7 @@ def from_csv(
     whatever :meth:`ScheduleTable.validate` finds.
     """
     rows = tuple(tuple(_cells(name, stage, line)) for stage, line in enumerate(_lines(text)))
+    _note(name, text)
     tasks = [task for row in rows for task in row if task is not None]
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
@@ -86,16 +89,25 @@ def _lines(text: str) -> list[list[str]]:
 
 def _cells(name: str, stage: int, line: Sequence[str]) -> Iterator[Task | None]:
     for column, cell in enumerate(line):
+        if _LOWERED.fullmatch(cell.strip()):
+            continue
         overlapped = _OVERLAPPED.fullmatch(cell.strip())
         for part in overlapped.group(1).split(";") if overlapped else [cell]:
             yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
 
 
+def _note(name: str, text: str) -> None:
+    """Tell what of torch's form is read in another way."""
+    lowered = sorted({match.group(1) for match in _LOWERED.finditer(text)})
+    if lowered:
+        _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
+    if "OVERLAP_F_B" in text:
+        _log.info("table %r: overlapped pairs run one after the other, as written", name)
+
+
 def _task(place: str, text: str) -> Task | None:
     if not text:
         return None
-    if _LOWERED.fullmatch(text):
-        raise ValueError(f"{place}: {text!r} is a communication or sharding action: dump the compute-only schedule")
     try:
         task = Task.parse(text)
     except ValueError as error:

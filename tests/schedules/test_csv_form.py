@@ -1,5 +1,6 @@
 """Tables as torch.distributed.pipelining writes them."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_an_overlapped_pair_and_a_full_backward_of_a_split_chunk_are_read_as_the
     assert table.graph.split == {0}
 
 
+def test_what_torch_adds_in_lowering_is_left_out_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lowered = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n"
+    assert from_csv(lowered, name="dumped") == from_csv("0F0,0B0\n1F0,1B0\n", name="dumped")
+    assert [record.getMessage() for record in caplog.records] == [
+        "table 'dumped': its RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD are left out, "
+        "stages send and keep what they need"
+    ]
+    caplog.clear()
+    from_csv("0F0,0F1,1F0,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0B1", name="pairs")
+    assert [record.getMessage() for record in caplog.records] == [
+        "table 'pairs': overlapped pairs run one after the other, as written"
+    ]
+
+
 def test_placement_and_graph_are_inferred() -> None:
     looping = build_schedule("interleaved-1f1b", REQUEST)
     assert from_csv(to_csv(looping)).placement == looped(4, 2)
@@ -52,8 +68,7 @@ def test_placement_and_graph_are_inferred() -> None:
     ("text", "words"),
     [
         ("", "holds no task"),
-        ("0F0,0SEND_F0,0B0", "stage 0, column 1: '0SEND_F0' is a communication or sharding action"),
-        ("0UNSHARD,0F0,0B0", "'0UNSHARD' is a communication or sharding action"),
+        ("0F0,0SENT_F0,0B0", "stage 0, column 1: '0SENT_F0' is not a task"),
         ("0F0,0B0,0U", "'0U' runs once per step"),
         ("0F0,hello", "column 1: 'hello' is not a task: write chunk, kind and microbatch"),
         ("0F0,0B0\n0F1,0B1", "chunk 0 appears on stages 0 and 1"),

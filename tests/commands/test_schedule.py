@@ -1,0 +1,121 @@
+"""The schedule command, and a user's own schedules in all commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.commands import emulate, levels, schedule, simulate
+from rrfp_jax.commands.common.errors import BadInput
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, read_csv
+
+SIZES = ("--num-stages", "4", "--num-microbatches", "8")
+FILE = """
+from rrfp_jax.schedules.language import B, F, I, W, rounds
+
+def mine(s):
+    return rounds(F.ahead(s.p - 1 - s.i), B)
+
+def halves(s):
+    return rounds(F.ahead(s.p - 1 - s.i), I, W.behind(s.i))
+
+def late(s):
+    return rounds(F, B, F)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "my_schedules.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def printed(capsys, command, *arguments: object) -> dict:
+    assert command.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_schedule_is_shown_with_rows_peaks_formulas_and_a_step(capsys) -> None:
+    assert schedule.main(["show", "zb-h1", *SIZES]) == 0
+    text = capsys.readouterr().out
+    assert "zb-h1: one chunk per stage; backward I and W; source: Zero Bubble" in text
+    assert "stage 3: 3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 " in text
+    assert "formula (p-1)(F+I-W): holds (m >= p, W <= F, W <= I)" in text
+    assert "bubble: 11.1% (published), 11.1% (ideal slots)" in text
+    assert "simulated step: 270 ms (strict), 270 ms (with foresight)" in text
+
+
+def test_its_picture_is_text_or_a_file(capsys, tmp_path) -> None:
+    assert schedule.main(["show", "1f1b", "--num-stages", "2", "--num-microbatches", "2", "--picture"]) == 0
+    assert "0F0 0F1         0B0 ---     0B1 ---" in capsys.readouterr().out.splitlines()
+    drawn = tmp_path / "mine.html"
+    assert schedule.main(["show", "1f1b", *SIZES, "--picture", str(drawn)]) == 0
+    assert drawn.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_numbers_and_the_table_for_programs(capsys, tmp_path, own) -> None:
+    csv = tmp_path / "table.csv"
+    name = f"{own}:halves"
+    result = printed(capsys, schedule, "show", name, *SIZES, "--durations-ms", "10,12,8", "--comm-ms", 1, "--csv", csv)
+    table = build_schedule("zb-h1", ScheduleRequest(num_stages=4, num_microbatches=8))
+    assert result["schedule"] == name
+    assert (
+        result["rows"]
+        == [[*map(str, order)] for order in table.orders]
+        == [[*map(str, order)] for order in read_csv(csv).orders]
+    )
+    assert result["peak_activations"] == [4, 4, 4, 4]
+    assert result["formulas"] == []
+    same = printed(capsys, schedule, "show", "zb-h1", *SIZES, "--durations-ms", "10,12,8", "--comm-ms", 1)
+    assert result["step_ms"] == same["step_ms"]
+    assert result["bubble"]["table"] == same["bubble"]["table"]
+
+
+def test_a_schedule_of_ones_own_in_simulate_and_levels(capsys, own) -> None:
+    mine = printed(capsys, simulate, *SIZES, "--schedule", f"{own}:mine", "--consume", "strict")
+    known = printed(capsys, simulate, *SIZES, "--schedule", "1f1b", "--consume", "strict")
+    assert mine["makespan_ms"] == known["makespan_ms"]
+    entries = f"{own}:mine:strict,{own}:halves,bf"
+    compared = printed(capsys, simulate, *SIZES, "--compare", entries)["compare"]
+    assert [*compared] == entries.split(",")
+    assert compared[f"{own}:mine:strict"]["makespan_ms"] == known["makespan_ms"]
+    rows = printed(capsys, levels, *SIZES, "--schedules", f"1f1b,{own}:mine")["schedules"]
+    assert rows[f"{own}:mine"]["strict"] == rows["1f1b"]["strict"]
+
+
+def test_a_schedule_of_ones_own_in_emulate(capsys, own) -> None:
+    sizes = ("--num-stages", 2, "--num-microbatches", 4, "--durations-ms", "1,1,1", "--steps", 1)
+    ran = printed(capsys, emulate, *sizes, "--schedule", f"{own}:mine", "--consume", "strict")
+    assert ran["order"][1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
+
+
+def test_a_configuration_names_a_schedule_of_ones_own(own) -> None:
+    config = load_train_config("cpu/debug", {"pipeline.schedule": f"{own}:mine"})
+    assert config.pipeline.schedule == f"{own}:mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py:mine", "cannot read schedule nowhere.py:mine: No such file or directory"),
+        ("OWN:mind", "has no schedule 'mind': did you mean mine?"),
+        ("OWN:late", "stage 0: 0F0 stands at 0 and again at 2: keep one of them"),
+        ("1f1bb", "did you mean '1f1b'?"),
+    ],
+)
+@pytest.mark.parametrize("command", [simulate, schedule], ids=["simulate", "schedule"])
+def test_what_is_no_schedule_is_bad_input(command, name: str, words: str, own: str) -> None:
+    name = name.replace("OWN", own)
+    order = ("--schedule", name) if command is simulate else ("show", name)
+    with pytest.raises(BadInput) as caught:
+        command.main([*order, *SIZES])
+    assert words in str(caught.value)
+
+
+def test_durations_that_leave_nothing_to_do_are_bad_input() -> None:
+    with pytest.raises(BadInput, match="leave nothing to do"):
+        schedule.main(["show", "1f1b", *SIZES, "--durations-ms", "0,0,0"])
+    with pytest.raises(BadInput, match="let the name end in"):
+        schedule.main(["show", "1f1b", *SIZES, "--picture", "picture.jpg"])
