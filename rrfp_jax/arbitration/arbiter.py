@@ -242,13 +242,14 @@ class StageArbiter(Lookout):
             return False
         if self._ready:
             return self._choose()[0] is None and self._footprint is not None
-        plan, waiting = self._ranked.plan, self._waiting
-        beside = {node for node, lane in enumerate(plan.lanes) if lane < 0 and waiting[node] != FINISHED}
-        return any(
-            waiting[node] > 0 and len(beside.intersection(plan.prerequisites(node))) == waiting[node]
-            for node, lane in enumerate(plan.lanes)
-            if lane >= 0
-        )
+        plan, waiting, coming = self._ranked.plan, self._waiting, engines.nodes()
+        for node in coming:  # grows by operations that wait for nothing else
+            for follower in plan.dependents[node]:
+                if waiting[follower] == 1 and follower < len(plan.tasks):
+                    if plan.lanes[follower] >= 0:
+                        return True
+                    coming.append(follower)
+        return False
 
     def running(self) -> tuple[Task, ...]:
         """The tasks that were dispatched and have not finished: the compute lane's in order, then those of engines."""
