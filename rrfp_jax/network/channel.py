@@ -39,12 +39,11 @@ class Carrier(Protocol):
     """What a channel needs of a link."""
 
     @property
-    def descriptor(self) -> int:
-        """Readable where messages may have arrived."""
-
-    @property
     def is_complete(self) -> bool:
         """Whether nobody is to be welcomed any more."""
+
+    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
+        """Have ``read`` called on the loop where messages may have arrived, until :meth:`close`."""
 
     def connect(self, rank: int, address: str) -> None:
         """Begin to exchange messages with a rank that listens there."""
@@ -94,14 +93,13 @@ class Channel:
         self._peers: dict[int, _Peer] = {}
         self._receipts_due = False
         self._is_closed = self._is_welcoming = False
-        self._descriptor = link.descriptor
         self._garbage = QuietLog(_LOG)
         self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
 
     def open(self) -> None:
         """Begin to receive."""
         if not self._is_closed:
-            self._loop.add_reader(self._descriptor, self._read)
+            self._link.listen(self._loop, self._read)
             self._read()
 
     def _welcome(self) -> None:
@@ -119,8 +117,6 @@ class Channel:
     def close(self, linger_s: float) -> None:
         """Stop to receive; what is under way is sent for up to ``linger_s``."""
         self._is_closed = True
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
         self._link.close(linger_s)
 
     def held_bytes(self) -> tuple[int, int]:
@@ -183,8 +179,8 @@ class Channel:
         self._link.send(rank, head, message.frames)
 
     def _read(self) -> None:
-        """Deliver what has arrived. The descriptor tells of changes only, so this ends either with nothing left or
-        with another turn under way."""
+        """Deliver what has arrived. A link may tell of changes only, so this ends either with nothing left or with
+        another turn under way."""
         for _ in range(_MESSAGES_PER_TURN):
             if self._is_closed:
                 return

@@ -4,17 +4,17 @@ ZeroMQ sends and receives on a thread of its own, at either end; each is woken, 
 message that a stage waits for pays for that each time. Here it goes from the loop to the system and back to a loop.
 What does not fit into the system's buffers waits, so nothing ever blocks. Everything is sealed.
 
-A record is its length in the clear, which the seal covers, and sealed: the number of frames, the head among them, the
-size of each, and the frames one behind another.
+A record is its length in the clear, and sealed: the number of frames, the head among them, the size of each but the
+last, and the frames one behind another.
 """
 
 import logging
-import select
 import struct
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rrfp_jax.network.lane import Proven
@@ -53,8 +53,9 @@ class _Line:
         if self.proven is None:
             self._early.append(frames)
             return
-        sizes = struct.pack(f"<{len(frames)}I", *[memoryview(frame).nbytes for frame in frames])
-        sealed = self.proven.outgoing.closed(b"".join((_COUNT.pack(len(frames)), sizes, *frames)))
+        sizes = [memoryview(frame).nbytes for frame in frames[:-1]]
+        body = b"".join((_COUNT.pack(len(frames)), struct.pack(f"<{len(sizes)}I", *sizes), *frames))
+        sealed = self.proven.outgoing.closed(body)
         record = _LENGTH.pack(len(sealed)) + sealed
         self.unsent += record[0 if self.unsent else self._send(record) :]
 
@@ -103,19 +104,18 @@ class DirectLink:
     def __init__(self, loop: AbstractEventLoop, *, broken: Callable[[int, str], None]) -> None:
         self._loop, self._broken = loop, broken
         self._lines: dict[int, _Line] = {}
-        self._rank_at: dict[int, int] = {}
-        """By descriptor, while something is expected there."""
         self._writing: set[int] = set()
         self._ended: list[_Line] = []
         self._arrived: deque[Message] = deque()
-        self._has_looked = False
         self._scratch = memoryview(bytearray(_READ_BYTES))
-        self._poll = select.epoll()
-        self.descriptor = self._poll.fileno()
-        """Readable as long as there is something to read."""
+        self._wake: Callable[[], None] = lambda: None
 
     is_complete = True
     """Nobody has to be welcomed."""
+
+    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:  # noqa: ARG002 - it has it
+        """Have ``read`` called where messages have arrived."""
+        self._wake = read
 
     def welcome(self) -> list[int]:
         """Nobody greets here."""
@@ -132,14 +132,12 @@ class DirectLink:
         if line is None:  # it was lost meanwhile
             proven.connection.close()
             return
-        number = proven.connection.fileno()
-        self._rank_at[number] = rank
-        self._poll.register(number, select.EPOLLIN)
         try:
             line.open(proven)
         except OSError as error:
             self._lose(rank, line, error)
         else:
+            self._loop.add_reader(proven.connection.fileno(), self._read, rank, line)
             self._flush_later(rank, line)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
@@ -174,25 +172,14 @@ class DirectLink:
         if rank in self._writing:
             assert line.proven is not None
             self._writing.discard(rank)
-            if not self._loop.is_closed():
-                self._loop.remove_writer(line.proven.connection.fileno())
+            self._loop.remove_writer(line.proven.connection.fileno())
 
     def receive(self) -> Message | None:
-        """The next message, if one has arrived.
+        """The next message, if one has arrived."""
+        return self._arrived.popleft() if self._arrived else None
 
-        After those of one look comes None: what has come since keeps the descriptor readable.
-        """
-        if not self._arrived and not self._has_looked:
-            for number, _ in self._poll.poll(0):
-                self._read(self._rank_at[number])
-            self._has_looked = bool(self._arrived)
-        if self._arrived:
-            return self._arrived.popleft()
-        self._has_looked = False
-        return None
-
-    def _read(self, rank: int) -> None:
-        line = self._lines[rank]
+    def _read(self, rank: int, line: _Line) -> None:
+        """There is something to read."""
         try:
             self._arrived.extend((rank, frames) for frames in line.read(self._scratch))
         except MalformedMessage as error:
@@ -200,6 +187,7 @@ class DirectLink:
             self._lose(rank, line, error)
         except OSError as error:
             self._lose(rank, line, error)
+        self._wake()
 
     def _lose(self, rank: int, line: _Line, why: Exception) -> None:
         self._end(rank, line)
@@ -207,12 +195,12 @@ class DirectLink:
 
     def _end(self, rank: int, line: _Line) -> None:
         """Neither read nor write any more; who is still there learns of it by the end of the connection."""
-        if self._lines.get(rank) is line:
-            del self._lines[rank]
-        self._stop_writing(rank, line)
-        if line.proven is not None and self._rank_at.pop(line.proven.connection.fileno(), None) is not None:
-            self._poll.unregister(line.proven.connection.fileno())
+        if self._lines.pop(rank, None) is None:
+            return
         self._ended.append(line)
+        if line.proven is not None and not self._loop.is_closed():
+            self._stop_writing(rank, line)
+            self._loop.remove_reader(line.proven.connection.fileno())
 
     def disconnect(self, rank: int) -> None:
         """Send nothing more to a rank, and expect nothing."""
@@ -232,7 +220,6 @@ class DirectLink:
         """After :meth:`close`, on any thread: end all connections."""
         for line in self._ended:
             line.close()
-        self._poll.close()
 
 
 def _end_of_record(data: memoryview, begin: int) -> int:
@@ -247,12 +234,12 @@ def _end_of_record(data: memoryview, begin: int) -> int:
 
 def _frames(body: memoryview) -> list[memoryview]:
     (count,) = _COUNT.unpack_from(body) if len(body) >= _COUNT.size else (0,)
-    begin = _COUNT.size + 4 * count
-    sizes = struct.unpack_from(f"<{count}I", body, _COUNT.size) if len(body) >= begin else ()
-    if not count or begin + sum(sizes) != len(body):
+    begin = _COUNT.size + 4 * (count - 1)
+    if not count or begin > len(body):
         raise MalformedMessage(f"a record of {len(body)} bytes, which names {count} frames")
-    frames = []
-    for size in sizes:
-        frames.append(body[begin : begin + size])
-        begin += size
-    return frames
+    if count == 1:
+        return [body[begin:]]
+    *ends, last = accumulate(struct.unpack_from(f"<{count - 1}I", body, _COUNT.size), initial=begin)
+    if last > len(body):
+        raise MalformedMessage(f"a record of {len(body)} bytes, whose frames take {last}")
+    return [body[start:end] for start, end in pairwise([*ends, last, len(body)])]

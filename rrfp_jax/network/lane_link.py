@@ -6,6 +6,7 @@ several cores. A rank's connections are made when it is known that arrays go the
 """
 
 import os
+from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 from rrfp_jax.network.assembly import CLEAR_PART_BYTES, PART_BYTES, Assembly, cut
 from rrfp_jax.network.buffers import BufferPool
 from rrfp_jax.network.lane import Lane, Parts, Proven
-from rrfp_jax.network.link import Message
+from rrfp_jax.network.link import Message, listen
 
 _END_S = 2.0
 
@@ -52,10 +53,15 @@ class LaneLink:
         self._bundles: dict[int, _Bundle] = {}
         self._ended: list[_Bundle] = []
         self._arrived: deque[Message] = deque()
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._hush: Callable[[], None] | None = None
 
     is_complete = True
     """Nobody has to be welcomed."""
+
+    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
+        """Have ``read`` called on the loop where messages may have arrived."""
+        self._hush = listen(loop, self._descriptor, read)
 
     def welcome(self) -> list[int]:
         """Nobody greets here."""
@@ -96,7 +102,7 @@ class LaneLink:
         """The next message, if one has arrived."""
         if not self._arrived:
             with suppress(BlockingIOError):
-                os.eventfd_read(self.descriptor)
+                os.eventfd_read(self._descriptor)
         # what has come since the descriptor was read has made it readable again
         return self._arrived.popleft() if self._arrived else None
 
@@ -110,6 +116,8 @@ class LaneLink:
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - :meth:`join` waits
         """Send nothing that is new; connections stand until :meth:`join`."""
+        if self._hush is not None:
+            self._hush()
         for bundle in self._bundles.values():
             bundle.finish()
 
@@ -121,9 +129,9 @@ class LaneLink:
             lane.end()
         for lane in lanes:
             lane.join(_END_S)
-        os.close(self.descriptor)
+        os.close(self._descriptor)
 
     def _complete(self, rank: int, frames: list[memoryview]) -> None:
         """On the thread of a connection."""
         self._arrived.append((rank, frames))
-        os.eventfd_write(self.descriptor, 1)
+        os.eventfd_write(self._descriptor, 1)

@@ -7,7 +7,8 @@ of its run. A receiver greets when it connects; from then on the sender knows th
 Everything is encrypted, and both ends are proven in the handshake (CURVE).
 """
 
-from collections.abc import Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,11 +61,11 @@ class Link:
         self._places: dict[int, str] = {}
         self._receivers: dict[int, bytes] = {}
         self._early: dict[int, list[tuple[bytes, Sequence[Any]]]] = {}
+        self._hush: Callable[[], None] | None = None
 
-    @property
-    def descriptor(self) -> int:
-        """Readable where messages may have arrived; tells of changes only."""
-        return descriptor(self.inbound)
+    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
+        """Have ``read`` called on the loop where messages may have arrived; it is told of changes only."""
+        self._hush = listen(loop, descriptor(self.inbound), read)
 
     def connect(self, rank: int, address: str) -> None:
         """Begin to receive from a rank that listens there, and to send to it once it has connected likewise."""
@@ -150,8 +151,21 @@ class Link:
 
     def close(self, linger_s: float) -> None:
         """Free the sockets; what is under way is sent for up to ``linger_s``."""
+        if self._hush is not None:
+            self._hush()
         self.outbound.close(linger=round(linger_s * 1000))
         self.inbound.close(linger=0)
+
+
+def listen(loop: AbstractEventLoop, number: int, read: Callable[[], None]) -> Callable[[], None]:
+    """Have the loop call ``read`` while a descriptor is readable; returns what ends that."""
+    loop.add_reader(number, read)
+
+    def hush() -> None:
+        if not loop.is_closed():
+            loop.remove_reader(number)
+
+    return hush
 
 
 def rank_of(role: str) -> int | None:

@@ -326,6 +326,10 @@ class PeerNetwork:
         """
         self.send_packed(rank, topic.encode(), pack(header), frames, on_confirmed)
 
+    def send_apart(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
+        """:meth:`send` for what keeps no place among other messages: it takes the quickest way, as arrays do."""
+        self.send_arrays(rank, topic.encode(), pack(header), frames)
+
     def send_packed(
         self,
         rank: int,

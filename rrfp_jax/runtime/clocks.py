@@ -77,7 +77,7 @@ class Clocks:
     def _ask(self, number: int) -> None:
         assert self._parent is not None
         header = {"round": self._num_asked, "number": number, "sent_s": self._clock()}
-        self._network.send(self._parent, _TOPIC, header)
+        self._network.send_apart(self._parent, _TOPIC, header)
 
     def _receive(self, sender: int, header: dict[str, Any], _: list[memoryview]) -> None:
         if sender == self._parent:
@@ -93,7 +93,7 @@ class Clocks:
         if before == [place[0], place[1] - 1]:
             self._note_trip(now_s - answered_s)
         self._answered[child] = (*place, now_s)
-        self._network.send(child, _TOPIC, {**header, "clock_s": self._clock(), "offset_s": self.offset_s})
+        self._network.send_apart(child, _TOPIC, {**header, "clock_s": self._clock(), "offset_s": self.offset_s})
 
     def _hear(self, header: dict[str, Any]) -> None:
         now_s, number = self._clock(), field(header, "number", int)

@@ -33,13 +33,14 @@ class PeerFailed(ConnectionError):
 
 
 class Network(Protocol):
-    """What gatherings need of a :class:`~rrfp_jax.network.PeerNetwork`."""
+    """What gatherings, outcomes and clocks need of a :class:`~rrfp_jax.network.PeerNetwork`."""
 
     rank: int
     num_ranks: int
 
     def subscribe(self, topic: str, handler: Any) -> None: ...
     def send(self, rank: int, topic: str, header: Any, frames: Any = ()) -> None: ...
+    def send_apart(self, rank: int, topic: str, header: Any, frames: Any = ()) -> None: ...
     def call_soon(self, call: Any) -> None: ...
 
 

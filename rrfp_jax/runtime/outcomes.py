@@ -84,4 +84,4 @@ class Outcomes:
             self._ended(step, Summary(sums, peaks))
         else:
             header = {"epoch": epoch, "step": step, "sums": to_plain(sums)}
-            self._network.send(self._parent, _TOPIC, header, [peaks])
+            self._network.send_apart(self._parent, _TOPIC, header, [peaks])

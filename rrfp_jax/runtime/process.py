@@ -26,6 +26,7 @@ from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers,
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Placement
 from rrfp_jax.timeline import Timeline
+from rrfp_jax.tree import neighbours
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer
@@ -310,12 +311,13 @@ class Process:
         """
         if self.cluster is None:
             return frozenset()
-        self.cluster.network.open_direct(partners(self.layout, placement, self.rank, messages))
+        stages = partners(self.layout, placement, self.rank, messages)
+        self.cluster.network.open_direct(stages.union(neighbours(self.rank, self.layout.num_ranks)))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]
-        neighbours = partners(self.layout, placement, self.rank, arrays)
-        found = try_transfers(self.gather, self.rank, neighbours, self._transfer_probe())
+        others = partners(self.layout, placement, self.rank, arrays)
+        found = try_transfers(self.gather, self.rank, others, self._transfer_probe())
         refused = {pair: why for pair, why in found.items() if why}
         if self._selection == "transfer" and refused:
             (one, other), why = next(iter(refused.items()))

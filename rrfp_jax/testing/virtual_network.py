@@ -97,6 +97,10 @@ class VirtualRank:
         """Send a message; its header is packed as it would be for a socket."""
         self._send(rank, topic.encode(), pack(header), frames)
 
+    def send_apart(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
+        """Send a message that keeps no place among others; here it does."""
+        self.send(rank, topic, header, frames)
+
     def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
         """Send a message of the sender's own making; there is always room here."""
         self._send(rank, topic, header, ())

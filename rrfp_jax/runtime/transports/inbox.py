@@ -150,7 +150,7 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 def _is_aligned(array: np.ndarray) -> bool:
-    return _address(array) % _ALIGNMENT == 0 or (array.nbytes <= QUICK_BYTES and array.flags.aligned)
+    return (array.nbytes <= QUICK_BYTES and array.flags.aligned) or _address(array) % _ALIGNMENT == 0
 
 
 def _address(array: np.ndarray) -> int:
