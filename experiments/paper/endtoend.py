@@ -21,7 +21,7 @@ from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.scene import peaks_above_1f1b
 from experiments.paper.tables import markdown, settings_of
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.simulate import RULES
+from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import GraphWishes, make_graph
 from rrfp_jax.commands.studies.model_pairs import model_pair
 from rrfp_jax.commands.studies.workload_options import on_graph

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.observe.style import GRID, INK
+from rrfp_jax.observe.style import SERIES_COLOURS as _COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#3d3d3d")
-"""Okabe and Ito's palette."""
 _MARKERS = "osD^vPX"
 _STYLES = ("-", "--", "-.", ":")
 

@@ -5,6 +5,7 @@
     rrfp levels --num-stages 8 --num-microbatches 16 --durations-ms 10,5,5
     rrfp levels --num-stages 8 --num-microbatches 16 --comm-ms 1 \\
         --jitter lognormal:0.5 --steps 10
+    rrfp levels --systems 3x3 --output
 
 With ``--json`` the last line on stdout is one JSON object.
 
@@ -19,26 +20,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_window
-from rrfp_jax.commands.simulate import RULES
-from rrfp_jax.commands.studies.durations import Durations, Profile, parse_durations_ms
+from rrfp_jax.commands.studies.durations import Profile, parse_durations_ms
+from rrfp_jax.commands.studies.execution import RULES, chunk_durations, peak_of
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, requested_graph
 from rrfp_jax.commands.studies.levels_report import Execution, Row, as_json, formulas_of, show_levels
 from rrfp_jax.commands.studies.machine import add_machine_arguments, dispatch, make_machine
 from rrfp_jax.commands.studies.noise import add_noise_arguments, check_noise, make_costs
+from rrfp_jax.commands.studies.systems.command import run_study
+from rrfp_jax.commands.studies.systems.options import add_systems_arguments, refuse_systems_options
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.comparison import Levels, compare
 from rrfp_jax.schedules.registry import schedules_of_any_graph
-from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
-from rrfp_jax.tasks import Task, TaskKind
-from rrfp_jax.timeline import Timeline
 
 OWN_PEAK = "table"
 """For ``--window``: each stage may hold what the table itself holds there."""
@@ -64,8 +63,14 @@ class Setting:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.systems is not None:
+        return run_study(arguments, parser)
+    if arguments.num_stages is None or arguments.num_microbatches is None:
+        parser.error("give --num-stages and --num-microbatches, or --systems, for example 3x3")
     with checking_input():
+        refuse_systems_options(arguments, parser)
         setting = make_setting(arguments)
         names = _names(arguments.schedules, is_graph=setting.request.graph is not None)
     rows, refused = compare_levels(setting, names)
@@ -91,13 +96,14 @@ def make_parser() -> CommandParser:
     """The parser; what the small languages of its values mean is read later."""
     parser = CommandParser("levels", __doc__)
     add = parser.add_argument
-    add("--num-stages", type=int, metavar="P", required=True, help="stages of the pipeline")
-    add("--num-microbatches", type=int, metavar="M", required=True, help="microbatches of a step")
+    add("--num-stages", type=int, metavar="P", help="stages of the pipeline (required, but for --systems)")
+    add("--num-microbatches", type=int, metavar="M", help="microbatches of a step (required, but for --systems)")
     add_graph_arguments(parser)
     add(
         "--schedules",
         metavar="A,B,...",
-        help="these schedules alone, by the names that rrfp simulate --list has (default: all that fit the graph)",
+        help="these schedules alone, by the names that rrfp simulate --list has (default: all that fit the graph); "
+        "with --systems the first is what others are compared with, and hanayo:4 has 4 chunks per stage",
     )
     add(
         "--durations-ms",
@@ -120,6 +126,7 @@ def make_parser() -> CommandParser:
     add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
     add_noise_arguments(parser.add_argument_group("noise"))
     add_machine_arguments(parser.add_argument_group("machine of the execution"))
+    add_systems_arguments(parser)
     return parser
 
 
@@ -192,23 +199,9 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
     return Execution(
         bubble=max(0.0, metrics.bubble_fraction),
-        peak=max(_peak(table, step, parts) for step in simulation.timeline.by_step()),
+        peak=max(peak_of(table, step, parts) for step in simulation.timeline.by_step()),
         makespan_ms_mean=metrics.makespan_ms_mean,
     )
-
-
-def _peak(table: ScheduleTable, step: Timeline, parts: tuple[int, ...]) -> float:
-    """Counted as for a table: a stage runs one task at a time, so that the order it ran decides what it held."""
-    ran = ScheduleTable.from_orders(table.name, table.placement, table.graph, step.order())
-    return round(max(ran.peak_activations(parts)), 9)
-
-
-def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: tuple[int, ...]) -> Durations:
-    """Those of a whole stage cut for its chunks, [1, chunks, microbatches, 3]."""
-    length = per_stage(table, SlotLengths(*durations_ms), parts)
-    kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
-    by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
-    return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
 
 
 def _names(text: str | None, *, is_graph: bool) -> tuple[str, ...]:

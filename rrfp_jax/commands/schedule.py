@@ -23,9 +23,8 @@ from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.outputs import check_outputs, draw
-from rrfp_jax.commands.levels import chunk_durations
-from rrfp_jax.commands.simulate import RULES
 from rrfp_jax.commands.studies.durations import parse_durations_ms
+from rrfp_jax.commands.studies.execution import RULES, chunk_durations
 from rrfp_jax.commands.studies.levels_report import Formula, formulas_of
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry, schedule_names, write_csv
 from rrfp_jax.schedules.comparison import Levels, compare

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from rrfp_jax.arbitration import Agreement, Order, StageArbiter, StepRules
+from rrfp_jax.arbitration import Order, StageArbiter
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
@@ -37,6 +37,7 @@ from rrfp_jax.commands.studies.durations import (
     load_trace,
     parse_durations_ms,
 )
+from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import dispatch, make_machine
 from rrfp_jax.commands.studies.noise import check_noise, make_costs
@@ -59,9 +60,6 @@ from rrfp_jax.simulation import (
 from rrfp_jax.simulation import simulate as run_simulation
 from rrfp_jax.tasks import PipelineGraph, chain, linear
 from rrfp_jax.timeline import Timeline
-
-RULES = StepRules(updates=False, agreement=Agreement.ALL)
-"""As in emulate: a step ends for all stages when all have reported the end of their tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)

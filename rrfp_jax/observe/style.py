@@ -18,6 +18,9 @@ FAINT_INK = "#666666"
 GRID = "#dddddd"
 PAPER = "#ffffff"
 
+SERIES_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#3d3d3d")
+"""Okabe and Ito's, for lines and bars that stand for methods."""
+
 _LIGHTEST = 0.62
 """How far the last of a stage's chunks is blended into white."""
 

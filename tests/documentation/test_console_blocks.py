@@ -26,6 +26,7 @@ NOT_RUN = {
     "python -m venv /tmp/torch": "downloads torch",
     "python -m experiments.bench_torch": "needs torch",
     "python -m experiments.bench --only": "takes minutes",
+    "python -m experiments.levels --systems 3x3 --output": "takes minutes; tests/commands/test_systems.py runs it",
 }
 """Beginnings of commands that are not run here, and why; those that have a parser are read by it all the same."""
 
