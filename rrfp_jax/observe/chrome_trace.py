@@ -1,8 +1,9 @@
 """A timeline as a trace file for https://ui.perfetto.dev or chrome://tracing.
 
-The format is Chrome's Trace Event Format (JSON object form): one process per stage, in it one track of tasks and one of
-idle time. Every box is a complete event (``ph: X``); ``ts`` and ``dur`` are microseconds from the first start. An
-event is named by the task's text form (``2F5``): Perfetto colours by the name without its digits, hence by kind.
+The format is Chrome's Trace Event Format (JSON object form): one process per stage, in it one track of tasks, one for
+each engine beside it, and one of idle time. Every box is a complete event (``ph: X``); ``ts`` and ``dur`` are
+microseconds from the first start. An event is named by the task's text form (``2F5``): Perfetto colours by the name
+without its digits, hence by kind.
 """
 
 import json
@@ -12,7 +13,8 @@ from typing import Any
 
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import first_start_s, require_drawable
-from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
+from rrfp_jax.observe.style import IDLE_LOOKS, task_looks
+from rrfp_jax.tasks import COMPUTE
 from rrfp_jax.timeline import Span, Timeline, Wait
 
 Event = dict[str, Any]
@@ -22,9 +24,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as an object for ``json.dump``; raises ValueError for a timeline without tasks."""
     require_drawable(timeline)
     zero_s = first_start_s(timeline)
-    events = [event for stage in range(timeline.num_stages) for event in _names(stage)]
-    events += [_task_event(span, zero_s) for span in timeline.spans]
-    events += [_idle_event(wait, zero_s) for wait in timeline.waits if wait.end_s > wait.start_s]
+    tracks = _Tracks(timeline)
+    looks = task_looks({span.task.kind: span.lane for span in timeline.spans})
+    events = [event for stage in range(timeline.num_stages) for event in tracks.names(stage)]
+    events += [_task_event(span, zero_s, tracks, looks[span.task.kind].label) for span in timeline.spans]
+    events += [_idle_event(wait, zero_s, tracks) for wait in timeline.waits if wait.end_s > wait.start_s]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _summary(timeline)}
 
 
@@ -35,43 +39,53 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-_TASKS, _IDLE = range(2)
-"""The tracks of a stage."""
+_IDLE = "idle"
 
 
-def _track(stage: int, track: int) -> Event:
-    # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
-    return {"pid": stage + 1, "tid": 2 * stage + 1 + track}
+class _Tracks:
+    """The tracks of every stage: tasks, its engines in the order of their names, idle time."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        beside = sorted({(span.stage, span.lane) for span in timeline.beside()})
+        self._of_stage = [
+            [COMPUTE, *(lane for of, lane in beside if of == stage), _IDLE] for stage in range(timeline.num_stages)
+        ]
+        self._most = max(map(len, self._of_stage))
+
+    def place(self, stage: int, track: str) -> Event:
+        # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
+        return {"pid": stage + 1, "tid": self._most * stage + 1 + self._of_stage[stage].index(track)}
+
+    def names(self, stage: int) -> Iterator[Event]:
+        process = {"ph": "M", "pid": stage + 1}
+        yield {**process, "name": "process_name", "args": {"name": f"stage {stage}"}}
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
+        for number, track in enumerate(self._of_stage[stage]):
+            thread = {"ph": "M", **self.place(stage, track)}
+            yield {**thread, "name": "thread_name", "args": {"name": "tasks" if track == COMPUTE else track}}
+            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _names(stage: int) -> Iterator[Event]:
-    process = {"ph": "M", "pid": stage + 1}
-    yield {**process, "name": "process_name", "args": {"name": f"stage {stage}"}}
-    yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
-    for track, name in ((_TASKS, "tasks"), (_IDLE, "idle")):
-        thread = {"ph": "M", **_track(stage, track)}
-        yield {**thread, "name": "thread_name", "args": {"name": name}}
-        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": track}}
-
-
-def _task_event(span: Span, zero_s: float) -> Event:
+def _task_event(span: Span, zero_s: float, tracks: _Tracks, label: str) -> Event:
     task = span.task
-    args: dict[str, Any] = {"step": span.step, "kind": TASK_LOOKS[task.kind].label, "chunk": task.chunk}
+    args: dict[str, Any] = {"step": span.step, "kind": label, "chunk": task.chunk}
     if task.microbatch >= 0:
         args["microbatch"] = task.microbatch
-    return {**_complete(span, zero_s, _TASKS), "name": str(task), "cat": f"task,{task.kind}", "args": args}
+    place = tracks.place(span.stage, span.lane)
+    return {**_complete(span, zero_s, place), "name": str(task), "cat": f"task,{task.kind}", "args": args}
 
 
-def _idle_event(wait: Wait, zero_s: float) -> Event:
+def _idle_event(wait: Wait, zero_s: float, tracks: _Tracks) -> Event:
     reason = wait.reason
     args = {"step": wait.step, "reason": reason.value, "meaning": IDLE_LOOKS[reason].label}
-    return {**_complete(wait, zero_s, _IDLE), "name": f"idle: {reason}", "cat": f"idle,{reason}", "args": args}
+    place = tracks.place(wait.stage, _IDLE)
+    return {**_complete(wait, zero_s, place), "name": f"idle: {reason}", "cat": f"idle,{reason}", "args": args}
 
 
-def _complete(entry: Span | Wait, zero_s: float, track: int) -> Event:
+def _complete(entry: Span | Wait, zero_s: float, place: Event) -> Event:
     # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
     start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
-    return {"ph": "X", **_track(entry.stage, track), "ts": start_us, "dur": round(end_us - start_us, 3)}
+    return {"ph": "X", **place, "ts": start_us, "dur": round(end_us - start_us, 3)}
 
 
 def _summary(timeline: Timeline) -> dict[str, str]:

@@ -17,8 +17,9 @@ _WINDOW = 10
 """Pixels over which shares are taken: enough boxes that neighbouring columns look alike."""
 
 
-def share_images(panel: Panel, *, end_ms: float, num_columns: int, num_levels: int) -> NDArray[np.uint8]:
-    """One image per stage, [stages, num_levels, num_columns, 4] in RGBA, of the time from 0 to ``end_ms``.
+def share_images(panel: Panel, *, end_ms: float, num_columns: int, num_levels: int) -> list[NDArray[np.uint8]]:
+    """One image per row, [levels, num_columns, 4] in RGBA, of the time from 0 to ``end_ms``; a stage's row has
+    ``num_levels``.
 
     Transparent where no task ran, so that the hatching of long idle times behind it stays visible.
     """
@@ -27,26 +28,29 @@ def share_images(panel: Panel, *, end_ms: float, num_columns: int, num_levels: i
     middles = (np.arange(num_columns) + 0.5) * end_ms / num_columns
     reach = _WINDOW / 2 * end_ms / num_columns
     begins, ends = np.maximum(middles - reach, 0), np.minimum(middles + reach, end_ms)
-    # The lowest level comes last in an image.
-    levels = (np.arange(num_levels)[::-1] + 0.5) / num_levels
-    images = np.empty((panel.num_stages, num_levels, num_columns, 4), dtype=np.uint8)
-    for stage in range(panel.num_stages):
+    images = []
+    for number, row in enumerate(panel.rows):
+        height = max(1, round(num_levels * row.height))
+        # The lowest level comes last in an image.
+        levels = (np.arange(height)[::-1] + 0.5) / height
         boxes = (*panel.tasks.values(), *panel.waits.values())
-        stacked = np.cumsum([_shares(one, stage, begins, ends) for one in boxes], axis=0)
+        stacked = np.cumsum([_shares(one, number, begins, ends) for one in boxes], axis=0)
         index = (stacked[:, None, :] < levels[None, :, None]).sum(axis=0)
         idle = stacked[len(panel.tasks) - 1] < 1e-9
-        images[stage] = palette[np.where(idle, len(boxes), index)]
+        images.append(palette[np.where(idle, len(boxes), index)])
     return images
 
 
 def are_thin(widths_ms: Sequence[NDArray[np.float64]], pixels_per_ms: float) -> bool:
-    """Whether a quarter of the boxes is thinner than two pixels."""
-    return float(np.quantile(np.concatenate(widths_ms), 0.25)) * pixels_per_ms < 2
+    """Whether a quarter of the boxes is thinner than two pixels; those that take no time are not to be seen anyway."""
+    widths = np.concatenate(widths_ms)
+    widths = widths[widths > 0]
+    return bool(widths.size) and float(np.quantile(widths, 0.25)) * pixels_per_ms < 2
 
 
-def _shares(boxes: Boxes, stage: int, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Which part of each interval the boxes of a stage cover, [intervals]."""
-    mine = boxes.stage == stage
+def _shares(boxes: Boxes, row: int, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Which part of each interval the boxes of a row cover, [intervals]."""
+    mine = boxes.row == row
     starts, stops = np.sort(boxes.start_ms[mine]), np.sort(boxes.end_ms[mine])
     covered = [_ramp(starts, edges) - _ramp(stops, edges) for edges in (begins, ends)]
     return (covered[1] - covered[0]) / (ends - begins)

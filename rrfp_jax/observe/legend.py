@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from rrfp_jax.observe.measure import text_width
-from rrfp_jax.observe.panels import Panel, kinds_of
-from rrfp_jax.observe.style import FAINT_INK, IDLE_LOOKS, INK, PAPER, UNEXPLAINED_LABEL, shade, task_look
+from rrfp_jax.observe.panels import Panel
+from rrfp_jax.observe.style import FAINT_INK, IDLE_LOOKS, INK, PAPER, UNEXPLAINED_LABEL, shade
 from rrfp_jax.timeline import IdleReason
 
 _ROW = 0.225
@@ -80,10 +80,10 @@ def task_keys(drawn: Sequence[Panel]) -> list[Key]:
     present = set().union(*(panel.visible_kinds() for panel in drawn))
     return [
         Key(
-            fills=tuple(shade(task_look(kind).colour, rank, num_shades) for rank in range(num_shades)),
-            label=task_look(kind).label,
+            fills=tuple(shade(look.colour, rank, num_shades) for rank in range(num_shades)),
+            label=look.label,
         )
-        for kind in kinds_of(drawn)
+        for kind, look in drawn[0].looks.items()
         if kind in present
     ]
 

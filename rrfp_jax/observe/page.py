@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.observe.output_files import replacing
-from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, kinds_of, panels
-from rrfp_jax.observe.style import IDLE_LOOKS, shade, task_look, text_colour
+from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, panels
+from rrfp_jax.observe.style import IDLE_LOOKS, TaskLook, shade, text_colour
+from rrfp_jax.tasks import TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline
 
 
@@ -31,9 +32,10 @@ def write_page(
     given = list(timelines)
     drawn = panels(given)
     num_shades = max(panel.num_shades for panel in drawn)
-    looks = [*(TaskGroup(kind, rank) for kind in kinds_of(drawn) for rank in range(num_shades)), *IdleReason]
+    task_looks = drawn[0].looks
+    looks = [*(TaskGroup(kind, rank) for kind in task_looks for rank in range(num_shades)), *IdleReason]
     data = {
-        "looks": [_look(what, num_shades) for what in looks],
+        "looks": [_look(what, num_shades, task_looks) for what in looks],
         "panels": [_panel(panel, timeline, looks) for panel, (_, timeline) in zip(drawn, given, strict=True)],
     }
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), level=9)
@@ -44,9 +46,9 @@ def write_page(
         temporary.write_text(text, encoding="utf-8")
 
 
-def _look(what: TaskGroup | IdleReason, num_shades: int) -> dict[str, str]:
+def _look(what: TaskGroup | IdleReason, num_shades: int, task_looks: Mapping[TaskKind, TaskLook]) -> dict[str, str]:
     if isinstance(what, TaskGroup):
-        look = task_look(what.kind)
+        look = task_looks[what.kind]
         colour = shade(look.colour, what.rank, num_shades)
         return {"label": look.label, "kind": what.kind, "colour": colour, "ink": text_colour(colour)}
     idle = IDLE_LOOKS[what]
@@ -57,7 +59,11 @@ def _panel(panel: Panel, timeline: Timeline, looks: Sequence[TaskGroup | IdleRea
     groups: list[tuple[TaskGroup | IdleReason, Boxes]] = [*panel.waits.items(), *panel.tasks.items()]
     return {
         "caption": panel.caption,
-        "stages": panel.num_stages,
+        "rows": [
+            {"stage": row.stage, "lane": row.lane if row.is_beside else "", "top": row.top, "height": row.height}
+            for row in panel.rows
+        ],
+        "height": panel.height,
         "facts": {"all": panel.summary(), **{step: facts(one) for step, one in _by_step(timeline)}},
         "boxes": [[looks.index(what), *_columns(boxes)] for what, boxes in groups],
     }
@@ -68,7 +74,7 @@ def _by_step(timeline: Timeline) -> Iterator[tuple[int, Timeline]]:
 
 
 def _columns(boxes: Boxes) -> Iterator[list[int]]:
-    """Step, stage, start and length in microseconds, chunk and microbatch of every box."""
+    """Step, row, start and length in microseconds, chunk and microbatch of every box."""
     start_us, end_us = (np.rint(times * 1e3).astype(np.int64) for times in (boxes.start_ms, boxes.end_ms))
-    for column in (boxes.step, boxes.stage, start_us, end_us - start_us, boxes.chunk, boxes.microbatch):
+    for column in (boxes.step, boxes.row, start_us, end_us - start_us, boxes.chunk, boxes.microbatch):
         yield column.tolist()

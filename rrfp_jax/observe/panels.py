@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.style import shade, task_look
-from rrfp_jax.tasks import BUILT_IN_KINDS, TaskKind
+from rrfp_jax.observe.lanes import Row, rows_of
+from rrfp_jax.observe.style import TaskLook, shade, task_looks
+from rrfp_jax.tasks import COMPUTE, TaskKind
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 
@@ -23,7 +24,8 @@ from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 class Boxes:
     """Boxes of one look; all arrays have the shape [boxes]."""
 
-    stage: NDArray[np.int64]
+    row: NDArray[np.int64]
+    """Which of the panel's rows."""
     step: NDArray[np.int64]
     start_ms: NDArray[np.float64]
     end_ms: NDArray[np.float64]
@@ -33,7 +35,7 @@ class Boxes:
     """-1 for idle time and for tasks that run once per step."""
 
     def __len__(self) -> int:
-        return len(self.stage)
+        return len(self.step)
 
     @property
     def width_ms(self) -> NDArray[np.float64]:
@@ -46,11 +48,6 @@ class TaskGroup(NamedTuple):
     kind: TaskKind
     rank: int
 
-    @property
-    def is_numbered(self) -> bool:
-        """Whether its tasks belong to microbatches; R and U run once per step."""
-        return self.kind not in (TaskKind.R, TaskKind.U)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
@@ -58,6 +55,9 @@ class Panel:
 
     caption: str
     num_stages: int
+    rows: tuple[Row, ...]
+    looks: Mapping[TaskKind, TaskLook]
+    """Of all kinds in this drawing, in the order of legends."""
     steps: tuple[int, ...]
     chunks_of_stage: tuple[tuple[int, ...], ...]
     """The chunks that ran on each stage, ascending."""
@@ -69,10 +69,19 @@ class Panel:
     """Mean over the steps."""
     bubble_fraction: float
     """Mean over the steps."""
-    stage_bubbles: tuple[float, ...]
-    """Mean over the steps, per stage."""
+    idle_shares: tuple[float, ...]
+    """Per row, of the makespan: the bubble of a stage, the idle time of an engine; mean over the steps."""
     step_starts_ms: Mapping[int, Mapping[int, float]]
-    """step -> stage -> start of the stage's first task of that step."""
+    """step -> stage -> start of the stage's first task of that step, engines apart."""
+
+    @property
+    def height(self) -> float:
+        """Of all rows, in heights of a stage's."""
+        return self.rows[-1].bottom
+
+    def is_beside(self, boxes: Boxes) -> bool:
+        """Whether tasks of one look ran on an engine."""
+        return bool(len(boxes)) and self.rows[boxes.row[0]].is_beside
 
     @property
     def num_shades(self) -> int:
@@ -92,7 +101,7 @@ class Panel:
         }
 
     def colour(self, group: TaskGroup) -> str:
-        return shade(task_look(group.kind).colour, group.rank, self.num_shades)
+        return shade(self.looks[group.kind].colour, group.rank, self.num_shades)
 
     def summary(self) -> str:
         """The facts of the title line: makespan, bubble fraction, step."""
@@ -100,16 +109,6 @@ class Panel:
         if len(self.steps) == 1:
             return f"{text} · step {self.steps[0]}"
         return f"steps {self.steps[0]} to {self.steps[-1]}, mean: {text}"
-
-
-def kind_place(kind: TaskKind) -> tuple[int, str]:
-    """Where a kind comes in legends: the built-in ones first, in the order in which they run."""
-    return (BUILT_IN_KINDS.index(kind) if kind in BUILT_IN_KINDS else len(BUILT_IN_KINDS), kind)
-
-
-def kinds_of(drawn: Iterable[Panel]) -> list[TaskKind]:
-    """The built-in kinds, and those of operations that occur, in the order of legends."""
-    return sorted({*BUILT_IN_KINDS, *(group.kind for panel in drawn for group in panel.tasks)}, key=kind_place)
 
 
 def facts(step: Timeline) -> str:
@@ -126,7 +125,9 @@ def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
 
     Raises ValueError for no timeline at all, and for a timeline that is empty or that cannot be drawn.
     """
-    found = [_panel(" ".join(caption.split()), timeline) for caption, timeline in timelines]
+    given = list(timelines)
+    looks = task_looks({span.task.kind: span.lane for _, timeline in given for span in timeline.spans})
+    found = [_panel(" ".join(caption.split()), timeline, looks) for caption, timeline in given]
     if not found:
         raise ValueError("there is no timeline to draw: give at least one (caption, timeline) pair")
     return found
@@ -164,28 +165,45 @@ def format_ms(milliseconds: float) -> str:
     return f"{milliseconds:,.{decimals}f} ms"
 
 
-def _panel(caption: str, timeline: Timeline) -> Panel:
+def _panel(caption: str, timeline: Timeline, looks: Mapping[TaskKind, TaskLook]) -> Panel:
     require_drawable(timeline, f"timeline {caption!r}")
     zero_s = first_start_s(timeline)
     chunks_of_stage = _chunks_of_stage(timeline)
+    rows = rows_of(timeline.num_stages, timeline.spans)
     steps = tuple(timeline.steps())
     by_step = timeline.by_step()
     starts: dict[int, dict[int, float]] = {step: {} for step in steps}
     for span in sorted(timeline.spans, key=lambda s: s.start_s, reverse=True):
-        starts[span.step][span.stage] = _ms(span.start_s, zero_s)
+        if not span.is_beside:
+            starts[span.step][span.stage] = _ms(span.start_s, zero_s)
     return Panel(
         caption=caption,
         num_stages=timeline.num_stages,
+        rows=rows,
+        looks=looks,
         steps=steps,
         chunks_of_stage=chunks_of_stage,
-        tasks=_task_boxes(timeline.spans, chunks_of_stage, zero_s),
-        waits=_wait_boxes(timeline.waits, zero_s),
+        tasks=_task_boxes(timeline.spans, chunks_of_stage, zero_s, rows, list(looks)),
+        waits=_wait_boxes(timeline.waits, zero_s, rows),
         end_ms=_ms(max(entry.end_s for entry in _entries(timeline)), zero_s),
         makespan_ms=fmean(one.makespan_s() for one in by_step) * 1e3,
         bubble_fraction=fmean(one.bubble_fraction() for one in by_step),
-        stage_bubbles=tuple(map(fmean, zip(*(one.stage_bubbles() for one in by_step), strict=True))),
+        idle_shares=tuple(map(fmean, zip(*(_idle_shares(one, rows) for one in by_step), strict=True))),
         step_starts_ms=starts,
     )
+
+
+def _idle_shares(step: Timeline, rows: Sequence[Row]) -> list[float]:
+    bubbles, makespan_s = step.stage_bubbles(), step.makespan_s()
+    busy_s: dict[tuple[int, str], float] = defaultdict(float)
+    for span in step.beside():
+        busy_s[span.stage, span.lane] += span.end_s - span.start_s
+    return [
+        max(0.0, 1 - busy_s[row.stage, row.lane] / makespan_s if makespan_s else 0.0)
+        if row.is_beside
+        else bubbles[row.stage]
+        for row in rows
+    ]
 
 
 def _entries(timeline: Timeline) -> Iterator[Span | Wait]:
@@ -201,29 +219,34 @@ def _chunks_of_stage(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
 
 
 def _task_boxes(
-    spans: Sequence[Span], chunks_of_stage: Sequence[Sequence[int]], zero_s: float
+    spans: Sequence[Span],
+    chunks_of_stage: Sequence[Sequence[int]],
+    zero_s: float,
+    rows: Sequence[Row],
+    kinds: Sequence[TaskKind],
 ) -> dict[TaskGroup, Boxes]:
     rank_of = [{chunk: rank for rank, chunk in enumerate(chunks)} for chunks in chunks_of_stage]
     groups: dict[TaskGroup, list[Span]] = defaultdict(list)
     for span in spans:
         groups[TaskGroup(span.task.kind, rank_of[span.stage][span.task.chunk])].append(span)
-    ordered = sorted(groups, key=lambda group: (kind_place(group.kind), group.rank))
-    return {group: _boxes(groups[group], zero_s) for group in ordered}
+    ordered = sorted(groups, key=lambda group: (kinds.index(group.kind), group.rank))
+    return {group: _boxes(groups[group], zero_s, rows) for group in ordered}
 
 
-def _wait_boxes(waits: Sequence[Wait], zero_s: float) -> dict[IdleReason, Boxes]:
+def _wait_boxes(waits: Sequence[Wait], zero_s: float, rows: Sequence[Row]) -> dict[IdleReason, Boxes]:
     groups: dict[IdleReason, list[Wait]] = defaultdict(list)
     for wait in waits:
         if wait.end_s > wait.start_s:
             groups[wait.reason].append(wait)
-    return {reason: _boxes(groups[reason], zero_s) for reason in IdleReason if reason in groups}
+    return {reason: _boxes(groups[reason], zero_s, rows) for reason in IdleReason if reason in groups}
 
 
-def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float) -> Boxes:
+def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float, rows: Sequence[Row]) -> Boxes:
+    number = {(row.stage, row.lane): at for at, row in enumerate(rows)}
     tasks = [(e.task.chunk, e.task.microbatch) if isinstance(e, Span) else (-1, -1) for e in entries]
     chunk, microbatch = np.array(tasks).T
     return Boxes(
-        stage=np.array([e.stage for e in entries]),
+        row=np.array([number[e.stage, e.lane if isinstance(e, Span) else COMPUTE] for e in entries]),
         step=np.array([e.step for e in entries]),
         start_ms=np.array([_ms(e.start_s, zero_s) for e in entries]),
         end_ms=np.array([_ms(e.end_s, zero_s) for e in entries]),

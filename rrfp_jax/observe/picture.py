@@ -1,5 +1,7 @@
 """Timelines as a picture: one row per stage, one box per task, one panel per timeline, all on one time scale.
 
+Engines beside a stage have thin rows under its own.
+
 All lengths of the layout are inches, so that fonts and boxes keep their size whatever the number of stages. The same
 timelines always give the same bytes (with one version of matplotlib).
 """
@@ -18,7 +20,7 @@ from rrfp_jax.observe.legend import Legend
 from rrfp_jax.observe.measure import FONT, text_width
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import Panel, panels
-from rrfp_jax.observe.rows import DIGIT, DPI, LABEL_POINTS, POINTS, Rows, stage_label
+from rrfp_jax.observe.rows import DIGIT, DPI, POINTS, Rows, label_points, row_label
 from rrfp_jax.observe.style import PAPER
 from rrfp_jax.timeline import Timeline
 
@@ -85,25 +87,26 @@ def _title(panel: Panel) -> float:
 
 
 def _left(drawn: list[Panel]) -> float:
-    lines = [
-        line
+    widths = [
+        text_width(line, label_points(row, _row_height(panel)))
         for panel in drawn
-        for stage in range(panel.num_stages)
-        for line in stage_label(panel, stage, _row_height(panel)).splitlines()
+        for row in panel.rows
+        for line in row_label(panel, row, _row_height(panel)).splitlines()
     ]
-    return _MARGIN + max(text_width(line, LABEL_POINTS) for line in lines) + 0.1
+    return _MARGIN + max(widths) + 0.1
 
 
 def _row_height(panel: Panel) -> float:
     """Few stages get high rows; with many the whole panel stays on a screen."""
-    return float(np.clip(6.4 / panel.num_stages, 0.11, 0.42))
+    return float(np.clip(6.4 / panel.height, 0.11, 0.42))
 
 
 def _time_width(drawn: list[Panel], end_ms: float) -> float:
     """As wide as the numbers of most microbatches need, within limits."""
     needed = 0.0
     for panel in drawn:
-        widths = np.concatenate([boxes.width_ms for boxes in panel.tasks.values()])
+        stages = [boxes.width_ms for boxes in panel.tasks.values() if not panel.is_beside(boxes)]
+        widths = np.concatenate(stages or [np.zeros(1)])
         digits = len(str(max(int(boxes.microbatch.max()) for boxes in panel.tasks.values())))
         typical_ms = float(np.quantile(widths[widths > 0], 0.25)) if (widths > 0).any() else end_ms
         needed = max(needed, end_ms / typical_ms * (digits * DIGIT * 6.5 + 2.5) / POINTS)

@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from rrfp_jax.observe.dense import are_thin, share_images
+from rrfp_jax.observe.lanes import Row
 from rrfp_jax.observe.measure import shortened, text_width
 from rrfp_jax.observe.panels import Boxes, Panel
 from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, text_colour
@@ -19,10 +20,12 @@ POINTS = 72
 DIGIT = 0.64
 """Width of a digit of DejaVu Sans, in font sizes."""
 LABEL_POINTS = 9.0
+_ENGINE_POINTS = 6.5
 
 _BOX = 0.84
 """Height of a box, of a row."""
 _NUMBER_POINTS = (4.2, 8.5)
+_NO_ROOM = 1e-9
 _MAX_NUMBERS = 8000
 """More are neither legible nor quick to draw."""
 _MAX_HATCHED = 6000
@@ -36,21 +39,23 @@ class Rows:
 
     def __init__(self, panel: Panel, *, time_width: float, row_height: float, end_ms: float) -> None:
         self.panel = panel
-        self.height = panel.num_stages * row_height
+        self.height = panel.height * row_height
         self._time_width = time_width
         self._row_height = row_height
         self._end_ms = end_ms
         self._points_per_ms = time_width * POINTS / end_ms
-        widths = [boxes.width_ms for boxes in panel.tasks.values()]
+        widths = [boxes.width_ms for boxes in panel.tasks.values() if not panel.is_beside(boxes)]
         self.thin = are_thin(widths, time_width * DPI / end_ms)
         """Whether tasks are drawn as shares of the time."""
         self.number_points = self._number_points()
-        """Font size of the numbers in the boxes; None where too few would fit."""
+        """Font size of the numbers in the boxes of stages; None where too few would fit."""
+        self._middle = np.array([row.middle for row in panel.rows])
+        self._half_box = np.array([row.height for row in panel.rows]) * _BOX / 2
 
     def draw(self, axes: Axes, *, last: bool) -> None:
         """Draw into ``axes``; the last panel carries the time scale of all."""
         axes.set_xlim(0, self._end_ms)
-        axes.set_ylim(self.panel.num_stages - 0.5, -0.5)
+        axes.set_ylim(self.panel.height, 0)
         axes.set_autoscale_on(False)
         self._draw_titles(axes)
         self._draw_stage_labels(axes)
@@ -78,15 +83,19 @@ class Rows:
         """The stage on the left, its idle share on the right; in low rows only every few stages."""
         size = float(np.clip(self._row_height * POINTS * 0.6, 6, LABEL_POINTS))
         every = max(1, int(np.ceil(0.125 / self._row_height)))
-        shown = range(0, self.panel.num_stages, every)
-        labels = [stage_label(self.panel, stage, self._row_height) for stage in shown]
-        axes.set_yticks(list(shown))
-        axes.set_yticklabels(labels, fontsize=size, color=INK, linespacing=1.1)
+        labels = {
+            row: row_label(self.panel, row, self._row_height) for row in self.panel.rows if row.stage % every == 0
+        }
+        shown = {row: label for row, label in labels.items() if label}
+        axes.set_yticks([row.middle for row in shown])
+        written = axes.set_yticklabels(list(shown.values()), color=INK, linespacing=1.1)
         axes.tick_params(axis="y", length=0, pad=5)
-        for stage in shown:
-            share = f"{self.panel.stage_bubbles[stage]:.1%}"
-            place = (1, 1 - (stage + 0.5) / self.panel.num_stages)
-            _note(axes, share, place, (_BESIDE, 0), fontsize=size, color=FAINT_INK, va="center_baseline")
+        for row, text in zip(shown, written, strict=True):
+            points = label_points(row, self._row_height, size)
+            text.set_fontsize(points)
+            share = f"{self.panel.idle_shares[self.panel.rows.index(row)]:.1%}"
+            place = (1, 1 - row.middle / self.panel.height)
+            _note(axes, share, place, (_BESIDE, 0), fontsize=points, color=FAINT_INK, va="center_baseline")
 
     def _draw_idle(self, axes: Axes) -> None:
         hatched = sum(map(len, self.panel.waits.values())) <= _MAX_HATCHED
@@ -94,7 +103,8 @@ class Rows:
             look = IDLE_LOOKS[reason]
             style = {"facecolor": look.fill, "edgecolor": look.line, "linewidth": 0}
             hatch = look.hatch if hatched else None
-            axes.add_collection(_polygons(boxes, **style, hatch=hatch, rasterized=not hatched, zorder=1), autolim=False)
+            polygons = self._polygons(boxes, **style, hatch=hatch, rasterized=not hatched, zorder=1)
+            axes.add_collection(polygons, autolim=False)
 
     def _draw_tasks(self, axes: Axes) -> None:
         for group, boxes in self.panel.tasks.items():
@@ -105,56 +115,76 @@ class Rows:
                 "linewidth": 0.5 if separated else 0,
             }
             many = len(boxes) > _MAX_NUMBERS
-            axes.add_collection(_polygons(boxes, **style, rasterized=many, zorder=2), autolim=False)
+            axes.add_collection(self._polygons(boxes, **style, rasterized=many, zorder=2), autolim=False)
+
+    def _polygons(self, boxes: Boxes, **style: Any) -> PolyCollection:
+        left, right = boxes.start_ms, boxes.end_ms
+        middle, half = self._middle[boxes.row], self._half_box[boxes.row]
+        top, bottom = middle - half, middle + half
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+        # One array, [boxes, 4, 2], is quick; the annotations of matplotlib know lists only.
+        vertices: Any = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
+        return PolyCollection(vertices, **style)
 
     def _draw_shares(self, axes: Axes) -> None:
         num_columns = round(self._time_width * DPI)
         num_levels = max(1, round(self._row_height * _BOX * DPI))
         images = share_images(self.panel, end_ms=self._end_ms, num_columns=num_columns, num_levels=num_levels)
-        for stage, image in enumerate(images):
-            extent = (0, self._end_ms, stage + _BOX / 2, stage - _BOX / 2)
+        for middle, half, image in zip(self._middle, self._half_box, images, strict=True):
+            extent = (0, self._end_ms, middle + half, middle - half)
             axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
 
     def _number_points(self) -> float | None:
-        boxes = [boxes for group, boxes in self.panel.tasks.items() if group.is_numbered]
+        rooms = [self._room(boxes) for boxes in self.panel.tasks.values() if not self.panel.is_beside(boxes)]
+        fitting = np.concatenate([room[room > 0] for room in rooms]) if rooms else np.zeros(0)
         smallest, largest = _NUMBER_POINTS
         largest = min(largest, self._row_height * POINTS * _BOX * 0.72)
-        if self.thin or not boxes or largest < smallest:
+        if self.thin or not fitting.size or largest < smallest:
             return None
-        fitting = np.concatenate([self._room(one) for one in boxes])
         size = float(np.clip(np.quantile(fitting, 0.1), smallest, largest))
         num_fitting = int(_fits(fitting, size).sum())
         return size if 0.3 * len(fitting) <= num_fitting <= _MAX_NUMBERS else None
 
     def _room(self, boxes: Boxes) -> NDArray[np.float64]:
-        """The greatest font size in which each box holds its number, [boxes]."""
+        """The greatest font size in which each box holds its number, [boxes]; 0 where it has none, or no time."""
         num_digits = 1 + np.floor(np.log10(np.maximum(boxes.microbatch, 1)))
-        return (boxes.width_ms * self._points_per_ms - 1.5) / (num_digits * DIGIT)
+        room = (boxes.width_ms * self._points_per_ms - 1.5) / (num_digits * DIGIT)
+        return np.where((boxes.microbatch >= 0) & (boxes.width_ms > 0), np.maximum(room, _NO_ROOM), 0)
 
     def _draw_numbers(self, axes: Axes, size: float) -> None:
         for group, boxes in self.panel.tasks.items():
-            if not group.is_numbered:
-                continue
+            room, points = self._room(boxes), size
+            if self.panel.is_beside(boxes):
+                points = self._engine_points(boxes, room, size)
             colour = text_colour(self.panel.colour(group))
-            for i in np.flatnonzero(_fits(self._room(boxes), size)):
+            for i in np.flatnonzero(_fits(room, points)):
                 axes.text(
                     (boxes.start_ms[i] + boxes.end_ms[i]) / 2,
-                    boxes.stage[i],
+                    self._middle[boxes.row[i]],
                     str(boxes.microbatch[i]),
-                    fontsize=size,
+                    fontsize=points,
                     color=colour,
                     ha="center",
                     va="center_baseline",
                     zorder=3,
                 )
 
+    def _engine_points(self, boxes: Boxes, room: NDArray[np.float64], size: float) -> float:
+        """The font size of numbers in a thin row; more than there is room for, where they would be too small."""
+        height, fitting = 2 * float(self._half_box[boxes.row[0]]) * self._row_height * POINTS, room[room > 0]
+        smallest = _NUMBER_POINTS[0]
+        most_fit = max(smallest, float(np.quantile(fitting, 0.1))) if fitting.size else smallest
+        points = min(size, 0.72 * height, most_fit)
+        return points if points >= smallest else np.inf
+
     def _draw_step_marks(self, axes: Axes) -> None:
         """Where several steps are drawn: a line at each stage's first task of a step, and the step's number above."""
         if len(self.panel.steps) == 1:
             return
         starts = self.panel.step_starts_ms
+        row_of = {row.stage: row for row in self.panel.rows if not row.is_beside}
         lines = [
-            [(start_ms, stage - 0.5), (start_ms, stage + 0.5)]
+            [(start_ms, row_of[stage].top), (start_ms, row_of[stage].bottom)]
             for of_stage in starts.values()
             for stage, start_ms in of_stage.items()
         ]
@@ -169,8 +199,17 @@ class Rows:
                 end_of_last_in = start_in + text_width(f"step {step}", _SMALL_POINTS) + 0.08
 
 
-def stage_label(panel: Panel, stage: int, row_height: float) -> str:
-    """``stage 2``, with its chunks on a second line where it has several and the row is high enough."""
+def label_points(row: Row, row_height: float, size: float = LABEL_POINTS) -> float:
+    """The font size of a row's label: of an engine's so small that neighbours stay apart."""
+    return min(size, _ENGINE_POINTS, 0.85 * row.height * row_height * POINTS) if row.is_beside else size
+
+
+def row_label(panel: Panel, row: Row, row_height: float) -> str:
+    """``stage 2``, with its chunks on a second line where it has several and the row is high enough; of an engine its
+    name, or nothing where its row is too low."""
+    if row.is_beside:
+        return row.lane if label_points(row, row_height) > _NUMBER_POINTS[0] else ""
+    stage = row.stage
     chunks = panel.chunks_of_stage[stage]
     if panel.num_shades == 1 or row_height < 0.3:
         return f"stage {stage}"
@@ -183,15 +222,6 @@ def stage_label(panel: Panel, stage: int, row_height: float) -> str:
 def _fits(room: NDArray[np.float64], size: float) -> NDArray[np.bool_]:
     """Boxes of equal length are treated alike, whatever rounding their ends went through."""
     return room >= size * (1 - 1e-6)
-
-
-def _polygons(boxes: Boxes, **style: Any) -> PolyCollection:
-    left, right = boxes.start_ms, boxes.end_ms
-    top, bottom = boxes.stage - _BOX / 2, boxes.stage + _BOX / 2
-    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
-    # One array, [boxes, 4, 2], is quick; the annotations of matplotlib know lists only.
-    vertices: Any = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
-    return PolyCollection(vertices, **style)
 
 
 def _draw_time_axis(axes: Axes, *, last: bool) -> None:

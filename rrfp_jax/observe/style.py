@@ -8,7 +8,7 @@ because pale colours alone are hard to tell apart.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.tasks import COMPUTE, TaskKind
 from rrfp_jax.timeline import IdleReason
 
 INK = "#111111"
@@ -52,18 +52,6 @@ class IdleLook:
         return 3 * self.pattern
 
 
-_OPERATIONS = ("#56b4e9", "#8c6bb1", "#b8860b", "#7f7f7f")
-"""The colours of operations of one's own, one after the other."""
-
-
-def task_look(kind: TaskKind) -> TaskLook:
-    """The look of a kind; an operation's is drawn from a few colours by its letters."""
-    known = TASK_LOOKS.get(kind)
-    if known is not None:
-        return known
-    return TaskLook(colour=_OPERATIONS[sum(map(ord, kind)) % len(_OPERATIONS)], label=f"{kind}: operation")
-
-
 TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
     TaskKind.F: TaskLook(colour="#0072b2", label="F: forward"),
     TaskKind.B: TaskLook(colour="#d55e00", label="B: backward"),
@@ -72,6 +60,21 @@ TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
     TaskKind.R: TaskLook(colour="#cc79a7", label="R: norm of the gradients, and their sum over copies"),
     TaskKind.U: TaskLook(colour="#3d3d3d", label="U: optimizer update"),
 }
+
+OPERATION_COLOURS = ("#9955ff", "#663300", "#9999ff", "#440055", "#0000dd")
+"""Of operations of one's own, one after the other: apart from each other, the above and the pale ones, also for
+colour-blind readers. A drawing with more operations begins again."""
+
+
+def task_looks(lane_of: Mapping[TaskKind, str]) -> Mapping[TaskKind, TaskLook]:
+    """The looks of the built-in kinds, and of operations, of which the lane is given, in the order of their letters."""
+    looks = dict(TASK_LOOKS)
+    for number, kind in enumerate(sorted(set(lane_of).difference(TASK_LOOKS))):
+        where = "" if lane_of[kind] == COMPUTE else f" on {lane_of[kind]}"
+        colour = OPERATION_COLOURS[number % len(OPERATION_COLOURS)]
+        looks[kind] = TaskLook(colour=colour, label=f"{kind}: operation{where}")
+    return looks
+
 
 IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
     IdleReason.FILL: IdleLook("#f2f2f2", "#c4c4c4", "/", "pipeline fills: no input has come yet"),

@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind, chain, looped
+from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.simulation import Costs, simulate
+from rrfp_jax.simulation.costs import constant
+from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind, chain, looped
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 SampleTimeline = Callable[..., Timeline]
@@ -170,6 +174,26 @@ def wide_timeline(num_stages: int, num_microbatches: int) -> Timeline:
         )
         out.waits += [Wait(0, stage, a / 1e3, b / 1e3, reason) for a, b, reason in idle if b > a]
     return out
+
+
+def offloaded_timeline(num_stages: int, num_microbatches: int, *, ms: float = 8.0) -> Timeline:
+    """1F1B whose first half copies to the host and back on two engines, and whose last stage has a small operation."""
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches))
+    pairs = frozenset((c, m) for c in range(num_stages // 2) for m in range(num_microbatches))
+    out = Op("O", after=("F",), lane="d2h", frees=1.0, ms=ms, pairs=pairs)
+    back = Op("L", after=("O",), before=("B",), lane="h2d", holds=1.0, ms=ms, pairs=pairs)
+    own = Op("S", after=("B",), ms=2.0, chunks=frozenset({num_stages - 1}))
+    table = with_operations(table, (out, back, own))
+    order = Ordering(schedule=table, consume="strict").resolve(table.placement, chain(num_stages, num_microbatches))
+    costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), order.graph))
+    rules = StepRules(updates=False, agreement=Agreement.NONE)
+    return simulate(order.arbiters(rules), costs).timeline
+
+
+@pytest.fixture
+def offloaded() -> SampleTimeline:
+    """``offloaded(num_stages, num_microbatches, ...)``: see :func:`offloaded_timeline`."""
+    return offloaded_timeline
 
 
 @pytest.fixture

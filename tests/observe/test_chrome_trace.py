@@ -56,6 +56,20 @@ def test_no_two_events_of_a_track_overlap(sample: SampleTimeline) -> None:
             assert round(start + duration, 3) <= following
 
 
+def test_engines_have_tracks_between_tasks_and_idle_time(offloaded: SampleTimeline) -> None:
+    timeline = offloaded(4, 6)
+    events = chrome_trace(timeline)["traceEvents"]
+    tracks = {event["tid"]: (event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    order = [event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"]
+    assert list(tracks.values())[:5] == [*((1, "tasks"), (1, "d2h"), (1, "h2d"), (1, "idle")), (2, "tasks")]
+    assert order == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 1]
+    found = [(event["name"], *tracks[event["tid"]]) for event in events if event.get("cat", "").startswith("task")]
+    names = {"compute": "tasks"}
+    assert found == [(str(s.task), s.stage + 1, names.get(s.lane, s.lane)) for s in timeline.spans]
+    copy = next(event for event in events if event["name"] == "0O3")
+    assert copy["args"] == {"step": 0, "kind": "O: operation on d2h", "chunk": 0, "microbatch": 3}
+
+
 def test_file_is_the_object(sample: SampleTimeline, tmp_path: Path) -> None:
     timeline = sample(2, 2)
     write_trace(timeline, tmp_path / "new" / "trace.json")

@@ -4,14 +4,16 @@ import json
 import re
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rrfp_jax.observe.page import write_page
-from rrfp_jax.observe.panels import facts
+from rrfp_jax.observe.panels import facts, panels
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
+from rrfp_jax.tasks import TaskKind
 from rrfp_jax.timeline import Timeline
 from tests.observe.conftest import SampleTimeline
 
@@ -67,6 +69,13 @@ window.addEventListener("load", async () => {
   };
   move("pointermove", panels[0], HOVER, 0);
   found.hover = tip.hidden ? null : tip.textContent;
+  if (ENGINE_ROW) {
+    const engine = panels[0].rows[ENGINE_ROW];
+    const copies = panels[0].shown.filter((box) => box.row === engine);
+    const middle = (copies[1].start + copies[1].end) / 2 - panels[0].zero;
+    move("pointermove", panels[0], middle, engine.top + engine.height / 2 - 0.5);
+    found.engine = { text: tip.textContent, row: engine, copies: copies.length };
+  }
   move("pointerdown", panels[0], 5, 0);
   move("pointermove", panels[0], 25, 0);
   move("pointerup", panels[0], 25, 0);
@@ -89,10 +98,11 @@ window.addEventListener("load", async () => {
 </script></body>"""
 
 
-def visit(page: Path, tmp_path: Path, *, hover_ms: float) -> dict[str, Any]:
+def visit(page: Path, tmp_path: Path, *, hover_ms: float, engine_row: int = 0) -> dict[str, Any]:
     """Open a copy of the page with a probe in it; what the probe found, and what the console said."""
     probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", PROBE.replace("HOVER", str(hover_ms))))
+    probe = PROBE.replace("HOVER", str(hover_ms)).replace("ENGINE_ROW", str(engine_row))
+    probed.write_text(page.read_text().replace("</body>", probe))
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
@@ -152,6 +162,32 @@ def test_page_of_many_boxes_lives_in_a_browser(wide: SampleTimeline, tmp_path: P
     assert found["console"] == []
     assert found["boxes"] == [num_boxes(wide(16, 300))]
     assert found["hover"].startswith("F: forward\ntask 0F")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_engines_live_in_a_browser(offloaded: SampleTimeline, tmp_path: Path) -> None:
+    timeline = offloaded(4, 8)
+    write_page([("", timeline)], tmp_path / "page.html")
+    found = visit(tmp_path / "page.html", tmp_path, hover_ms=2.0, engine_row=2)
+    assert found["console"] == []
+    assert found["boxes"] == [num_boxes(timeline)]
+    engine = found["engine"]
+    assert (engine["row"]["stage"], engine["row"]["lane"], engine["copies"]) == (0, "h2d", 8)
+    where = "task 0L1: chunk 0, microbatch 1\nstage 0, engine h2d, step 0\n"
+    assert engine["text"].startswith(f"L: operation on h2d\n{where}")
+    assert {"O: operation on d2h", f"idle: {IDLE_LOOKS['engine'].label}"} <= set(found["legend"])
+    (panel,) = panels([("", timeline)])
+    assert {panel.looks[TaskKind(kind)].colour for kind in "FBLO"} <= set(found["colours"][0])
+
+
+def test_every_hatching_is_drawn_by_the_page() -> None:
+    script = (resources.files("rrfp_jax.observe") / "page.html").read_text(encoding="utf-8")
+    lines = re.search(r"const LINES = \{(.*?)\};", script)
+    assert lines is not None
+    drawn = {key.strip('"').replace("\\\\", "\\") for key in re.findall(r'("[^"]+"|\w+): \[', lines[1])}
+    drawn |= set(re.findall(r'look\.pattern === "(.)"', script))
+    assert {look.pattern for look in IDLE_LOOKS.values()} <= drawn
 
 
 def test_page_needs_nothing_from_elsewhere(sample: SampleTimeline, tmp_path: Path) -> None:

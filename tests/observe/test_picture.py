@@ -1,7 +1,7 @@
 """Pictures are the same every time, explain every colour, and keep their texts apart and inside."""
 
 import time
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -69,13 +69,21 @@ def test_timeline_without_reasons_says_so(sample: SampleTimeline) -> None:
         (8, 24, {"split": True}),
         (4, 8, {"chunks_per_stage": 4, "window": 5}),
         (16, 32, {"jitter": 0.3}),
+        (8, 16, {"engines": True}),
+        (24, 32, {"engines": True}),
     ],
 )
 def test_texts_stay_inside_and_apart(
-    num_stages: int, num_microbatches: int, options: dict[str, object], sample: SampleTimeline
+    num_stages: int,
+    num_microbatches: int,
+    options: dict[str, object],
+    sample: SampleTimeline,
+    offloaded: SampleTimeline,
 ) -> None:
     caption = "A caption far too long for the line that it shares with the facts of the step " * 4
-    timelines = [(caption, sample(num_stages, num_microbatches, **options)), ("$x_$ <b> & 100%", sample(2, 4))]
+    given = dict(options)
+    make = offloaded if given.pop("engines", False) else sample
+    timelines = [(caption, make(num_stages, num_microbatches, **given)), ("$x_$ <b> & 100%", sample(2, 4))]
     figure = figure_of(panels(timelines))
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
@@ -111,14 +119,44 @@ def test_very_many_tasks_become_shares(wide: SampleTimeline, tmp_path: Path) -> 
     assert time.perf_counter() - start < 20
     (panel,) = panels([("", timeline)])
     images = share_images(panel, end_ms=panel.end_ms, num_columns=400, num_levels=10)
-    assert images.shape == (64, 10, 400, 4)
-    forward, backward = images[0, :, 50], images[0, :, 300]
+    assert [image.shape for image in images] == [(10, 400, 4)] * 64
+    forward, backward = images[0][:, 50], images[0][:, 300]
     assert {tuple(pixel) for pixel in forward} == {(*rgb(TASK_LOOKS[TaskKind.F].colour), 255)}
     halves = [tuple(rgb(TASK_LOOKS[kind].colour)) for kind in (TaskKind.W, TaskKind.I)]
     assert tuple(backward[0][:3]) == halves[0]
     assert tuple(backward[-1][:3]) == halves[1]
     # The last stage waits first: nothing there hides the idle time behind.
-    assert (images[63, :, 2, 3] == 0).all()
+    assert (images[63][:, 2, 3] == 0).all()
+
+
+def test_engines_have_thin_rows_under_their_stage(offloaded: SampleTimeline) -> None:
+    timeline = offloaded(4, 8)
+    drawn = panels([("", timeline)])
+    rows = drawn[0].rows
+    lanes = ("compute", "d2h", "h2d")
+    assert [(row.stage, row.lane) for row in rows] == [*product((0, 1), lanes), (2, "compute"), (3, "compute")]
+    assert all(below.top == row.bottom for row, below in pairwise(rows))
+    busy_s = sum(span.end_s - span.start_s for span in timeline.beside() if (span.stage, span.lane) == (0, "d2h"))
+    assert drawn[0].idle_shares[1] == pytest.approx(1 - busy_s / timeline.makespan_s())
+    figure = figure_of(drawn)
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    assert {"d2h", "h2d", "O: operation on d2h", "L: operation on h2d", "S: operation"} <= set(texts)
+    # Every number of a copy stands in the middle of its box.
+    places = {text.get_position() for text in figure.findobj(Text) if text.get_text() == "3"}
+    for span in timeline.beside():
+        if span.task.microbatch == 3:
+            row = next(row for row in rows if (row.stage, row.lane) == (span.stage, span.lane))
+            middle = ((span.start_s + span.end_s) * 500, row.middle)
+            assert any(place == pytest.approx(middle) for place in places), span
+
+
+def test_engines_that_are_too_thin_become_shares(offloaded: SampleTimeline) -> None:
+    (panel,) = panels([("", offloaded(4, 300))])
+    images = share_images(panel, end_ms=panel.end_ms, num_columns=400, num_levels=20)
+    assert [image.shape[0] for image in images] == [20, 9, 9, 20, 9, 9, 20, 20]
+    shown = {tuple(pixel) for pixel in images[1].reshape(-1, 4) if pixel[3]}
+    kind = next(group for group in panel.tasks if group.kind == "O")
+    assert shown == {(*rgb(panel.colour(kind)), 255)}
 
 
 @pytest.mark.parametrize("name", ["picture.jpg", "picture", "picture.pdf"])

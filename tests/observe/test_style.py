@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, relative_luminance, rgb, shade, text_colour
-from rrfp_jax.tasks import BUILT_IN_KINDS
+from rrfp_jax.observe.style import (
+    IDLE_LOOKS,
+    OPERATION_COLOURS,
+    TASK_LOOKS,
+    relative_luminance,
+    rgb,
+    shade,
+    task_looks,
+    text_colour,
+)
+from rrfp_jax.tasks import BUILT_IN_KINDS, TaskKind
 from rrfp_jax.timeline import IdleReason
 
 # Machado, Oliveira and Fernandes (2009), full severity, on linear RGB.
@@ -57,6 +66,22 @@ def test_kinds_stay_apart_for_every_colour_vision(vision: str) -> None:
 
 
 @pytest.mark.parametrize("vision", VISIONS)
+def test_operations_stay_apart_from_all_else_for_every_colour_vision(vision: str) -> None:
+    known = [*(look.colour for look in TASK_LOOKS.values()), *(look.fill for look in IDLE_LOOKS.values())]
+    for number, colour in enumerate(OPERATION_COLOURS):
+        for other in (*known, *OPERATION_COLOURS[:number]):
+            assert distance(colour, other, vision) > 20, (colour, other)
+
+
+def test_operations_have_colours_one_after_the_other_and_say_where_they_run() -> None:
+    looks = task_looks({TaskKind("L"): "h2d", TaskKind("O"): "d2h", TaskKind("F"): "compute", TaskKind("S"): "compute"})
+    assert [*looks] == [*BUILT_IN_KINDS, "L", "O", "S"]
+    assert [looks[TaskKind(kind)].colour for kind in "LOS"] == list(OPERATION_COLOURS[:3])
+    labels = ["L: operation on h2d", "O: operation on d2h", "S: operation"]
+    assert [looks[TaskKind(kind)].label for kind in "LOS"] == labels
+
+
+@pytest.mark.parametrize("vision", VISIONS)
 def test_work_and_idle_time_stay_apart_for_every_colour_vision(vision: str) -> None:
     for kind in BUILT_IN_KINDS:
         for reason in IdleReason:
@@ -65,10 +90,10 @@ def test_work_and_idle_time_stay_apart_for_every_colour_vision(vision: str) -> N
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_later_chunks_are_lighter_and_numbers_readable(count: int) -> None:
-    for look in TASK_LOOKS.values():
-        shades = [shade(look.colour, rank, count) for rank in range(count)]
+    for base in (*(look.colour for look in TASK_LOOKS.values()), *OPERATION_COLOURS):
+        shades = [shade(base, rank, count) for rank in range(count)]
         luminances = [relative_luminance(colour) for colour in shades]
-        assert shades[0] == look.colour
+        assert shades[0] == base
         assert luminances == sorted(set(luminances))
         for colour, luminance in zip(shades, luminances, strict=True):
             dark, light = sorted([luminance, relative_luminance(text_colour(colour))])
