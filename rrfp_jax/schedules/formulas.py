@@ -209,8 +209,7 @@ BUBBLES: tuple[BubbleFormula, ...] = (
         "2(p-1)(F+I+W)/3",
         lambda s: 2 * _fill_and_drain(s) / 3,
         Condition(
-            "F = I = W, large p and m (an approximation: two thirds of 1F1B's)",
-            lambda s: _equal(s) and s.m >= 2 * s.p,
+            "F = I = W, large p and m (an approximation: two thirds of 1F1B's)", lambda s: _equal(s) and s.m >= 2 * s.p
         ),
     ),
     BubbleFormula(
@@ -279,10 +278,7 @@ PEAKS: tuple[PeakFormula, ...] = (
     PeakFormula("1f1b-split", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
     PeakFormula("interleaved-1f1b-split", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak, _ALWAYS),
     PeakFormula(
-        "gis",
-        "min(m, (g(v-1) + p-s)/v)",
-        lambda s, stage: min(s.m, (s.g * (s.v - 1) + s.p - stage) / s.v),
-        _ALWAYS,
+        "gis", "min(m, (g(v-1) + p-s)/v)", lambda s, stage: min(s.m, (s.g * (s.v - 1) + s.p - stage) / s.v), _ALWAYS
     ),
     PeakFormula("breadth-first", "m", lambda s, _: s.m, _ALWAYS),
     PeakFormula("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m), _ALWAYS),

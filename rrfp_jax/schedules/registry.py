@@ -2,6 +2,7 @@
 
 import difflib
 
+from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
@@ -18,8 +19,14 @@ def is_schedule(name: str) -> bool:
     return name in KNOWN or is_in_file(name)
 
 
-def schedule_entry(name: str) -> ScheduleEntry:
-    """The entry of a schedule, by its name or as ``FILE.py:NAME``; raises ValueError with the names there are."""
+def schedule_entry(name: str | Description) -> ScheduleEntry:
+    """The entry of a schedule, by its name, as ``FILE.py:NAME``, or by the function that describes it.
+
+    Raises ValueError with the names there are.
+    """
+    if callable(name):
+        known = (entry for entry in KNOWN.values() if entry.describe is name)
+        return next(known, ScheduleEntry(name=getattr(name, "__name__", "mine"), describe=name, any_graph=True))
     if is_in_file(name):
         return entry_in_file(name)
     if name not in KNOWN:
@@ -37,17 +44,22 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
     return schedule_entry(name).chunks_for(request)
 
 
-def build_schedule(name: str, request: ScheduleRequest) -> ScheduleTable:
-    """The validated table of a schedule; raises ValueError with the remedy where the sizes do not fit it."""
+def build_schedule(name: str | Description, request: ScheduleRequest) -> ScheduleTable:
+    """The validated table of a schedule, as :func:`schedule_entry` finds it.
+
+    Raises ValueError with the remedy where the sizes do not fit it.
+    """
     entry = schedule_entry(name)
     entry.chunks_for(request)
     if request.group_size is not None and not entry.has_groups:
         grouped = ", ".join(each.name for each in KNOWN.values() if each.has_groups)
-        raise ValueError(f"schedule {name!r} has no groups of microbatches: leave group_size out, or take {grouped}")
+        raise ValueError(
+            f"schedule {entry.name!r} has no groups of microbatches: leave group_size out, or take {grouped}"
+        )
     if request.graph is not None and not entry.any_graph:
         raise ValueError(
-            f"schedule {name!r} makes a chain of chunks and its own placement: leave graph and placement out, or take "
-            f"{', '.join(schedules_of_any_graph())}"
+            f"schedule {entry.name!r} makes a chain of chunks and its own placement: leave graph and placement out, or "
+            f"take {', '.join(schedules_of_any_graph())}"
         )
     return entry.table(request)
 

@@ -32,7 +32,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {})
         for name in (
-            *("1f1b", "1f1b-split", "asymmetric-chimera", "chimera", "dualpipe-v", "eager-1f1b", "gpipe"),
+            *(
+                "1f1b",
+                "1f1b-split",
+                "asymmetric-chimera",
+                "chimera",
+                "dualpipe-v",
+                "eager-1f1b",
+                "gpipe",
+                "greedy-chimera",
+            ),
             *("v-half", "v-min", "zb-auto", "zb-h1", "zb-h2", "zb-v"),
         )
     },
