@@ -242,7 +242,9 @@ def result_of(setting: Setting, ordering: Order, costs: Costs, simulation: Simul
     host_ms = 0.0 if dispatch(setting.arguments).is_early else setting.machine.host_ms
     graphs = setting.graphs(graph)
     bounds = [
-        lower_bound(of_step, placement, step_ms, links=setting.machine.links, host_ms=host_ms).total_ms
+        lower_bound(
+            of_step, placement, step_ms, links=setting.machine.links, host_ms=host_ms, operations_ms=costs.operations_ms
+        ).total_ms
         for of_step, step_ms in zip(graphs, shortest_ms, strict=True)
     ]
     result = run_metrics(timeline, simulation.step_ms).as_dict()

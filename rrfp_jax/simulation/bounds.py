@@ -4,13 +4,14 @@ Lower bound of a step's makespan, for any order, window and placement: the large
 
 * the critical path: the longest chain of tasks and transfers that wait for each other;
 * for each stage, the work it has to do, plus the *fill* before it (no task of the stage can start earlier, whatever the
-  others do) and the *drain* after it (something remains to be done elsewhere after any task that may be its last).
+  others do) and the *drain* after it (something remains to be done elsewhere after any task that may be its last);
+* for each engine that runs operations beside a stage, the same (:mod:`rrfp_jax.simulation.operation_bounds`).
 
-Both hold for any means of communication, because transfers only ever occupy more than their time on the way.
+All hold for any means of communication, because transfers only ever occupy more than their time on the way.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from rrfp_jax.arbitration import MessageKind
 from rrfp_jax.simulation.costs import for_graph
 from rrfp_jax.simulation.jitter import InjectedSleeps
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
+from rrfp_jax.simulation.operation_bounds import path_bounds
+from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, TaskKind
 
 Array = NDArray[np.float64]
 
@@ -31,10 +33,12 @@ class LowerBound:
     critical_path_ms: float
     stage_ms: tuple[float, ...]
     """Per stage: fill, work and drain."""
+    engine_ms: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """By stage and lane, the same of every engine beside it."""
 
     @property
     def total_ms(self) -> float:
-        return max(self.critical_path_ms, *self.stage_ms)
+        return max(self.critical_path_ms, *self.stage_ms, *self.engine_ms.values())
 
 
 def at_least_ms(durations_ms: Array, sleeps: InjectedSleeps | None) -> Array:
@@ -47,7 +51,13 @@ def at_least_ms(durations_ms: Array, sleeps: InjectedSleeps | None) -> Array:
 
 
 def lower_bound(
-    graph: PipelineGraph, placement: Placement, durations_ms: Array, *, links: Links | None = None, host_ms: float = 0.0
+    graph: PipelineGraph,
+    placement: Placement,
+    durations_ms: Array,
+    *,
+    links: Links | None = None,
+    host_ms: float = 0.0,
+    operations_ms: Mapping[str, float] | None = None,
 ) -> LowerBound:
     """The bound of one step.
 
@@ -56,13 +66,22 @@ def lower_bound(
         durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
         links: what transfers take; None: nothing.
         host_ms: of the host before each task, where nothing hides it.
+        operations_ms: what operations take, by their letters; where one is not named, what it says itself.
     """
-    paths = _Paths(graph, placement, durations_ms, links or Links(), host_ms)
-    stages = tuple(paths.stage_ms(chunks) for chunks in placement.chunks_of_stage)
+    links = links or Links()
+    lanes_ms: dict[tuple[int, str], float] = {}
+    if graph.ops:
+        found = path_bounds(graph, placement, durations_ms, links=links, host_ms=host_ms, operations_ms=operations_ms)
+        longest_ms, lanes_ms = found.critical_path_ms, found.lanes_ms
+        stages = tuple(lanes_ms.pop((stage, COMPUTE), 0.0) for stage in range(placement.num_stages))
+    else:
+        paths = _Paths(graph, placement, durations_ms, links, host_ms)
+        longest_ms, stages = paths.critical_path_ms(), tuple(map(paths.stage_ms, placement.chunks_of_stage))
     # The host's time before the very first task lies before the first start.
     return LowerBound(
-        critical_path_ms=max(0.0, paths.critical_path_ms() - host_ms),
-        stage_ms=tuple(max(0.0, stage - host_ms) for stage in stages),
+        critical_path_ms=max(0.0, longest_ms - host_ms),
+        stage_ms=tuple(max(0.0, stage_ms - host_ms) for stage_ms in stages),
+        engine_ms={engine: max(0.0, engine_ms - host_ms) for engine, engine_ms in lanes_ms.items()},
     )
 
 

@@ -1,9 +1,10 @@
 """The true optimum of small cases, by OR-tools' CP-SAT solver (the optional extra ``optimum``).
 
-A job shop with precedences: tasks of a stage do not overlap, what waits for a task starts after its end plus the
+A job shop with precedences: tasks of a stage's lane do not overlap, what waits for a task starts after its end plus the
 transfer. Communication is asynchronous and without contention. Times are rounded to nanoseconds.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -12,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.arbitration import MessageKind
-from rrfp_jax.simulation.costs import for_graph, of_tasks
 from rrfp_jax.simulation.links import Links
+from rrfp_jax.simulation.operation_bounds import is_counted, task_lengths_ms, transfer_ms
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 _UNITS_PER_MS = 10**6
@@ -64,7 +64,8 @@ def find_optimum(
         graph, placement: the pipeline.
         durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
         links: what transfers take; None: nothing.
-        windows: how many microbatches each stage may hold; None: any number.
+        windows: how many microbatches each stage may hold; None: any number. What operations do to memory counts
+            nowhere.
         time_limit_s: after this much of the solver's time the best order found so far is returned.
         num_workers: of the solver; with one, the result does not depend on the machine unless time runs out.
 
@@ -77,8 +78,14 @@ def find_optimum(
     if windows is not None:
         _add_windows(model, starts, problem, windows)
     makespan = model.new_int_var(0, _horizon(problem), "makespan")
-    for task, start in starts.items():
-        model.add(makespan >= start + problem.durations[task])
+    counted = {task: start for task, start in starts.items() if is_counted(graph, task)}
+    first: Any = 0
+    if len(counted) < len(starts):  # what does not count may run before all that does
+        first = model.new_int_var(0, _horizon(problem), "first start")
+        for start in counted.values():
+            model.add(first <= start)
+    for task, start in counted.items():
+        model.add(makespan >= start + problem.durations[task] - first)
     if _is_uniform(durations_ms) and graph.is_full:
         _order_microbatches(model, starts, graph)
     model.minimize(makespan)
@@ -108,14 +115,12 @@ def _solver() -> Any:
 
 
 def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
-    of_kind = of_tasks(for_graph(durations_ms[np.newaxis], graph))
-    durations = {
-        task: round(of_kind[task.kind][0][task.chunk][task.microbatch] * _UNITS_PER_MS) for task in graph.tasks()
-    }
+    durations = {task: round(ms * _UNITS_PER_MS) for task, ms in task_lengths_ms(graph, durations_ms, {}).items()}
     waits = [
-        _Wait(earlier, task, round(_transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
-        for task in graph.tasks()
+        _Wait(earlier, task, round(transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
+        for task in durations
         for earlier in graph.dependencies(task)
+        if earlier in durations
     ]
     common = gcd(*durations.values(), *(wait.transfer for wait in waits)) or 1
     return _Problem(
@@ -127,12 +132,6 @@ def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[n
     )
 
 
-def _transfer_ms(earlier: Task, later: Task, placement: Placement, links: Links) -> float:
-    source, target = placement.stage_of_chunk[earlier.chunk], placement.stage_of_chunk[later.chunk]
-    kind = MessageKind.ACTIVATION if earlier.kind is TaskKind.F else MessageKind.GRADIENT
-    return 0.0 if source == target else links.transfer_ms(kind, source, target)
-
-
 def _horizon(problem: _Problem) -> int:
     return sum(problem.durations.values()) + sum(wait.transfer for wait in problem.waits)
 
@@ -140,10 +139,12 @@ def _horizon(problem: _Problem) -> int:
 def _add_tasks(model: Any, problem: _Problem) -> dict[Task, Any]:
     horizon = _horizon(problem)
     starts = {task: model.new_int_var(0, horizon, str(task)) for task in problem.durations}
-    for chunks in problem.placement.chunks_of_stage:
+    of_lane: dict[tuple[int, str], list[Task]] = defaultdict(list)
+    for task in problem.durations:
+        of_lane[problem.placement.stage_of_chunk[task.chunk], problem.graph.lane(task.kind)].append(task)
+    for tasks in of_lane.values():
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[task], problem.durations[task], f"run {task}")
-            for task in problem.graph.tasks(chunks)
+            model.new_fixed_size_interval_var(starts[task], problem.durations[task], f"run {task}") for task in tasks
         )
     for earlier, later, transfer in problem.waits:
         model.add(starts[later] >= starts[earlier] + problem.durations[earlier] + transfer)
@@ -156,9 +157,7 @@ def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows
     for chunks, window in zip(problem.placement.chunks_of_stage, windows, strict=True):
         held = []
         for microbatch in range(graph.num_microbatches):
-            tasks = [
-                Task(kind, c, microbatch) for c in chunks if graph.exists(c, microbatch) for kind in graph.kinds(c)
-            ]
+            tasks = [task for task in problem.durations if task.microbatch == microbatch and task.chunk in chunks]
             if tasks:
                 first, last, length = (model.new_int_var(0, horizon, "") for _ in range(3))
                 for task in tasks:
