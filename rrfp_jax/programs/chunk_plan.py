@@ -46,6 +46,8 @@ class ChunkPlan:
     """One entry per gradient that it returns, ascending."""
     has_backward: bool
     """False for a chunk that needs no gradient, or gets none."""
+    has_lean_forward: bool = False
+    """Whether there is a forward that makes nothing for the stash, for microbatches whose stash is made again."""
     split: SplitBackward
     """Of a chunk without a backward one that differentiates nothing."""
     kind: Hashable = None
@@ -99,9 +101,9 @@ class ChunkPlan:
     def num_programs(self) -> int:
         """How many programs :class:`rrfp_jax.programs.gradients.GradientPrograms` makes of it."""
         if not self.is_split:
-            return 1 + self.has_backward
+            return 1 + self.has_lean_forward + self.has_backward
         has_weights = bool(jax.tree.leaves(pick(self.params, self.trained)))
-        return 1 + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
+        return 1 + self.has_lean_forward + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
 
     @property
     def num_derived(self) -> int:
@@ -120,6 +122,10 @@ class ChunkPlan:
     def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
         """(outputs, made): what the forward makes for the stash."""
         return self.split.forward_made(params, operands, derived=derived)
+
+    def lean_forward(self, params: Any, derived: Any, operands: Any) -> Any:
+        """The outputs alone."""
+        return self.forward(params, derived, operands)[0]
 
     def backward(
         self, owned: Any, params: Any, derived: Any, rest: Any, output_grads: Any
@@ -157,20 +163,23 @@ def plan_chunk(
     shapes: Sequence[ChunkShapes],
     *,
     remat: Remat = "none",
+    lean_forward: bool = False,
     store: ProgramStore | None = None,
 ) -> ChunkPlan:
     """Trace the forward of chunk ``index`` and, where a gradient reaches it, its backward; nothing is compiled.
 
     The plan is for one device until it is ``laid_out`` on others, and serves for any number of units, and for all
     chunks of a kind: ``store`` has those that are made already. It knows parameters by the names that the chunk's
-    function knows. Raises ValueError, naming the chunk, for what cannot be differentiated.
+    function knows. ``lean_forward`` asks for a forward without stash too, if there is anything to spare. Raises
+    ValueError, naming the chunk, for what cannot be differentiated.
     """
     with naming(chunks, index):
         kind = _kind(chunks[index], index, graph, shapes[index], remat)
         plan: ChunkPlan = (store or ProgramStore()).get(
             ("plan", kind), lambda: replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
         )
-        return plan
+        makes_stash = any(place.origin == "made" for place in plan.split.stash_places)
+        return replace(plan, kind=(kind, "lean"), has_lean_forward=True) if lean_forward and makes_stash else plan
 
 
 @contextmanager

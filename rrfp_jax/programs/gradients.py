@@ -12,6 +12,9 @@ from rrfp_jax.programs.chunk_plan import ChunkPlan
 from rrfp_jax.programs.compiling import compile_program
 from rrfp_jax.programs.specs import Specs, accumulator_spec, pick
 
+LEAN_FORWARD = "forward_lean"
+"""The name of the forward without stash."""
+
 
 class GradientPrograms:
     """F, B or I and W for one bucket; parameters go by the names that the chunks' function knows.
@@ -34,6 +37,8 @@ class GradientPrograms:
         """The compiled programs by name."""
         self._params, self._derived = params, derived
         self._boundary, self._chosen = boundary, chosen
+        self.lean_forward: Compiled | None = None
+        """The forward without stash, where the plan has one."""
         self.backward: Compiled | None = None
         self.input_gradient: Compiled | None = None
         self.weight_gradient: Compiled | None = None
@@ -55,6 +60,8 @@ class GradientPrograms:
         results = (boundary, chosen)
         specs: tuple[Specs, ...] = (params, derived, plan.operands)
         self.forward = self._compile("forward", plan.forward, *specs, results=results, donate=())
+        if plan.has_lean_forward:
+            self.lean_forward = self._compile(LEAN_FORWARD, plan.lean_forward, *specs, results=boundary, donate=())
         plan = plan.laid_out(boundary, self.forward.output_shardings[1])
         trained = pick(params, plan.trained)
         stash, sums, at_sums = plan.stash.specs, accumulator_spec(trained), pick(at_params, plan.trained)

@@ -115,10 +115,7 @@ class MicrobatchPrograms:
         ``leaves`` exactly those of ``self.leaves``; ``microbatch`` counts over the whole step. Returns the output and
         what the backward needs.
         """
-        if self._absent_inputs is not None:
-            inputs = _fill(inputs, self._absent_inputs)
-        counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
-        operands, own = (inputs, leaves, (counted, self._own.numbers)), self._own.to_own(params)
+        operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
         outputs, made = self._programs.forward(own, self._derived(params, derived), operands)
         layout = self.plan.stash
         donated = tuple([made[place] for place in layout.donated])
@@ -127,6 +124,29 @@ class MicrobatchPrograms:
             return outputs, Stash(donated, saved)
         at_hand = jax.tree.leaves((operands, outputs))
         return outputs, Stash(donated, saved, tuple([at_hand[place] for place in layout.kept]))
+
+    def outputs(
+        self,
+        params: Params,
+        inputs: tuple[Any, ...],
+        leaves: dict[str, Any],
+        step: int = 0,
+        microbatch: int = 0,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> Any:
+        """Run one microbatch forward, as ``forward`` does, for the output alone; ``forward`` makes the stash later."""
+        lean = self._programs.lean_forward
+        if lean is None:
+            return self.forward(params, inputs, leaves, step, microbatch, derived=derived)[0]
+        operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
+        return lean(own, self._derived(params, derived), operands)
+
+    def _operands(self, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int, microbatch: int) -> Any:
+        if self._absent_inputs is not None:
+            inputs = _fill(inputs, self._absent_inputs)
+        counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
+        return inputs, leaves, (counted, self._own.numbers)
 
     def backward(
         self,

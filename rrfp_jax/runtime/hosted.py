@@ -265,7 +265,15 @@ class HostedModel:
                 continue
             number = numbers.setdefault(each[base].read, len(variants))
             if number == len(variants):
-                plan = plan_chunk(base, self.chunks, graph, each, remat=self._remat[base], store=self._store)
+                plan = plan_chunk(
+                    base,
+                    self.chunks,
+                    graph,
+                    each,
+                    remat=self._remat[base],
+                    lean_forward=self._has_lean_forward(base, graph),
+                    store=self._store,
+                )
                 variants.append(Variant(each[base], plan))
             of_bucket.append(number)
         if not variants:
@@ -274,6 +282,20 @@ class HostedModel:
                 "for one whose microbatches have all leaves"
             )
         return variants, of_bucket
+
+    def _has_lean_forward(self, base: int, graph: PipelineGraph) -> bool:
+        """Whether a chunk gets a forward without stash; in deterministic mode one program alone makes its outputs.
+
+        Raises ValueError where operations make the stash of a chunk that keeps no more than its inputs anyway.
+        """
+        if not graph.ops or not graph.operations.remakes_stash(base):
+            return False
+        if self._remat[base] == "full":
+            raise ValueError(
+                f"{describe_chunk(self.chunks, base)} has remat full, so that its backward computes everything again: "
+                "leave recompute out there, or take remat none or dots"
+            )
+        return not self.updates.deterministic
 
     def _num_programs(self, base: int, variants: Sequence[Variant], graph: PipelineGraph) -> int:
         trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))

@@ -5,15 +5,18 @@ is the bytes of what the stage is known to hold, at the moment when that is most
 is owed to weight gradients, inboxes, and the temporaries of the running program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration.footprint import memory_unit
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.programs.gradients import LEAN_FORWARD
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 _PROGRAM_OF_KIND = {
     TaskKind.F: "forward",
@@ -43,10 +46,12 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """The predicted peak of every stage; ``num_microbatches`` is a replica's share."""
     none = (None,) * len(order.windows)
-    footprints, capacities = order.footprints or none, order.capacities or none
+    unit = memory_unit(order.graph)
+    footprints = none if order.footprints is None else tuple(-(-limit // unit) for limit in order.footprints)
+    capacities = order.capacities or none
     return [
         forecast_stage(
-            [sizes[c] for c in chunks],
+            [_with_remaking(sizes[c]) if _is_remade(order.graph, c) else sizes[c] for c in chunks],
             order.windows[stage],
             num_microbatches,
             footprint=footprints[stage],
@@ -54,6 +59,17 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
         )
         for stage, chunks in enumerate(order.placement.chunks_of_stage)
     ]
+
+
+def _is_remade(graph: PipelineGraph, chunk: int) -> bool:
+    return bool(graph.ops) and graph.operations.remakes_stash(chunk)
+
+
+def _with_remaking(sizes: ChunkBytes) -> ChunkBytes:
+    """The sizes of a chunk whose stash is made again: inputs stay, and gradients may wait, for every microbatch; and
+    a forward may make a stash that is dropped."""
+    waiting = sizes.inputs + sizes.output_grads
+    return replace(sizes, inputs=waiting, temporaries=sizes.temporaries + sizes.stash)
 
 
 def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
@@ -67,36 +83,51 @@ def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
 
 
 class MemoryMeter:
-    """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by one thread."""
+    """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by one thread.
 
-    def __init__(self, programs: Mapping[int, CompiledChunk], device: Any) -> None:
-        self._device = device
+    Args:
+        remaking: the kinds of tasks that make the stash of a microbatch again, of which F keeps its inputs alone.
+    """
+
+    def __init__(self, programs: Mapping[int, CompiledChunk], device: Any, remaking: Iterable[TaskKind] = ()) -> None:
+        self._device, self._remaking = device, tuple(remaking)
         self._held = self._peak = sum(chunk_bytes(each.sizes).fixed for each in programs.values())
         self._variant_of = {chunk: each.variant_of for chunk, each in programs.items()}
-        self._taken: dict[tuple[TaskKind, int, int], int] = {}
-        self._running: dict[tuple[TaskKind, int, int], int] = {}
+        self._taken: dict[tuple[TaskKind, int, int, bool], int] = {}
+        self._running: dict[tuple[TaskKind, int, int, bool], int] = {}
         for chunk, each in programs.items():
             for variant, sizes in enumerate(each.sizes_of_variants):
-                self._add_variant(chunk, variant, chunk_bytes(sizes), sizes.temporaries)
+                for is_remade in (False, True):
+                    self._add_variant(chunk, variant, sizes, is_remade=is_remade)
 
-    def _add_variant(self, chunk: int, variant: int, sizes: ChunkBytes, temporaries: Mapping[str, int]) -> None:
+    def _add_variant(self, chunk: int, variant: int, sizes: ChunkSizes, *, is_remade: bool) -> None:
         """Look up once what every kind of task takes for good and while it runs."""
+        found, which = chunk_bytes(sizes), (chunk, variant, is_remade)
         for kind, program in _PROGRAM_OF_KIND.items():
-            sizes_of_kind = (size for name, size in temporaries.items() if name.startswith(program))
-            self._running[kind, chunk, variant] = max(sizes_of_kind, default=0)
+            sizes_of_kind = (size for name, size in sizes.temporaries.items() if name.startswith(program))
+            self._running[kind, *which] = max(sizes_of_kind, default=0)
+        kept = found.inputs if is_remade else found.stash
         self._taken |= {
-            (TaskKind.F, chunk, variant): sizes.stash,
-            (TaskKind.B, chunk, variant): -sizes.stash,
-            (TaskKind.I, chunk, variant): sizes.owed - sizes.stash,
-            (TaskKind.W, chunk, variant): -sizes.owed,
+            (TaskKind.F, *which): kept,
+            (TaskKind.B, *which): -found.stash,
+            (TaskKind.I, *which): found.owed - found.stash,
+            (TaskKind.W, *which): -found.owed,
         }
+        for kind in self._remaking if is_remade else ():
+            self._taken[kind, *which] = found.stash - kept
+            self._running[kind, *which] = self._running[TaskKind.F, *which] + found.outputs
+        if is_remade and LEAN_FORWARD in sizes.temporaries:
+            self._running[TaskKind.F, *which] = sizes.temporaries[LEAN_FORWARD]
+        elif is_remade:
+            self._running[TaskKind.F, *which] += sizes.stash_bytes  # which is dropped
 
-    def ran(self, task: Task, bucket: int, inbox_bytes: int) -> None:
+    def ran(self, task: Task, bucket: int, inbox_bytes: int, *, is_remade: bool = False) -> None:
         """A task of a microbatch of this bucket has run or was launched: count what it took and freed, and what lay in
-        inbox and was on its way. R and U are the same in all buckets."""
+        inbox and was on its way. R and U are the same in all buckets. ``is_remade``: the microbatch's stash is made
+        again."""
         variant = 0 if task.microbatch < 0 else self._variant_of[task.chunk][bucket]
         assert variant is not None
-        which = task.kind, task.chunk, variant
+        which = task.kind, task.chunk, variant, is_remade
         before = self._held
         self._held += self._taken.get(which, 0)
         self._peak = max(self._peak, max(before, self._held) + self._running[which] + inbox_bytes)

@@ -28,9 +28,9 @@ class OperationContext:
     stashes: Stashes
     programs: MicrobatchPrograms | None = None
     """The compiled programs of the microbatch; None for a task that runs once per step."""
-    forward: Callable[[], Any] | None = None
-    """Runs the chunk's forward once more on the inputs that were kept, and returns the stash; None where they were not
-    (:attr:`rrfp_jax.tasks.Op.keeps_inputs`)."""
+    forward: Callable[[], tuple[Any, Any]] | None = None
+    """Runs the chunk's forward once more on the inputs that were kept, and returns its output, by which it can be
+    waited for, and the stash; None where they were not (:attr:`rrfp_jax.tasks.Op.keeps_inputs`)."""
 
     @property
     def stash(self) -> Any:

@@ -39,7 +39,7 @@ from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.weights import Weights
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.tasks import PipelineGraph, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,11 @@ def _stage_maker(
             step_rules=step_rules,
             copies=copies,
             replicas=replicas.get(process.layout.stage_of(unit)),
-            meter=MemoryMeter(own, process.own_device(unit)),
+            meter=MemoryMeter(
+                own,
+                process.own_device(unit),
+                remaking=[TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash],
+            ),
             ship=ship,
             wishes=process.wishes,
             in_transit=process.bytes_in_transit,

@@ -46,8 +46,8 @@ class _Step:
     graph: PipelineGraph
     batch: StepBatch
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
-    forwards: dict[tuple[int, int], Callable[[], Any]] = field(default_factory=dict)
-    """Where operations run a forward once more: what does so, and returns the stash."""
+    forwards: dict[Task, Callable[[], tuple[Any, Any]]] = field(default_factory=dict)
+    """For operations that run a forward once more: what does so, and returns output and stash."""
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
     losses: list[tuple[int, int, Any, Any]] = field(default_factory=list)
@@ -127,7 +127,8 @@ class ProgramStage:
         }
         self._operations = operations_of(graph)
         self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
-        self._keeps_inputs = any(op.keeps_inputs for op in graph.ops)
+        self._keep_inputs = [op for op in graph.ops if op.keeps_inputs]
+        self._remake_stash = [op for op in graph.ops if op.remakes_stash]
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
@@ -241,10 +242,12 @@ class ProgramStage:
         self._mailbox.post(step, message, value, self._bucket(step, message.microbatch))
 
     def _measure(self, step: int, task: Task) -> None:
-        if task.kind in self._operations:
+        op = self._operations.get(task.kind)
+        if op is not None and not op.remakes_stash:
             return
         bucket = 0 if task.microbatch < 0 else self._bucket(step, task.microbatch)
-        self._meter.ran(task, bucket, self._mailbox.held_bytes + self._in_transit())
+        inbox_bytes = self._mailbox.held_bytes + self._in_transit()
+        self._meter.ran(task, bucket, inbox_bytes, is_remade=self._is_remade(task.chunk, task.microbatch))
 
     def _abort(self, error: BaseException) -> None:
         if self._replicas is not None:  # the others must not wait for this one
@@ -263,12 +266,17 @@ class ProgramStage:
             for p in graph.predecessors(chunk)
         )
         leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
-        run = partial(programs.forward, held.params, inputs, leaves, step, microbatch, derived=held.derived)
-        outputs, stash = run()
-        if graph.has_backward(chunk):
-            state.stashes[chunk, microbatch] = stash
-            if self._keeps_inputs:
-                state.forwards[chunk, microbatch] = lambda: run()[1]
+        read = (inputs, leaves, step, microbatch)
+        for op in self._keep_inputs:
+            if op.exists(chunk, microbatch):
+                task = Task(TaskKind(op.letter), chunk, microbatch)
+                state.forwards[task] = lambda: programs.forward(held.params, *read, derived=held.derived)
+        if self._is_remade(chunk, microbatch):
+            outputs = programs.outputs(held.params, *read, derived=held.derived)
+        else:
+            outputs, stash = programs.forward(held.params, *read, derived=held.derived)
+            if graph.has_backward(chunk):
+                state.stashes[chunk, microbatch] = stash
         if not graph.successors(chunk):
             _start_copies(outputs)
             return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, *outputs)))
@@ -278,6 +286,10 @@ class ProgramStage:
             if graph.exists(successor, microbatch)
         ]
         return _Enqueued(outputs, posts)
+
+    def _is_remade(self, chunk: int, microbatch: int) -> bool:
+        """Whether an operation makes the stash of this pair."""
+        return any(op.exists(chunk, microbatch) for op in self._remake_stash)
 
     def _backward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         state, held = self._steps[step], self.states[chunk]
@@ -327,14 +339,14 @@ class ProgramStage:
     def _operate(self, op: Op, step: int, chunk: int, microbatch: int) -> _Enqueued:
         """An operation of one's own; on the thread of its lane."""
         assert op.run is not None
-        state = self._steps[step]
+        state, task = self._steps[step], Task(TaskKind(op.letter), chunk, microbatch)
         context = OperationContext(
             step=step,
-            task=Task(TaskKind(op.letter), chunk, microbatch),
+            task=task,
             state=self.states[chunk],
             stashes=state.stashes,
             programs=self._programs_of(step, chunk, microbatch) if microbatch >= 0 else None,
-            forward=state.forwards.pop((chunk, microbatch), None) if op.keeps_inputs else None,
+            forward=state.forwards.pop(task, None),
         )
         return _Enqueued(op.run(context))
 

@@ -96,6 +96,10 @@ class GraphOperations:
         op = self.by_letter.get(kind)
         return op is None or op.exists(chunk, microbatch)
 
+    def remakes_stash(self, chunk: int) -> bool:
+        """Whether an operation makes what backwards of a chunk need, so that their F keeps only what it read."""
+        return any(op.remakes_stash and op.is_on(chunk, self.graph.num_chunks) for op in self.graph.ops)
+
     def lane(self, kind: TaskKind) -> str:
         op = self.by_letter.get(kind)
         return COMPUTE if op is None else op.lane

@@ -63,6 +63,8 @@ class Op:
     run: Callable[..., Any] | None = field(default=None, metadata=UNRECORDED)
     keeps_inputs: bool = False
     """Whether what the chunk reads of the microbatch is kept until this has run, so that its forward can run again."""
+    remakes_stash: bool = False
+    """Whether it makes what the backward needs from what was read, which is all that the forward then keeps."""
     chunks: frozenset[int] | None = None
     """Where it exists; None: on every chunk."""
     pairs: frozenset[tuple[int, int]] | None = None
@@ -87,11 +89,14 @@ class Op:
         if self.letter in self.after or self.letter in self.before:
             raise ValueError(f"{where} comes after or before itself: name another kind")
         object.__setattr__(self, "per", Per(self.per))
+        object.__setattr__(self, "keeps_inputs", self.keeps_inputs or self.remakes_stash)
         for name in ("holds", "frees", "ms"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
         if self.lead < 0:
             raise ValueError(f"{where}: lead is {self.lead}, give 0 or more tasks")
+        if self.remakes_stash and not {"B", "I"}.intersection(self.before):
+            raise ValueError(f"{where} makes what the backward needs: let it come before B")
         if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
             raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
 

@@ -36,7 +36,7 @@ def tied_stage() -> ProgramStage:
         step_rules=StepRules(),
         copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
         replicas=None,
-        meter=SimpleNamespace(ran=lambda task, bucket, inbox_bytes: None),  # type: ignore[arg-type]
+        meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]
         ship=lambda value, receiver, message, bucket: value,
         wishes=SimpleNamespace(),  # type: ignore[arg-type]
     )

@@ -114,7 +114,7 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
         step_rules=StepRules(lockstep=replicas is not None),
         copies=copies,
         replicas=replicas,
-        meter=SimpleNamespace(ran=lambda task, bucket, inbox_bytes: None),
+        meter=SimpleNamespace(ran=lambda *_, **__: None),
         ship=lambda value, receiver, message, bucket: value,
         wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
