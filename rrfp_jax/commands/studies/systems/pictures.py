@@ -90,7 +90,7 @@ def _draw_panel(axes: "Axes", panel: Panel, question: Question) -> None:
     if question.is_wide:
         axes.set_yscale("symlog", linthresh=_LINEAR)
         ys = [y for panels in question.panels for each in panels for line in each.lines for _, y in line.points]
-        ticks = [tick for tick in _TICKS if min(ys) <= tick <= max(ys)]
+        ticks = [tick for tick in _TICKS if 1.2 * min(ys) <= tick <= 1.2 * max(ys)]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_locator(NullLocator())

@@ -158,7 +158,7 @@ def _concurrent(study: Study) -> Iterator[Question]:
         return
     yield Question(
         name="chimera-gpipe",
-        text="How long does Chimera stay ahead of GPipe? Tables run strictly",
+        text="How long does Chimera stay ahead of GPipe? Tables run strictly; hop/F by (stages)",
         across=MICROBATCHES,
         up="faster than gpipe by, %",
         panels=tuple(
@@ -176,8 +176,9 @@ def _concurrent(study: Study) -> Iterator[Question]:
 
 
 def _lines_over_microbatches(study: Study, name: str, num_stages: int, mode: Communication) -> Iterator[Line]:
-    ratios = zip(*(distinct_hops(study.wishes.systems, p) for p in study.wishes.stages), strict=True)
-    names = [" and ".join(f"{hop.ratio:.1g}" for hop in hops) for hops in ratios]
+    stages = study.wishes.stages
+    ratios = zip(*(distinct_hops(study.wishes.systems, p) for p in stages), strict=True)
+    names = [", ".join(f"{hop.ratio:.1g} ({p})" for p, hop in zip(stages, hops, strict=True)) for hops in ratios]
     for style, hop in enumerate(distinct_hops(study.wishes.systems, num_stages)):
         points = []
         for num_microbatches in study.wishes.microbatches:
