@@ -185,6 +185,9 @@ class _Driver:
         self.timeline = Timeline(len(arbiters))
         self.step_ends_ms = [0.0] * num_steps
         self.queue = EventQueue()
+        self._host_ms = machine.host_ms
+        self._senders_wait = machine.communication is not Communication.ASYNC
+        """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
         self._may_lose = machine.links.announce_loss > 0
         self._announcements_ms: dict[tuple[int, int], float] = {}
         self.transfers = make_transfers(
@@ -297,7 +300,7 @@ class _Driver:
             self._run_beside(index, stage, instruction)
             return
         stage.holds = False
-        stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self.machine.host_ms
+        stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self._host_ms
         stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
         if stage.timer is not None:
             stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)
@@ -308,7 +311,8 @@ class _Driver:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
         start_ms = max(now_ms, host_ready_ms)
-        self._set_idle(index, stage, None)
+        if stage.idle is not None:
+            self._set_idle(index, stage, None)
         if start_ms > now_ms:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
         duration_ms = stage.times.duration_ms(step, task)
@@ -343,7 +347,8 @@ class _Driver:
         if stage.dispatched:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)
-        self._note_idle(index, stage)
+        if self._senders_wait:
+            self._note_idle(index, stage)
 
     # -- record ------------------------------------------------------------------------------------------------------
 

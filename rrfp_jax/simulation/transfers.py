@@ -67,6 +67,7 @@ class AsyncTransfers:
         self.queue, self.links, self.deliver = run.queue, run.links, run.deliver
         self._transfer_ms: dict[tuple[MessageKind, int, int], float] = {}
         self._link_free_ms: dict[tuple[int, int], float] = {}
+        self._has_contention = run.links.contention
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
         """A task's computation has ended now."""
@@ -74,21 +75,22 @@ class AsyncTransfers:
 
     def send(self, stage: int, send: Send) -> None:
         """The arbiter of ``stage`` wants this message sent now."""
-        start_ms = self.queue.now_ms
-        duration_ms = self.duration_ms(send.message.kind, stage, send.stage)
-        if self.links.contention and send.message.kind not in CONTROL:
-            start_ms = max(start_ms, self._link_free_ms.get((stage, send.stage), 0.0))
-            self._link_free_ms[stage, send.stage] = start_ms + duration_ms
-        self.queue.post_arrival(start_ms + duration_ms, self.arrive, send.stage, send.step, send.message)
+        step, message, target = send
+        start_ms, duration_ms = self.queue.now_ms, self.duration_ms(message.kind, stage, target)
+        if self._has_contention and message.kind not in CONTROL:
+            start_ms = max(start_ms, self._link_free_ms.get((stage, target), 0.0))
+            self._link_free_ms[stage, target] = start_ms + duration_ms
+        self.queue.post_arrival(start_ms + duration_ms, self.arrive, target, step, message)
 
     def arrive(self, stage: int, step: int, message: Message) -> None:
         self.deliver(stage, InputArrived(step, self.queue.now_ms / 1e3, message))
 
     def duration_ms(self, kind: MessageKind, source: int, target: int) -> float:
         key = (kind, source, target)
-        if key not in self._transfer_ms:
-            self._transfer_ms[key] = self.links.transfer_ms(kind, source, target)
-        return self._transfer_ms[key]
+        lasts_ms = self._transfer_ms.get(key)
+        if lasts_ms is None:
+            lasts_ms = self._transfer_ms[key] = self.links.transfer_ms(kind, source, target)
+        return lasts_ms
 
 
 class BlockingTransfers(AsyncTransfers):
