@@ -133,6 +133,9 @@ def _key(words: object) -> Key:
     if unknown is not None:
         raise Mistake(f"the key has the word {unknown!r}: write {', '.join(WORDS)}, or a function of the task")
     parts = tuple(WORDS[word] for word in names)
+    if len(parts) == 2:  # as in every rule here, and read for every task of a step
+        first, second = parts
+        return lambda task: (first(task), second(task))
     return lambda task: tuple(part(task) for part in parts)
 
 
