@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from rrfp_jax.arbitration.plan import LANE, NUM_LANES
 from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
+from rrfp_jax.schedules.user_file import is_in_file, rule_in_file
 from rrfp_jax.tasks import Task, TaskKind
 
 Heads = tuple[int | None, int | None, int | None, int | None]
@@ -113,7 +114,11 @@ def schedule_hint(order: Iterable[Task], *, weights_last: bool = False) -> Hint:
 
 
 def hint_by_name(name: str) -> Hint:
-    """Look up a hint that needs no table; raises ValueError naming the known ones."""
+    """Look up a hint that needs no table, or a rule as ``FILE.py:NAME``; raises ValueError naming the known ones."""
+    if is_in_file(name):
+        return Hint.of(name, rule_in_file(name))
     if name not in HINTS:
-        raise ValueError(f"hint {name!r} is unknown: choose one of {', '.join([*HINTS, SCHEDULE])}")
+        raise ValueError(
+            f"hint {name!r} is unknown: choose one of {', '.join([*HINTS, SCHEDULE])}, or FILE.py:NAME of a rule"
+        )
     return HINTS[name]

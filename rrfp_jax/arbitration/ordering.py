@@ -140,8 +140,8 @@ class Ordering:
     consume: str = READY
     """``ready`` or ``strict``."""
     hint: str | None = None
-    """One of :func:`hint_names`. None: ``schedule`` if there is one; otherwise ``bf``, or ``bf-deep`` with several
-    chunks per stage.
+    """One of :func:`hint_names`, or ``FILE.py:NAME`` of a rule. None: ``schedule`` if there is one; otherwise ``bf``,
+    or ``bf-deep`` with several chunks per stage.
 
     Strict consumption follows its schedule whatever the hint is.
     """
@@ -401,8 +401,8 @@ def check_words(consume: str, hint: str | None, backward: str | None, *, has_sch
         raise ValueError(f"consume {consume!r} is unknown: choose {READY} or {STRICT}")
     if backward not in (None, SPLIT, FUSED):
         raise ValueError(f"backward {backward!r} is unknown: choose {SPLIT} or {FUSED}")
-    if hint is not None and hint not in hint_names():
-        raise ValueError(f"hint {hint!r} is unknown: choose one of {', '.join(hint_names())}")
+    if hint not in (None, SCHEDULE):
+        hint_by_name(hint)
     if consume == STRICT and not has_schedule:
         raise ValueError("consume strict needs a schedule to wait for: give one, for example 1f1b")
     if hint == SCHEDULE and not has_schedule:

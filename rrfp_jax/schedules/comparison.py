@@ -4,7 +4,6 @@ The third, execution by the real core with links and jitter, is the simulator's.
 schedules holds only for the lengths (and links) that it names.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rrfp_jax.schedules.formulas import Sizes, bubble_formulas, peak_formula
@@ -54,30 +53,6 @@ def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels
     )
 
 
-def levels_table(names: Iterable[str], request: ScheduleRequest, lengths: SlotLengths) -> str:
-    """The comparison of several schedules as a Markdown table; schedules that these sizes do not fit are left out."""
-    lines = [
-        "| schedule | bubble, paper | bubble, our closed form | bubble, ideal table | peak, formula | peak, table |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in names:
-        try:
-            row = compare(name, request, lengths)
-        except ValueError:
-            continue
-        rates = (row.published_rate, row.fitted_rate, row.table_rate)
-        cells = [
-            *(_text(rate, "{:.1%}") for rate in rates),
-            *(_text(x, "{:g}") for x in (row.formula_peak, row.table_peak)),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def _rate(name: str, sizes: Sizes, *, published: bool) -> float | None:
     rates = (formula.rate(sizes) for formula in bubble_formulas(name) if formula.published is published)
     return next((rate for rate in rates if rate is not None), None)
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

@@ -6,7 +6,7 @@ from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.schedules.user_file import entry_in_file, is_in_file
+from rrfp_jax.schedules.user_file import entry_in_file, is_in_file, is_rule
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -15,8 +15,8 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def is_schedule(name: str) -> bool:
-    """Whether this is the name of a schedule, or says ``FILE.py:NAME``."""
-    return name in KNOWN or is_in_file(name)
+    """Whether this is the name of a schedule, or says ``FILE.py:NAME`` of something that is no rule."""
+    return name in KNOWN or (is_in_file(name) and not is_rule(name))
 
 
 def schedule_entry(name: str | Description) -> ScheduleEntry:

@@ -1,6 +1,6 @@
-"""Schedules in a user's own file: ``FILE.py:NAME`` stands wherever the name of a schedule does.
+"""Schedules and hints in a user's own file: ``FILE.py:NAME`` stands wherever the name of one does.
 
-NAME is what the file registers with ``@schedule(NAME, ...)``, or a function of a stage that it defines.
+NAME is what the file registers with ``@schedule(NAME, ...)``, a function of a stage that it defines, or a rule.
 """
 
 import difflib
@@ -14,6 +14,7 @@ from types import ModuleType
 
 from rrfp_jax.schedules.description import told
 from rrfp_jax.schedules.entry import ScheduleEntry, registering
+from rrfp_jax.schedules.language.rule import Rule
 
 _IN_FILE = re.compile(r"(.+\.py)(?::(.*))?")
 
@@ -25,35 +26,58 @@ def is_in_file(name: str) -> bool:
 
 def entry_in_file(name: str) -> ScheduleEntry:
     """The schedule of this name; raises ValueError where there is none, or where the file cannot be imported."""
+    found = _named(name)
+    if isinstance(found, Rule):
+        raise ValueError(f"{name} is a rule: give it as a hint, or describe a table with its .frozen()")
+    return replace(found, name=name)
+
+
+def rule_in_file(name: str) -> Rule:
+    """The rule of this name; raises ValueError as :func:`entry_in_file` does."""
+    found = _named(name)
+    if not isinstance(found, Rule):
+        raise ValueError(f"{name} is a schedule, not a rule: give it as one")
+    return found
+
+
+def is_rule(name: str) -> bool:
+    """Whether a name of this form is one of a rule."""
+    return is_in_file(name) and isinstance(_named(name), Rule)
+
+
+def _named(name: str) -> ScheduleEntry | Rule:
     match = _IN_FILE.fullmatch(name)
     assert match is not None
     path, word = match.group(1), match.group(2) or ""
     try:
-        entries = _entries_of(path, Path(path).stat().st_mtime_ns)
+        found = _contents(path, Path(path).stat().st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"cannot read schedule {name}: {why}: give the path of a Python file") from error
-    if word not in entries:
-        near = difflib.get_close_matches(word, entries, n=1)
+    if word not in found:
+        near = difflib.get_close_matches(word, found, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        there = f"it describes {', '.join(entries)}" if entries else "it has no function of a stage"
+        there = f"it describes {', '.join(found)}" if found else "it has no function of a stage"
         raise ValueError(f"{path} has no schedule {word!r}: {meant}write {path}:NAME; {there}")
-    return replace(entries[word], name=name)
+    return found[word]
 
 
 @lru_cache(maxsize=64)
-def _entries_of(path: str, _: int) -> dict[str, ScheduleEntry]:
-    """What a file describes, by the names that it registers and those of its functions; again when it has changed."""
+def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
+    """What a file describes, by the names that it registers and its own; read again when it has changed."""
     text = Path(path).read_text(encoding="utf-8")
     module = ModuleType(f"rrfp_schedules_{Path(path).stem}")
     sys.modules[module.__name__] = module
-    with registering() as found:
+    with registering() as registered:
         try:
             exec(compile(text, path, "exec"), module.__dict__)
         except (Exception, SystemExit) as error:
             raise ValueError(f"cannot import {path}: {told(error)}") from error
-    registered = {entry.describe: entry for entry in found.values()}
+    of_function = {entry.describe: entry for entry in registered.values()}
+    found: dict[str, ScheduleEntry | Rule] = {**registered}
     for name, value in vars(module).items():
-        if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
-            found.setdefault(name, registered.get(value) or ScheduleEntry(name=name, describe=value, any_graph=True))
+        if isinstance(value, Rule):
+            found.setdefault(name, value)
+        elif isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            found.setdefault(name, of_function.get(value) or ScheduleEntry(name=name, describe=value, any_graph=True))
     return found

@@ -187,7 +187,10 @@ def test_what_null_means_is_the_default_and_choices_are_listed() -> None:
     assert words.default == "null"
     flat = " ".join(parser_of(module_of("train")).format_help().split())
     assert "--consume ready|strict ready runs the best of the ready tasks" in flat
-    assert "(one of bf, bfw, bf-deep, fb, b-priority, f-priority, schedule; default: the schedule where" in flat
+    assert (
+        "(one of bf, bfw, bf-deep, fb, b-priority, f-priority, schedule, FILE.py:NAME; default: the schedule where"
+        in flat
+    )
     assert "--tie-embeddings true|false" in flat
     assert "--run-dir PATH Where the run writes (default: a new folder under runs/, named by" in flat
     assert "--num-layers N Number of decoder layers, embedding and head not counted (required in the file)" in flat

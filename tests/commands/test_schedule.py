@@ -12,7 +12,9 @@ from rrfp_jax.schedules import ScheduleRequest, build_schedule, read_csv
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "8")
 FILE = """
-from rrfp_jax.schedules.language import B, F, I, W, rounds
+from rrfp_jax.schedules.language import B, F, I, W, rounds, rule, turns
+
+in_turn = rule(turns(B, F), W, key="microbatch")
 
 def mine(s):
     return rounds(F.ahead(s.p - 1 - s.i), B)
@@ -77,10 +79,12 @@ def test_a_schedule_of_ones_own_in_simulate_and_levels(capsys, own) -> None:
     mine = printed(capsys, simulate, *SIZES, "--schedule", f"{own}:mine", "--consume", "strict")
     known = printed(capsys, simulate, *SIZES, "--schedule", "1f1b", "--consume", "strict")
     assert mine["makespan_ms"] == known["makespan_ms"]
-    entries = f"{own}:mine:strict,{own}:halves,bf"
+    entries = f"{own}:mine:strict,{own}:halves,{own}:in_turn,bf"
     compared = printed(capsys, simulate, *SIZES, "--compare", entries)["compare"]
     assert [*compared] == entries.split(",")
     assert compared[f"{own}:mine:strict"]["makespan_ms"] == known["makespan_ms"]
+    ranked = printed(capsys, simulate, *SIZES, "--hint", f"{own}:in_turn")
+    assert ranked["order"] == compared[f"{own}:in_turn"]["order"] == compared["bf"]["order"]
     rows = printed(capsys, levels, *SIZES, "--schedules", f"1f1b,{own}:mine")["schedules"]
     assert rows[f"{own}:mine"]["strict"] == rows["1f1b"]["strict"]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
-from rrfp_jax.schedules.comparison import compare, levels_table
+from rrfp_jax.schedules.comparison import compare
 from rrfp_jax.schedules.formulas import BUBBLES, PEAKS, Sizes, bubble_formulas, peak_formula
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, execute, per_stage
 
@@ -108,13 +108,3 @@ def test_serialised_dualpipe_v_has_less_bubble_than_its_formula_with_pairs_that_
     row = compare("dualpipe-v", ScheduleRequest(num_stages=8, num_microbatches=16), EQUAL)
     assert row.published_rate == pytest.approx(7 / 55)
     assert row.table_rate == pytest.approx(3.5 / 51.5)
-
-
-def test_levels_stand_side_by_side_and_misfits_are_left_out() -> None:
-    text = levels_table(
-        ["1f1b", "interleaved-1f1b", "zb-auto"], ScheduleRequest(num_stages=4, num_microbatches=6), EQUAL
-    )
-    assert text.splitlines()[2:] == [
-        "| 1f1b | 33.3% | - | 33.3% | 4 | 4 |",
-        "| zb-auto | - | - | 5.3% | - | 6 |",
-    ]

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from rrfp_jax.arbitration import Agreement, Ordering, StepRules, hint_by_name
+from rrfp_jax.arbitration.saved import rebuild, save_arbiter
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
-from rrfp_jax.tasks import Edge, PipelineGraph
+from rrfp_jax.simulation import Costs, constant, simulate
+from rrfp_jax.tasks import Edge, PipelineGraph, chain, linear
 
 FILE = """
 from rrfp_jax.schedules import schedule
-from rrfp_jax.schedules.language import B, F, I, Stage, W, rounds
+from rrfp_jax.schedules.language import B, F, I, Stage, W, rounds, rule, turns
 from rrfp_jax.schedules.shapes import V
 
 def mine(s):
@@ -31,6 +34,8 @@ def taken(s):
 
 def _helper():
     return 1
+
+in_turn = rule(turns(B, F), W, key="microbatch")
 """
 REQUEST = ScheduleRequest(num_stages=3, num_microbatches=5)
 
@@ -74,6 +79,28 @@ def test_a_file_that_has_changed_is_read_anew(path: Path) -> None:
     path.write_text(FILE.replace("F.ahead(s.p - 1 - s.i), B)", "F.ahead(s.p - s.i), B)"))
     os.utime(path, ns=(1, 1))
     assert str(build_schedule(f"{path}:mine", REQUEST).orders[2][1]) == "2F1"
+
+
+def test_a_rule_is_a_hint_and_no_schedule(path: Path) -> None:
+    hint = hint_by_name(f"{path}:in_turn")
+    assert hint.name == f"{path}:in_turn"
+    assert hint.choose(0, (3, 5, None, None)) == (5, 1)
+    assert hint.choose(1, (3, 5, None, None)) == (3, 0)
+    graph = chain(2, 6)
+    order = Ordering(hint=f"{path}:in_turn", window=2).resolve(linear(2), graph)
+    known = Ordering(hint="bf", window=2).resolve(linear(2), graph)
+    rules = StepRules(updates=False, agreement=Agreement.NONE)
+    costs = Costs(durations_ms=constant((10, 10, 10), graph))
+    ran, expected = (simulate(one.arbiters(rules), costs).timeline.order() for one in (order, known))
+    assert ran == expected
+    saved = save_arbiter(order.arbiters(rules)[0])
+    assert rebuild(saved, graph, linear(2)).consumption.hint.name == hint.name
+    with pytest.raises(ValueError, match="is a rule: give it as a hint, or describe a table with its"):
+        build_schedule(f"{path}:in_turn", REQUEST)
+    with pytest.raises(ValueError, match="is a schedule, not a rule"):
+        Ordering(hint=f"{path}:mine")
+    with pytest.raises(ValueError, match="did you mean in_turn"):
+        Ordering(hint=f"{path}:in_turns")
 
 
 @pytest.mark.parametrize(

@@ -238,9 +238,9 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
     )
     hint = group.add_argument(
         "--hint",
-        metavar="NAME",
-        help=f"rank what is ready by: {', '.join(hint_names())} (default: the schedule if there is one, else bf, or "
-        "bf-deep with several chunks per stage); strict consumption follows its table instead",
+        metavar="NAME|FILE.py:NAME",
+        help=f"rank what is ready by: {', '.join(hint_names())}, or a rule in your file (default: the schedule if "
+        "there is one, else bf, or bf-deep with several chunks per stage); strict consumption follows its table",
     )
     offer(hint, hint_names())
     group.add_argument(

@@ -16,6 +16,7 @@ from rrfp_jax.commands.studies.noise import add_noise_arguments
 from rrfp_jax.commands.studies.workload_options import add_workload_arguments
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import is_schedule
+from rrfp_jax.schedules.user_file import is_rule
 from rrfp_jax.simulation import MemoryWeights
 
 FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
@@ -140,7 +141,7 @@ def _entry(entry: str, base: Ordering) -> Ordering:
     name = path + of_file + name if of_file else name
     if is_schedule(name) or name.endswith(".csv"):
         return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
-    if name not in hint_names() or name == SCHEDULE:
+    if name == SCHEDULE or not (name in hint_names() or is_rule(name)):
         known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])
         raise ValueError(f"compare entry {entry!r} names no schedule and no hint: choose among {known}")
     if words not in ("", READY):

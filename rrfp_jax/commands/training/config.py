@@ -108,7 +108,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "pipeline.projector_in": PROJECTOR_PLACES,
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
-        "pipeline.hint": tuple(hint_names()),
+        "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
         "pipeline.remat": ("none", "dots", "full"),
         "pipeline.backward": (SPLIT, FUSED),
         "pipeline.transport": ("auto", "sockets", "transfer"),

@@ -16,7 +16,7 @@ from rrfp_jax.schedules.language.list_schedule import list_orders
 from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
 from rrfp_jax.schedules.language.streams import Stream
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 Key = Callable[[Task], tuple[int, ...]]
 WORDS: dict[str, Callable[[Task], int]] = {
@@ -29,7 +29,7 @@ WORDS: dict[str, Callable[[Task], int]] = {
 
 @dataclass(frozen=True)
 class Lanes:
-    """One lane, or two that take turns."""
+    """One lane, or two that take turns: the kinds of each."""
 
     kinds: tuple[tuple[str, ...], ...]
     row: tuple[Task, ...] = ()
@@ -38,13 +38,18 @@ class Lanes:
 
 def turns(first: Stream, second: Stream) -> Lanes:
     """One of the first, if any is ready, then one of the second, if any is, and so on."""
-    return Lanes((_whole(first), _whole(second)))
+    return Lanes((_kinds(first), _kinds(second)))
 
 
 def like(order: Order, stage: Stage) -> Lanes:
     """A lane with the tasks of an order by their places in it, the forwards one after another."""
     row = tuple(order.on(stage))
     return Lanes((tuple(dict.fromkeys(task.kind for task in row)),), row)
+
+
+def _kinds(stream: Stream) -> tuple[str, ...]:
+    """I goes where B does."""
+    return (stream.kind, TaskKind.I) if stream.kind == TaskKind.B else (stream.kind,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +69,11 @@ class Rule:
         key = self.keys.get(task.kind)
         return () if key is None else key(task)
 
-    def by_turn(self) -> tuple[tuple[tuple[tuple[str, ...], int], ...], ...]:
+    def by_turn(self) -> tuple[list[tuple[tuple[str, ...], int]], ...]:
         """For turn 0 and turn 1 the lanes, the best first, each with the turn that follows when it is chosen."""
         plain = [(kinds, int(number == self.pair)) for number, kinds in enumerate(self.lanes)]
-        if self.pair is None:
-            return tuple(plain), tuple(plain)
-        at, after = self.pair, self.pair + 2
-        return tuple(plain), (*plain[:at], *plain[at:after][::-1], *plain[after:])
+        at = len(plain) if self.pair is None else self.pair
+        return plain, [*plain[:at], *plain[at : at + 2][::-1], *plain[at + 2 :]]
 
     def frozen(
         self,
@@ -80,20 +83,13 @@ class Rule:
         under_way: int | None = None,
         holding: float | None = None,
     ) -> "Frozen":
-        """The order in which stages start their tasks in virtual time.
-
-        Args:
-            lengths: how long a task lasts.
-            hop: from the end of a task to the start of one on another stage that waits for it.
-            under_way: how many microbatches may be between their first task and their last, over the whole pipeline.
-            holding: how many activations the stage may hold, each of a chunk from its F to the end of its backward.
-        """
+        """The order in which stages start their tasks in virtual time; see :class:`Frozen`."""
         return Frozen(self, lengths, hop, under_way, holding)
 
 
 def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
     """Lanes, the best first; ``key`` for all kinds, or one by its letter: ``F=("chunk", "microbatch")``."""
-    made = [each if isinstance(each, Lanes) else Lanes((_whole(each),)) for each in lanes]
+    made = [each if isinstance(each, Lanes) else Lanes((_kinds(each),)) for each in lanes]
     kinds = [kind for each in made for lane in each.kinds for kind in lane]
     twice = next((kind for kind, count in Counter(kinds).items() if count > 1), None)
     if twice is not None:
@@ -106,23 +102,13 @@ def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
     pairs = [number for number, each in enumerate(made) if len(each.kinds) > 1]
     if len(pairs) > 1:
         raise Mistake("the rule has two pairs that take turns: keep one of them")
-    keys = dict.fromkeys(kinds, key) | keys
-    if TaskKind.B in keys:
-        keys[TaskKind.I] = keys[TaskKind.B]
+    words = dict.fromkeys(kinds, key) | keys
+    words |= {TaskKind.I: words[TaskKind.B]} if TaskKind.B in words else {}
+    found = {kind: _key(given) for kind, given in words.items() if given is not None}
     row = next((each.row for each in made if each.row), ())
     places = {task: place for place, task in enumerate(row)}
-    return Rule(
-        tuple(lane for each in made for lane in each.kinds),
-        pairs[0] if pairs else None,
-        {kind: _key(words) for kind, words in keys.items() if words is not None}
-        | dict.fromkeys({task.kind for task in row}, lambda task: (places[task],)),
-        row,
-    )
-
-
-def _whole(stream: Stream) -> tuple[str, ...]:
-    """The kinds of a lane; I goes where B does."""
-    return (stream.kind, TaskKind.I) if stream.kind == TaskKind.B else (stream.kind,)
+    found |= dict.fromkeys({task.kind for task in row}, lambda task: (places[task],))
+    return Rule(tuple(lane for each in made for lane in each.kinds), pairs[0] if pairs else None, found, row)
 
 
 def _key(words: object) -> Key:
@@ -141,71 +127,65 @@ def _key(words: object) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Frozen(Described):
-    """A rule to be run in virtual time, which only all stages together can do."""
+    """A rule to be run in virtual time, which only all stages together can do; times and ``under_way`` are those of the
+    first stage."""
 
     rule: Rule
     lengths: Callable[[Task], float]
+    """How long a task lasts."""
     hop: float
+    """From the end of a task to the start of one on another stage that waits for it."""
     under_way: int | None
+    """How many microbatches may be between their first task and their last, over the whole pipeline."""
     holding: float | None
+    """How many activations the stage may hold, each of a chunk from its F to the end of its backward."""
 
     def orders(self, stages: Sequence[Stage], made: Sequence["Frozen"]) -> list[list[Task]]:
-        """The rules of all stages run together; times and ``under_way`` are those of the first."""
-        choice = _Stages(stages, made)
-        return list_orders(stages[0].placement, stages[0].graph, choice, length=self.lengths, hop=self.hop)
+        """The rules of all stages run together."""
+        run = _Run(stages[0].graph, made)
+        return list_orders(stages[0].placement, stages[0].graph, run, length=self.lengths, hop=self.hop)
 
 
-class _Stages:
+class _Run:
     """What each stage starts as its rule says."""
 
-    def __init__(self, stages: Sequence[Stage], made: Sequence[Frozen]) -> None:
-        self.stages, self.made = stages, made
-        self.keeper = [_Keeper(stage, frozen) for stage, frozen in zip(stages, made, strict=True)]
-        self.unfinished = Counter(task.microbatch for task in stages[0].graph.tasks())
+    def __init__(self, graph: PipelineGraph, made: Sequence[Frozen]) -> None:
+        self.graph, self.made, self.limit = graph, made, made[0].under_way
+        self.by_turn = [frozen.rule.by_turn() for frozen in made]
+        self.turn, self.held = [0] * len(made), [0.0] * len(made)
+        self.forwards = [deque(t for t in frozen.rule.row if t.kind is TaskKind.F) for frozen in made]
+        self.unfinished = Counter(task.microbatch for task in graph.tasks())
         self.entered: set[int] = set()
 
     def choose(self, stage: int, ready: Set[Task]) -> Task | None:
-        limit = self.made[0].under_way
-        if limit is not None and len(self.entered) >= limit:
-            ready = {task: None for task in ready if task.microbatch in self.entered}.keys()
-        task = self.keeper[stage].choose(ready)
-        if task is not None:
-            self.entered.add(task.microbatch)
-        return task
+        rule = self.made[stage].rule
+        admitted = [task for task in ready if self._admits(stage, task)]
+        named = {kind for lane in rule.lanes for kind in lane}
+        rest = (tuple({task.kind for task in admitted} - named), 0)
+        for kinds, turn in (*self.by_turn[stage][self.turn[stage]], rest):
+            lane = [task for task in admitted if task.kind in kinds]
+            if lane:
+                self.turn[stage] = turn
+                return self._start(stage, min(lane, key=rule.key))
+        return None
 
     def finished(self, task: Task) -> None:
         self.unfinished[task.microbatch] -= 1
         if self.unfinished[task.microbatch] == 0:
             self.entered.remove(task.microbatch)
 
-
-class _Keeper:
-    """One stage: whose turn it is, and what it holds."""
-
-    def __init__(self, stage: Stage, frozen: Frozen) -> None:
-        self.graph, self.frozen, self.turn, self.held = stage.graph, frozen, 0, 0.0
-        self.forwards = deque(task for task in frozen.rule.row if task.kind is TaskKind.F)
-        named = {kind for lane in frozen.rule.lanes for kind in lane}
-        rest = tuple(sorted({kind for chunk in stage.chunks for kind in stage.graph.kinds(chunk)} - named))
-        self.by_turn = [(*lanes, (rest, 0)) for lanes in frozen.rule.by_turn()]
-
-    def choose(self, ready: Set[Task]) -> Task | None:
-        for kinds, turn in self.by_turn[self.turn]:
-            candidates = [task for task in ready if task.kind in kinds and self._admits(task)]
-            if candidates:
-                self.turn = turn
-                return self._start(min(candidates, key=self.frozen.rule.key))
-        return None
-
-    def _admits(self, task: Task) -> bool:
+    def _admits(self, stage: int, task: Task) -> bool:
+        if self.limit is not None and len(self.entered) >= self.limit and task.microbatch not in self.entered:
+            return False
         if task.kind is not TaskKind.F:
             return True
-        is_next = not self.forwards or self.forwards[0] == task
-        return is_next and (self.frozen.holding is None or self.held < self.frozen.holding)
+        holding, forwards = self.made[stage].holding, self.forwards[stage]
+        return (holding is None or self.held[stage] < holding) and (not forwards or forwards[0] == task)
 
-    def _start(self, task: Task) -> Task:
+    def _start(self, stage: int, task: Task) -> Task:
         takes, frees = self.graph.memory_effect(task)
-        self.held += takes - frees
-        if self.forwards and task.kind is TaskKind.F:
-            self.forwards.popleft()
+        self.held[stage] += takes - frees
+        self.entered.add(task.microbatch)
+        if self.forwards[stage] and task.kind is TaskKind.F:
+            self.forwards[stage].popleft()
         return task
