@@ -171,6 +171,7 @@ def test_a_turnover_is_where_both_take_the_same_time(levels) -> None:
         (lambda x: 1 - x, 1.0),
         (lambda x: min(0.1, 0.5 - 0.01 * x) if x < 48 else 0.02 - 50 * (x - 48), 48.0004),
         (lambda x: 5 - x**3, 5 ** (1 / 3)),
+        (lambda x: -0.1 if x else 0.2, 0.0),
     ],
 )
 def test_a_crossing_is_found_where_lines_bend(lead, where) -> None:

@@ -21,7 +21,10 @@ _STEP = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What runs one stage. Raises ValueError on numbers that no device has."""
+    """What runs one stage.
+
+    Raises ValueError on numbers that no device has.
+    """
 
     tflops: float = 1000.0
     """Operations at its peak, 10^12 per second."""
@@ -52,7 +55,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What lies between two stages. Raises ValueError on numbers that no network has."""
+    """What lies between two stages.
+
+    Raises ValueError on numbers that no network has.
+    """
 
     gb_per_s: float = 50.0
     """Bandwidth of each directed link, 10^9 bytes per second."""
@@ -77,7 +83,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder of equal blocks, cut evenly over the stages. Raises ValueError on numbers that no model has."""
+    """A decoder of equal blocks, cut evenly over the stages.
+
+    Raises ValueError on numbers that no model has.
+    """
 
     blocks: int = 128
     """Transformer blocks of the whole model."""

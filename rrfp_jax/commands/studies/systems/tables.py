@@ -170,7 +170,7 @@ def _turnover(one: Turnover, steps: dict[Case, float]) -> tuple[str, str, str]:
     return (
         _percent(steps[one.behind] / steps[one.ahead] - 1),
         one.behind.entry.label,
-        f"{one.ratio:.3g}",
+        f"{one.ratio:.3g}" if one.ratio else "any",
     )
 
 

@@ -19,9 +19,11 @@ TIE = 1e-3
 """Steps that differ by a smaller part are equal."""
 _PRECISION = 0.005
 """Of the ratio."""
+_NO_HOP = 1e-6
+"""Ratios below are none: where even they turn a ranking over, not the hop does, but who is occupied by it."""
 _CROSSED = 1e-5
 """A lead is none that is smaller."""
-_MOST_RUNS = 30
+_MOST_RUNS = 40
 
 
 class Lead(NamedTuple):
@@ -88,12 +90,14 @@ def find_turnover(job: TurnoverJob) -> Turnover:
 
 
 def crossing(lead: Callable[[float], float], low: Lead, high: Lead) -> float:
-    """Where ``lead``, positive at ``low`` and negative at ``high``, crosses 0.
+    """Where ``lead``, positive at ``low`` and negative at ``high``, crosses 0; 0 where there is no such place.
 
     By regula falsi, and by halves where that has narrowed the place down too little.
     """
     is_slow, ratio = False, low.ratio
     for _ in range(_MOST_RUNS):
+        if high.ratio < _NO_HOP:
+            return 0.0
         width = high.ratio - low.ratio
         if width <= _PRECISION * high.ratio:
             break
