@@ -107,7 +107,8 @@ def replicated_op(op: Op, copies: Replication) -> Op:
     share, replicas = copies.num_microbatches, range(copies.num_replicas)
     chunks = None if op.chunks is None else frozenset(copies.chunk(c, r) for r in replicas for c in op.chunks)
     pairs = op.pairs and frozenset((copies.chunk(c, r), r * share + m) for r in replicas for c, m in op.pairs)
-    return replace(op, chunks=chunks, pairs=pairs)
+    waits = frozenset((copies.task(one, r), copies.task(other, r)) for r in replicas for one, other in op.waits)
+    return replace(op, chunks=chunks, pairs=pairs, waits=waits)
 
 
 def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:

@@ -61,7 +61,7 @@ class MicrobatchPrograms:
         """The batch leaves that such a microbatch has and the chunk reads."""
         self._index, self._chunk, self._own = index, chunk, chunk.own
         self._programs, self._seed = programs, seed
-        self._prepare, self._derived_places = prepare, tuple(derived)
+        self.prepare, self._derived_places = prepare, tuple(derived)
         self._is_in_order = self._derived_places == tuple(range(len(derived)))
         self.is_sink = not graph.successors(index)
         """Whether the chunk computes the loss."""
@@ -94,7 +94,7 @@ class MicrobatchPrograms:
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """The derived values that these programs take."""
-        values = self._prepare(params) if derived is None else derived
+        values = self.prepare(params) if derived is None else derived
         if self._is_in_order and len(values) == len(self._derived_places):
             return values
         return tuple([values[place] for place in self._derived_places])

@@ -6,7 +6,7 @@ None.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
@@ -26,6 +26,8 @@ class OperationContext:
     state: ChunkState
     """Parameters, optimizer state and accumulators of the chunk."""
     stashes: Stashes
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What operations keep for the chunk from task to task and from step to step."""
     programs: MicrobatchPrograms | None = None
     """The compiled programs of the microbatch; None for a task that runs once per step."""
     forward: Callable[[], tuple[Any, Any]] | None = None

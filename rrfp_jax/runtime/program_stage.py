@@ -129,6 +129,8 @@ class ProgramStage:
         self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
         self._keep_inputs = [op for op in graph.ops if op.keeps_inputs]
         self._remake_stash = [op for op in graph.ops if op.remakes_stash]
+        self._kept: dict[int, dict[str, Any]] = {chunk: {} for chunk in states}
+        """What operations keep for each chunk."""
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
@@ -345,6 +347,7 @@ class ProgramStage:
             task=task,
             state=self.states[chunk],
             stashes=state.stashes,
+            kept=self._kept[chunk],
             programs=self._programs_of(step, chunk, microbatch) if microbatch >= 0 else None,
             forward=state.forwards.pop(task, None),
         )

@@ -63,8 +63,10 @@ def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:
         for place, other in enumerate(row)
         if other.chunk == task.chunk and other.microbatch == task.microbatch and task in graph.dependencies(other)
     )
-    place, ahead = min(followers), 0
-    while place > earliest and ahead < op.lead:
-        place -= 1
-        ahead += graph.lane(row[place].kind) == COMPUTE
-    return max(place, earliest)
+    at = place = min(followers)
+    ahead = 0
+    while at > earliest and ahead < op.lead:
+        at -= 1
+        if graph.lane(row[at].kind) == COMPUTE:
+            place, ahead = at, ahead + 1
+    return place

@@ -33,11 +33,11 @@ from rrfp_jax.tasks.graph import bits as bits
 from rrfp_jax.tasks.graph import chain as chain
 from rrfp_jax.tasks.graph import lanes_beside as lanes_beside
 from rrfp_jax.tasks.graph import opposite_chains as opposite_chains
+from rrfp_jax.tasks.kinds import BUILT_IN as BUILT_IN
 from rrfp_jax.tasks.kinds import BUILT_IN_KINDS as BUILT_IN_KINDS
 from rrfp_jax.tasks.kinds import NO_MICROBATCH as NO_MICROBATCH
 from rrfp_jax.tasks.kinds import Task as Task
 from rrfp_jax.tasks.kinds import TaskKind as TaskKind
-from rrfp_jax.tasks.operations import BUILT_IN as BUILT_IN
 from rrfp_jax.tasks.operations import COMPUTE as COMPUTE
 from rrfp_jax.tasks.operations import UNRECORDED as UNRECORDED
 from rrfp_jax.tasks.operations import Op as Op

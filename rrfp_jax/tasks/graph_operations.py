@@ -31,6 +31,9 @@ class GraphOperations:
         self._check_places()
         self.unit = lcm(*(_part(part).denominator for op in graph.ops for part in (op.holds, op.frees)))
         """How many units of memory one activation is."""
+        self._waits: dict[Task, list[Task]] = {}
+        for task, anchor in (wait for op in graph.ops for wait in sorted(op.waits)):
+            self._waits.setdefault(task, []).append(anchor)
         self._of_chunk = cache(self._on_chunk)
         self._order = cache(self._kinds)
         self._takes = cache(self._forward_takes)
@@ -135,11 +138,18 @@ class GraphOperations:
         if op.per is Per.MICROBATCH:
             own = next(o for o in self._of_chunk(chunk) if o.letter == kind)
             after = (Task(TaskKind(k), chunk, m) for k in own.after if self.has(TaskKind(k), chunk, m))
-            return (*after, *self.before(task))
-        found: list[Task] = []
+            return (*after, *self.before(task), *self._anchors(task))
+        found: list[Task] = list(self._anchors(task))
         for letter in _fitted(op.after, self.graph.accumulating_kind(chunk)):
             found += self._all_of(TaskKind(letter), chunk)
         return (*found, *self.before(task))
+
+    def _anchors(self, task: Task) -> Iterator[Task]:
+        """What it waits for besides, as far as it is there."""
+        for anchor in self._waits.get(task, ()):
+            kind, chunk, m = anchor
+            if m < 0 or (self.graph.exists(chunk, m) and self.has(kind, chunk, m)):
+                yield anchor
 
     def _all_of(self, kind: TaskKind, chunk: int) -> list[Task]:
         op = self.by_letter.get(kind)

@@ -3,8 +3,8 @@
 import re
 from typing import ClassVar, NamedTuple
 
-from rrfp_jax.tasks.operations import BUILT_IN
-
+BUILT_IN = ("F", "B", "I", "W", "R", "U")
+"""The letters of the tasks that every pipeline has."""
 NO_MICROBATCH = -1
 """The microbatch of tasks that run once per chunk and step (R and U)."""
 

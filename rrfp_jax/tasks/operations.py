@@ -25,12 +25,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from rrfp_jax.tasks.kinds import BUILT_IN, Task
+
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""
 UNRECORDED = MappingProxyType({"recorded": False})
 """Marks a field that no record of a run holds, for nothing that is read from a file may be run."""
-BUILT_IN = ("F", "B", "I", "W", "R", "U")
-"""The letters of the tasks that every pipeline has."""
 
 
 class Per(StrEnum):
@@ -69,6 +69,9 @@ class Op:
     """Where it exists; None: on every chunk."""
     pairs: frozenset[tuple[int, int]] | None = None
     """The (chunk, microbatch) pairs that have one; None: all of its chunks."""
+    waits: frozenset[tuple[Task, Task]] = frozenset()
+    """Anchors: some of its tasks, each with a further task of the same stage that it waits for. For a table's own
+    operations, whose rows stand in an order that keeps to them."""
 
     def __post_init__(self) -> None:
         where = f"operation {self.letter!r}"

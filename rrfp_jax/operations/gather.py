@@ -1,0 +1,172 @@
+"""Gather and drop: parameters lie cut over their stage's devices, and are whole only around the tasks that use them.
+
+::
+
+    table = build_schedule("interleaved-1f1b", ScheduleRequest(num_stages=4, num_microbatches=16))
+    ordering = Ordering(schedule=gathered(table, prefetch=1))
+
+Every task that uses parameters gets an operation ahead of it that gathers them and one behind it that drops them, on an
+engine of their own: ``GF`` and ``DF`` around F, ``GB`` and ``DB`` around B, and so on; parameters that are gathered
+already stay. As the optimizer works on whole arrays, ``GU`` and ``DU`` stand around the update, one chunk after the
+other. The first step begins with all parameters as they were initialised, whole.
+
+How far ahead
+-------------
+``prefetch`` is the number of tasks ahead of which a gather may run: it waits until the task that stands one more ahead
+in the stage's row has dropped its own, and drops go in the row's order. So no more than ``prefetch + 1`` uses are
+served at a time, and no more chunks are whole: consumed ``ready``, a stage departs from its row by no more tasks.
+Gathering itself is as in ZeRO-3 (Rajbhandari et al. 2020), along the devices that one unit has in one process.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rrfp_jax.programs.shardings import shardings_of
+from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.runtime.operating import OperationContext
+from rrfp_jax.schedules import ScheduleTable, with_operations
+from rrfp_jax.tasks import COMPUTE, Op, Per, Task, TaskKind
+
+NET = "net"
+"""The engine of gathers and drops."""
+Wait = tuple[Task, Task]
+"""A task, and one that it waits for."""
+
+
+def gathered(
+    table: ScheduleTable, *, prefetch: int = 1, part: float = 0.0, ms: float = 0.0, lane: str = NET
+) -> ScheduleTable:
+    """The table with gathers and drops around all its tasks of the compute lane.
+
+    Args:
+        prefetch: how many tasks ahead of the one that needs them parameters are gathered; 0: only once the task before
+            has dropped its own.
+        part: what a chunk's whole parameters take, in parts of what it keeps of a microbatch for its backward. Each use
+            counts by itself, also of parameters that are there already.
+        ms: how long a gather takes, for simulation.
+
+    Raises ValueError for a negative ``prefetch``. A table that ranks by another one, its ``hint``, ranks by itself.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}: give 0 or more tasks")
+    graph, own_rows = table.graph, replace(table, hint=None)
+    uses = [[task for task in row if graph.lane(task.kind) == COMPUTE] for row in table.orders]
+    waits = {wait for of_stage in uses for wait in _waits(of_stage, prefetch)}
+    waits |= {wait for of_stage in uses for wait in _waits_of_updates(of_stage, table)}
+    common: dict[str, Any] = {"lane": lane}
+    ops = []
+    for kind in dict.fromkeys(task.kind for of_stage in uses for task in of_stage):
+        chunks = frozenset(task.chunk for of_stage in uses for task in of_stage if task.kind is kind)
+        of_kind: dict[str, Any] = common | {"chunks": chunks}
+        whole: dict[str, Any] = {"holds": part, "ms": ms, "lead": prefetch, "run": gather}
+        ops.append(_anchored(Op(f"G{kind}", before=(kind,), **whole, **of_kind), waits))
+        ops.append(_anchored(Op(f"D{kind}", after=(kind,), frees=part, run=drop, **of_kind), waits))
+    trained = frozenset(c for c in range(graph.num_chunks) if graph.trains(c))
+    at_end: dict[str, Any] = common | {"chunks": trained, "per": Per.CHUNK}
+    ops.append(_anchored(Op("GU", before=("U",), run=gather_for_update, **at_end), waits))
+    ops.append(_anchored(Op("DU", after=("U",), run=drop, **at_end), waits))
+    return with_operations(own_rows, ops)
+
+
+def _waits(uses: list[Task], prefetch: int) -> Iterable[Wait]:
+    drops = [_around("D", task) for task in uses]
+    yield from ((later, earlier) for earlier, later in pairwise(drops))
+    yield from ((_around("G", task), dropped) for task, dropped in zip(uses[prefetch + 1 :], drops, strict=False))
+
+
+def _waits_of_updates(uses: list[Task], table: ScheduleTable) -> Iterable[Wait]:
+    """Each update has its parameters gathered once those of the one before are dropped."""
+    chunks = sorted({task.chunk for task in uses if table.graph.trains(task.chunk)})
+    before = [_around("D", uses[-1]), *(Task(TaskKind("DU"), chunk) for chunk in chunks)]
+    yield from ((Task(TaskKind("GU"), chunk), dropped) for chunk, dropped in zip(chunks, before, strict=False))
+
+
+def _around(letter: str, task: Task) -> Task:
+    return task._replace(kind=TaskKind(letter + task.kind))
+
+
+def _anchored(op: Op, waits: Iterable[Wait]) -> Op:
+    return replace(op, waits=frozenset(wait for wait in waits if wait[0].kind == op.letter))
+
+
+def most_gathered(table: ScheduleTable) -> list[int]:
+    """By stage, how many chunks are whole at once where the table's row runs one entry after the other."""
+    found = []
+    for row in table.orders:
+        counts: dict[int, int] = {}
+        most = 0
+        for kind, chunk, _ in row:
+            if table.graph.lane(kind) != COMPUTE and kind[0] in "GD":
+                counts[chunk] = counts.get(chunk, 0) + (1 if kind[0] == "G" else -1)
+                most = max(most, sum(count > 0 for count in counts.values()))
+        found.append(most)
+    return found
+
+
+# -- what the operations do; all of a stage on one thread --------------------------------------------------------------
+
+
+def gather(context: OperationContext) -> Any:
+    """Make the chunk's parameters whole, unless they are."""
+    kept, state = context.kept, context.state
+    kept["uses"] = kept.get("uses", 0) + 1
+    if kept["uses"] == 1 and "cut" in kept:
+        params = jax.device_put(kept["cut"], kept["whole"])
+        assert context.programs is not None
+        state.params, state.derived = params, context.programs.prepare(params)
+    return state.params
+
+
+def gather_for_update(context: OperationContext) -> Any:
+    """The same, for a task that replaces them."""
+    kept, state = context.kept, context.state
+    kept["uses"] = kept.get("uses", 0) + 1
+    if "cut" in kept:
+        state.params = jax.device_put(kept.pop("cut"), kept["whole"])
+    return state.params
+
+
+def drop(context: OperationContext) -> Any:
+    """Leave of the chunk's parameters a part on every device, once nobody uses them."""
+    kept, state = context.kept, context.state
+    kept["uses"] -= 1
+    if kept["uses"] == 0:
+        if "cut" not in kept:
+            kept["whole"] = shardings_of(state.params)
+            kept["cut"] = jax.device_put(state.params, _cut(state, context.task.chunk))
+        state.params, state.derived = kept["cut"], None
+    return state.params
+
+
+def _cut(state: ChunkState, chunk: int) -> Any:
+    """Shardings that cut every array along its first axis that the devices divide; those without any stay whole.
+
+    Raises ValueError where that is none.
+    """
+    num_cut = 0
+
+    def cut(leaf: jax.Array) -> Any:
+        nonlocal num_cut
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding) and sharding.is_fully_replicated:
+            axes = sharding.mesh.axis_names
+            num_devices = prod(sharding.mesh.shape.values())
+            axis = next((a for a, size in enumerate(leaf.shape) if size % num_devices == 0 and size), None)
+            if axis is not None and num_devices > 1:
+                num_cut += 1
+                return NamedSharding(sharding.mesh, PartitionSpec(*(None,) * axis, axes))  # type: ignore[no-untyped-call]
+        return sharding
+
+    shardings = jax.tree.map(cut, state.params)
+    if not num_cut and jax.tree.leaves(state.params):
+        raise ValueError(
+            f"no parameter of chunk {chunk} is whole on several devices, so that none can be cut: give its stage more "
+            "devices (layout with tensor of at least 2), or leave gathered out"
+        )
+    return shardings
