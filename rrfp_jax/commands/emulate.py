@@ -29,13 +29,15 @@ from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_orde
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.durations import GivenDurations, load_durations, parse_durations_ms
+from rrfp_jax.commands.studies.engine_columns import engine_columns, engines_in_words
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
 from rrfp_jax.commands.studies.workload_options import Planned, add_workload_arguments, has_graph, plan_workload
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
+from rrfp_jax.simulation.engine_figures import bottleneck
 from rrfp_jax.simulation.links import Links, both_directions
-from rrfp_jax.simulation.result import RunMetrics, run_metrics
+from rrfp_jax.simulation.result import RunMetrics, memory_figures, run_metrics
 from rrfp_jax.timeline import Timeline
 
 EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
@@ -112,6 +114,9 @@ def main(argv: list[str] | None = None) -> int:
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }
+    figures |= memory_figures(emulation.timeline, resolved.graph, resolved.placement)
+    if any(metrics.engine_busy):
+        figures["bottleneck"] = bottleneck(metrics.engine_busy, metrics.stage_bubbles, metrics.waited_for_engines)
     if resolved.foresight is not None:
         figures["looking_ahead"] = emulation.looking_ahead
     if emulation.on_device is not None:
@@ -295,11 +300,13 @@ def _write_pictures(arguments: argparse.Namespace, resolved: Order, timeline: Ti
 
 def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any], workload: Planned | None) -> None:
     idle = figures.get("device_idle")
+    engines = engine_columns(figures)
     headings = ["stage", "bubble", "peak in flight", "may hold"] + ["device idle"] * (idle is not None)
-    table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, numeric=True)
+    table = make_table(f"{resolved.label}, {len(metrics.step_ms)} steps", *headings, *engines, numeric=True)
     for stage, bubble in enumerate(metrics.stage_bubbles):
         row = [str(stage), f"{bubble:.1%}", str(metrics.peak_in_flight[stage]), resolved.bounds[stage]]
-        table.add_row(*row, *([] if idle is None else [f"{idle[stage]:.1%}"]))
+        row += [] if idle is None else [f"{idle[stage]:.1%}"]
+        table.add_row(*row, *(cells[stage] for cells in engines.values()))
     console = make_console()
     console.print(table)
     for line in figures_in_words(metrics, figures):
@@ -330,6 +337,7 @@ def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterato
             f"device idle {idle[busiest]:.1%} on the busiest stage ({busiest}): of its own time, from its first task "
             "of a step to its last, waits for other stages included"
         )
+    yield from engines_in_words(figures)
     if "wall_us_per_rank_task" in figures:
         yield (
             f"per task of a process: {figures['wall_us_per_rank_task']:.1f} us of wall time, work, waits and overhead "

@@ -16,7 +16,7 @@ With ``--json`` the last line on stdout is one JSON object; with ``--compare`` i
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -58,7 +58,9 @@ from rrfp_jax.simulation import (
     run_metrics,
 )
 from rrfp_jax.simulation import simulate as run_simulation
-from rrfp_jax.tasks import PipelineGraph, chain, linear
+from rrfp_jax.simulation.engine_figures import bottleneck
+from rrfp_jax.simulation.result import RunMetrics, memory_figures
+from rrfp_jax.tasks import PipelineGraph, chain, lanes_beside, linear
 from rrfp_jax.timeline import Timeline
 
 
@@ -247,14 +249,36 @@ def result_of(setting: Setting, ordering: Order, costs: Costs, simulation: Simul
         ).total_ms
         for of_step, step_ms in zip(graphs, shortest_ms, strict=True)
     ]
-    result = run_metrics(timeline, simulation.step_ms).as_dict()
+    metrics = run_metrics(timeline, simulation.step_ms)
+    result = metrics.as_dict()
     result["peak_memory"] = peak_memory(timeline, graph, placement, weights)
+    result |= memory_figures(timeline, graph, placement)
+    if any(metrics.engine_busy):
+        result |= _engine_figures(setting, ordering, costs, metrics)
     result["work_ms"] = round(sum(timeline.work_s()) * 1e3 / setting.num_steps, 6)
     result["lower_bound_ms"] = round(fmean(bounds), 6)
     result["upper_bound_ms"] = _upper_bound_ms(setting, ordering, costs)
     if setting.arguments.optimum is not None:
         result |= _optimum(setting, ordering, shortest_ms)
     return result
+
+
+def _engine_figures(setting: Setting, ordering: Order, costs: Costs, metrics: RunMetrics) -> dict[str, Any]:
+    """What engines cost, by the same run without their time; and which one holds it up, in words or None."""
+    free = dict.fromkeys(lanes_beside(ordering.graph), 0.0)
+    simulation = run_simulation(
+        ordering.arbiters(RULES, dispatch_ahead=dispatch(setting.arguments).ahead),
+        replace(costs, operations_ms={**costs.operations_ms, **free}),
+        machine=setting.machine,
+        num_steps=setting.num_steps,
+        absent=setting.durations.absent,
+    )
+    without_ms = run_metrics(simulation.timeline, simulation.step_ms).makespan_ms_mean
+    gain = 1 - without_ms / metrics.makespan_ms_mean if metrics.makespan_ms_mean else 0.0
+    return {
+        "makespan_ms_without_engines": without_ms,
+        "bottleneck": bottleneck(metrics.engine_busy, metrics.stage_bubbles, metrics.waited_for_engines, gain=gain),
+    }
 
 
 def _upper_bound_ms(setting: Setting, ordering: Order, costs: Costs) -> float | None:

@@ -5,18 +5,22 @@ W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this fo
 compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
 backwards are split (DualPipe-V) as I and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD,
 ...) are left out: here stages send what others read, and a chunk's parameters are there. A note tells of both.
+
+A row also names the operations of the table's graph (:mod:`rrfp_jax.tasks.operations`), such as ``0O3``, each where it
+is issued. What they wait for, where they run and what memory they move no cell says: the graph must be given to read
+them.
 """
 
 import csv
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
+from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
 
 _log = logging.getLogger(__name__)
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
@@ -59,14 +63,21 @@ def from_csv(
     Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
     that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
     the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward, also
-    in a ``graph`` that splits none. Raises ValueError, naming row and column, for a cell that is not a task, and
-    whatever :meth:`ScheduleTable.validate` finds.
+    in a ``graph`` that splits none. Raises ValueError, naming row and column, for a cell that is not a task, for
+    operations that the graph does not have, and whatever :meth:`ScheduleTable.validate` finds.
     """
-    rows = tuple(tuple(_cells(name, stage, line)) for stage, line in enumerate(_lines(text)))
-    _note(name, text)
+    own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
+    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(text)))
+    _note(name, text, own)
     tasks = [task for row in rows for task in row if task is not None]
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
+    unknown = sorted({str(task.kind) for task in tasks}.difference(BUILT_IN, own))
+    if unknown:
+        raise ValueError(
+            f"table {name!r} names operations {', '.join(unknown)}, and no cell says what they wait for or where they "
+            "run: give a graph that has them, or leave these cells out"
+        )
     placement = placement or _placement(name, rows)
     if len(rows) != placement.num_stages:
         raise ValueError(
@@ -87,18 +98,19 @@ def _lines(text: str) -> list[list[str]]:
     return lines
 
 
-def _cells(name: str, stage: int, line: Sequence[str]) -> Iterator[Task | None]:
+def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> Iterator[Task | None]:
     for column, cell in enumerate(line):
-        if _LOWERED.fullmatch(cell.strip()):
+        lowered = _LOWERED.fullmatch(cell.strip())
+        if lowered and lowered.group(1) not in own:
             continue
         overlapped = _OVERLAPPED.fullmatch(cell.strip())
         for part in overlapped.group(1).split(";") if overlapped else [cell]:
             yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
 
 
-def _note(name: str, text: str) -> None:
+def _note(name: str, text: str, own: Container[str]) -> None:
     """Tell what of torch's form is read in another way."""
-    lowered = sorted({match.group(1) for match in _LOWERED.finditer(text)})
+    lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
     if lowered:
         _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
     if "OVERLAP_F_B" in text:

@@ -15,13 +15,14 @@ from typing import Protocol
 
 from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
 class SlotLengths:
-    """How long one task lasts, by kind, in any unit; a full backward takes the sum of its halves."""
+    """How long one task lasts, by kind, in any unit; a full backward takes the sum of its halves. What operations take
+    they say themselves, in the same unit."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -79,7 +80,8 @@ class SlotTable:
     def aligned(self, slot: float = 1.0) -> ScheduleTable:
         """The table with empty cells: column k starts at ``k * slot``, and a longer task is followed by empty cells.
 
-        Raises ValueError if a start is no multiple of the slot.
+        Raises ValueError if a start is no multiple of the slot, or the column of a task is taken: by one that runs at
+        the same time on an engine, or that takes no time.
         """
         return ScheduleTable(
             self.table.name,
@@ -94,6 +96,8 @@ class SlotTable:
             start = self.spans[task][0] / slot
             if start != int(start):
                 raise ValueError(f"{task} starts at {start} slots of {slot}: give a slot that divides all lengths")
+            if start < column:
+                raise ValueError(f"{task} has no cell of its own, since slot {start:g} is taken: draw the table")
             yield from [None] * (int(start) - column)
             yield task
             column = int(start) + 1
@@ -103,7 +107,9 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     """Run the orders strictly and as soon as possible.
 
     ``length`` gives the time of a task, ``hop`` the time between the end of a task and the start of a dependent one on
-    another stage. Raises ValueError if the table deadlocks.
+    another stage. Operations take their own ``ms``, in the same unit, each as soon as it can after those before it on
+    its engine; of those that run once per step only what others wait for is there. What operations do to memory counts
+    nowhere. Raises ValueError if the table deadlocks.
     """
     stage_of = table.placement.stage_of_chunk
     finished, position = execution_order(table.graph, table.orders)
@@ -111,14 +117,23 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
         table.validate()
     spans: dict[Task, tuple[float, float]] = {}
     free: dict[tuple[int, str], float] = {}
-    for task in finished:
+    own = {op.letter: op.ms for op in table.graph.ops}
+
+    def run(task: Task) -> None:
         stage = stage_of[task.chunk]
         engine = (stage, table.graph.lane(task.kind))
+        needed = [d for d in table.graph.dependencies(task) if d.microbatch >= 0 or d.kind in own]
+        for once in needed:
+            if once not in spans:
+                run(once)
         start = free.get(engine, 0.0)
-        for needed in table.graph.dependencies(task):
-            start = max(start, spans[needed][1] + (hop if stage_of[needed.chunk] != stage else 0.0))
-        free[engine] = start + length(task)
+        for before in needed:
+            start = max(start, spans[before][1] + (hop if stage_of[before.chunk] != stage else 0.0))
+        free[engine] = start + (own[task.kind] if task.kind in own else length(task))
         spans[task] = (start, free[engine])
+
+    for task in finished:
+        run(task)
     return SlotTable(table, spans)
 
 
@@ -153,14 +168,25 @@ def per_stage(
 
 
 def drawing(slots: SlotTable, slot: float = 1.0) -> str:
-    """The table as text, one line per stage and one column per slot, to compare with a paper's figure by eye."""
+    """The table as text, one line per stage and one column per slot, to compare with a paper's figure by eye.
+
+    Where there are engines beside compute, each has a line of its own under its stage's, and all lines begin with their
+    names. A task that takes no time is not to be seen.
+    """
+    table, rows = slots.table, dict[tuple[int, str], list[Task]]()
+    for task in slots.spans:
+        row = (table.placement.stage_of_chunk[task.chunk], table.graph.lane(task.kind))
+        rows.setdefault(row, []).append(task)
     width = max(len(str(task)) for task in slots.spans) + 1
+    num_columns = round(max(end for _, end in slots.spans.values()) / slot)
+    names = {(stage, lane): f"stage {stage}" if lane == COMPUTE else f"  {lane}" for stage, lane in rows}
+    margin = max(map(len, names.values())) + 2 if any(lane != COMPUTE for _, lane in rows) else 0
     lines = []
-    for order in slots.table.orders:
-        cells = [""] * round(slots.makespan / slot)
-        for task in order:
-            start, end = slots.spans[task]
-            for column in range(round(start / slot), round(end / slot)):
-                cells[column] = str(task) if column == round(start / slot) else "-" * (width - 1)
-        lines.append("".join(cell.ljust(width) for cell in cells).rstrip())
+    for stage, lane in sorted(rows, key=lambda row: (row[0], row[1] != COMPUTE, row[1])):
+        cells = [""] * num_columns
+        for task in rows[stage, lane]:
+            start, end = (round(time / slot) for time in slots.spans[task])
+            cells[start:end] = [str(task) if column == start else "-" * (width - 1) for column in range(start, end)]
+        name = names[stage, lane].ljust(margin) if margin else ""
+        lines.append((name + "".join(cell.ljust(width) for cell in cells)).rstrip())
     return "\n".join(lines) + "\n"

@@ -7,7 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from rrfp_jax.arbitration.footprint import memory_effect, memory_unit
+from rrfp_jax.schedules.table import relative_sizes
 from rrfp_jax.simulation.costs import SLOTS
+from rrfp_jax.simulation.engine_figures import engines_busy, host_peaks
 from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline
 
@@ -36,7 +38,15 @@ class RunMetrics:
     peak_in_flight: list[int]
     """Per stage: the most microbatches held at once in any step."""
     order: list[list[str]]
-    """Per stage: the text forms of what ran in the last step."""
+    """Per stage: the text forms of what it computed in the last step."""
+    engine_busy: list[dict[str, float]]
+    """Per stage: by engine beside it, the share of the makespan in which it was busy; mean over the steps."""
+
+    @property
+    def waited_for_engines(self) -> list[float]:
+        """Per stage: the share of the makespan in which it was idle for an engine's sake."""
+        makespan_ms = self.makespan_ms_mean
+        return [idle.get(IdleReason.ENGINE, 0.0) / makespan_ms if makespan_ms else 0.0 for idle in self.idle_ms]
 
     def as_dict(self) -> dict[str, Any]:
         """For ``json.dumps``."""
@@ -65,6 +75,7 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
         idle_ms=[_mean_idle_ms(idle, len(steps)) for idle in timeline.idle_s_by_reason()],
         peak_in_flight=timeline.peak_in_flight(),
         order=[[str(task) for task in tasks] for tasks in steps[-1].order()],
+        engine_busy=engines_busy(timeline),
     )
 
 
@@ -106,14 +117,30 @@ class MemoryWeights:
 DEFAULT_WEIGHTS = MemoryWeights()
 
 
+def memory_figures(timeline: Timeline, graph: PipelineGraph, placement: Placement) -> dict[str, list[float]]:
+    """The peaks of device and host per stage, in microbatches, where operations move memory; nothing elsewhere."""
+    if not (graph.ops and graph.operations.moves_memory):
+        return {}
+    return {
+        "peak_memory": peak_memory(timeline, graph, placement),
+        "host_peak": host_peaks(timeline, graph, placement),
+    }
+
+
 def peak_memory(
-    timeline: Timeline, graph: PipelineGraph, placement: Placement, weights: MemoryWeights = DEFAULT_WEIGHTS
+    timeline: Timeline,
+    graph: PipelineGraph,
+    placement: Placement,
+    weights: MemoryWeights = DEFAULT_WEIGHTS,
+    chunk_parts: Sequence[float] = (),
 ) -> list[float]:
     """The largest memory that each stage held at once, over all steps recorded, in microbatches.
 
     What ends at a time is freed before what starts then is held. A chunk without a backward keeps nothing. Where
-    operations move memory, it is that of the device, and ``weights`` do not count.
+    operations move memory, it is that of the device, and ``weights`` do not count. ``chunk_parts`` are the proportions
+    of what chunks keep; empty: equal.
     """
+    sizes = relative_sizes(chunk_parts, graph.num_chunks)
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
     moves_memory = bool(graph.ops) and graph.operations.moves_memory
     for span in timeline.spans:
@@ -121,13 +148,14 @@ def peak_memory(
             continue
         if moves_memory:
             takes, frees = memory_effect(span.task, graph)
-            unit = memory_unit(graph)
-            changes[span.stage] += [(span.start_s, 1, takes / unit), (span.end_s, 0, -frees / unit)]
+            size = sizes[span.task.chunk] / memory_unit(graph)
+            changes[span.stage] += [(span.start_s, 1, takes * size), (span.end_s, 0, -frees * size)]
         elif span.task.kind in SLOTS:
             if span.task.kind is TaskKind.F:
-                changes[span.stage].append((span.start_s, 1, weights.forward))
+                changes[span.stage].append((span.start_s, 1, weights.forward * sizes[span.task.chunk]))
             else:
-                changes[span.stage].append((span.end_s, 0, -weights.freed_by(span.task.kind)))
+                freed = weights.freed_by(span.task.kind) * sizes[span.task.chunk]
+                changes[span.stage].append((span.end_s, 0, -freed))
     return [
         max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
         / graph.passes_per_microbatch(chunks)

@@ -7,14 +7,16 @@ import pytest
 
 from rrfp_jax.schedules import (
     ScheduleRequest,
+    ScheduleTable,
     build_schedule,
     from_csv,
     read_csv,
     schedule_names,
     to_csv,
+    with_operations,
     write_csv,
 )
-from rrfp_jax.tasks import Placement, Task, chain, linear, looped, v_shaped
+from rrfp_jax.tasks import Op, Placement, Task, chain, linear, looped, v_shaped
 
 REQUEST = ScheduleRequest(num_stages=4, num_microbatches=8)
 
@@ -99,3 +101,25 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(ValueError, match="not UTF-8"):
         read_csv(binary)
+
+
+def with_copies(name: str, letters: tuple[str, str] = ("O", "L")) -> ScheduleTable:
+    table = build_schedule(name, ScheduleRequest(num_stages=4, num_microbatches=8))
+    pairs = frozenset((0, m) for m in table.graph.microbatches(0))
+    out = Op(letters[0], after=("F",), lane="d2h", frees=1.0, pairs=pairs)
+    return with_operations(table, (out, Op(letters[1], after=letters[:1], before=("B",), holds=1.0, pairs=pairs)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "chimera"])
+@pytest.mark.parametrize("letters", [("O", "L"), ("RESHARD", "UNSHARD")])
+def test_operations_are_read_where_the_graph_has_them(name: str, letters: tuple[str, str]) -> None:
+    table = with_copies(name, letters)
+    assert from_csv(to_csv(table), name=name, placement=table.placement, graph=table.graph) == table
+
+
+def test_operations_that_no_graph_has_are_named() -> None:
+    table = with_copies("1f1b")
+    with pytest.raises(ValueError, match=r"operations L, O, and no cell says what they wait for .* give a graph"):
+        from_csv(to_csv(table))
+    with pytest.raises(ValueError, match="names operations L, O"):
+        from_csv(to_csv(table), graph=build_schedule("1f1b", ScheduleRequest(num_stages=4, num_microbatches=8)).graph)

@@ -6,9 +6,16 @@ from itertools import pairwise
 import networkx as nx
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, from_csv, schedule_names
-from rrfp_jax.schedules.slots import EQUAL, SlotLengths, SlotTable, drawing, execute, per_stage
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import (
+    ScheduleRequest,
+    ScheduleTable,
+    build_schedule,
+    from_csv,
+    schedule_names,
+    with_operations,
+)
+from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, drawing, execute, per_stage
+from rrfp_jax.tasks import Op, Per, Task
 
 UNEVEN = SlotLengths(1.25, 1.5, 0.75)
 """Sums of these are exact in binary, so that equality may be exact too."""
@@ -87,3 +94,46 @@ def test_a_deadlock_is_refused_before_anything_is_measured() -> None:
     broken = replace(good, rows=(tuple(reversed(good.rows[0])), good.rows[1]))
     with pytest.raises(ValueError, match="breaks a dependency: stage 0 runs 0B1 before 0F1"):
         execute(broken)
+
+
+def with_copies(*more: Op, ms: float = 1.0) -> ScheduleTable:
+    """1F1B on 2 stages, the first of which moves its activations away and back."""
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=2))
+    out = Op("O", after=("F",), lane="d2h", frees=1.0, ms=ms, chunks=frozenset({0}))
+    back = Op("L", after=("O",), before=("B",), lane="h2d", holds=1.0, ms=ms, chunks=frozenset({0}))
+    return with_operations(table, (out, back, *more))
+
+
+def test_engines_run_beside_compute_and_have_lines_of_their_own() -> None:
+    slots = execute(with_copies(Op("G", before=("F",), per=Per.CHUNK, lane="net", ms=1.0, chunks=frozenset({0}))))
+    assert drawing(slots) == (
+        "stage 0      0F0 0F1         0B0 ---     0B1 ---\n"
+        "  d2h            0O0 0O1\n"
+        "  h2d                0L0 0L1\n"
+        "  net    0G\n"
+        "stage 1          1F0 1B0 --- 1F1 1B1 ---\n"
+    )
+    assert (slots.makespan, execute(with_copies(ms=4.0)).makespan) == (9, 15)
+
+
+def test_an_operation_on_the_compute_lane_takes_its_own_time() -> None:
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=1, num_microbatches=2))
+    slots = execute(with_operations(table, [Op("S", after=("F",), ms=3.0)]), BACKWARD_AS_FORWARD)
+    assert drawing(slots) == "0F0 0S0 --- --- 0B0 0F1 0S1 --- --- 0B1\n"
+    assert [str(task or "") for task in slots.aligned().rows[0]] == [
+        "0F0",
+        "0S0",
+        "",
+        "",
+        "0B0",
+        "0F1",
+        "0S1",
+        "",
+        "",
+        "0B1",
+    ]
+
+
+def test_tasks_that_share_a_cell_cannot_be_aligned() -> None:
+    with pytest.raises(ValueError, match="0F1 has no cell of its own, since slot 1 is taken: draw the table"):
+        execute(with_copies()).aligned()

@@ -8,6 +8,7 @@ from rrfp_jax.arbitration import Agreement, StepRules
 from rrfp_jax.commands.studies.durations import Durations, Profile
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.simulation import peak_memory
 from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.timeline import Timeline
 
@@ -24,9 +25,6 @@ def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: Sequence
 
 
 def peak_of(table: ScheduleTable, step: Timeline, parts: Sequence[float] = ()) -> float:
-    """Activations of the fullest stage in a step that ran, counted as for a table.
-
-    A stage runs one task at a time, so that the order it ran decides what it held.
-    """
-    ran = ScheduleTable.from_orders(table.name, table.placement, table.graph, step.order())
-    return round(max(ran.peak_activations(parts)), 9)
+    """Activations of the fullest stage in a step that ran, counted as for a table; where operations move some away,
+    those on the device."""
+    return round(max(peak_memory(step, table.graph, table.placement, chunk_parts=parts)), 9)

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.commands.common.console import make_table
+from rrfp_jax.commands.studies.engine_columns import engine_columns, engines_in_words
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.timeline import IdleReason
 
@@ -56,7 +57,8 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], bounds: Se
         proof = "proven" if result["optimum_is_proven"] else "best found in time, not proven"
         numbers.add_row("optimum", f"{result['optimum_ms']:,.3f} ms ({proof})")
     reasons = [reason for reason in IdleReason if any(stage.get(reason) for stage in idle)]
-    headings = ("stage", "bubble", "may hold", "in flight", "memory", *(f"{r} ms" for r in reasons))
+    engines = engine_columns(result, has_memory=True)
+    headings = ("stage", "bubble", "may hold", "in flight", "memory", *engines, *(f"{r} ms" for r in reasons))
     stages = make_table("stages", *headings, numeric=True)
     for stage, bubble in enumerate(bubbles):
         stages.add_row(
@@ -65,6 +67,7 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], bounds: Se
             bounds[stage],
             str(result["peak_in_flight"][stage]),
             f"{result['peak_memory'][stage]:.4g}",
+            *(cells[stage] for cells in engines.values()),
             *(f"{idle[stage].get(reason, 0.0):,.1f}" for reason in reasons),
         )
     console.print(numbers, stages)
@@ -72,6 +75,8 @@ def show_run(console: Console, label: str, result: Mapping[str, Any], bounds: Se
         "in flight, memory: most microbatches held at once, counted whole and by their chunks; may hold: the limit of "
         "the one (window) or the other (footprint); ms: idle time per step, by reason"
     )
+    for line in engines_in_words(result):
+        console.print(line, soft_wrap=True)
 
 
 def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -92,5 +97,8 @@ def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) 
         )
     console.print(table)
     console.print("in flight, memory: of the stage that holds most, in microbatches; work: of all stages, per step")
+    for label, result in results.items():
+        if result.get("bottleneck"):
+            console.print(f"{label}: {result['bottleneck']}", soft_wrap=True)
     if any(abs(r["work_ms"] - first["work_ms"]) > 1e-6 * first["work_ms"] for r in results.values()):
         console.print("the work differs: durations are those of a chunk, and not all entries have equally many")
