@@ -105,7 +105,7 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
         num_steps=arguments.steps,
         num_warm_up=arguments.warm_up,
         seed=arguments.seed,
-        strict_1f1b=resolve_entries(_STRICT_1F1B, None, num_stages, num_microbatches)[_STRICT_1F1B],
+        theirs=resolve_entries(_STRICT_1F1B, None, num_stages, num_microbatches)[_STRICT_1F1B],
         orders=resolve_entries(arguments.compare, arguments.window, num_stages, num_microbatches),
     )
 
@@ -129,7 +129,7 @@ def show(console: Console, setting: Setting, version: str, rows: Sequence[Row]) 
             f"{row.median_ms:.1f}",
             f"{row.torch_over_this:.3f}",
             f"{row.simulated_ms:.1f}",
-            str(row.in_flight),
+            f"{row.in_flight:g}",
         )
     console.print(table)
     console.print("simulated: without a host or messages to wait for; in flight: most microbatches that a stage held")

@@ -19,6 +19,7 @@ from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.commands.studies.durations import load_durations
 from rrfp_jax.commands.studies.simulate_options import parse_entries
 from rrfp_jax.network import ClusterConfig
+from rrfp_jax.simulation import peak_memory
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.process import Process
@@ -28,25 +29,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
-        orders = resolve_entries(arguments.compare, arguments.window, arguments.num_stages, arguments.num_microbatches)
+        sizes = (arguments.num_stages, arguments.num_microbatches)
+        orders = resolve_entries(arguments.compare, arguments.window, *sizes, num_chunks=arguments.num_chunks)
         process = enter(
             num_stages=arguments.num_stages, configuration=vars(arguments), cluster=ClusterConfig(), platform="cpu"
         )
 
     from rrfp_jax.testing import emulate
 
-    for turn in _turns(process, arguments.turns):
+    for turn in turns(process, arguments.turns):
         durations_ms = load_durations(turn["durations"]).durations_ms
-        arbiters = orders[turn["order"]].arbiters(EMULATED_STEP, members=process.members())
+        order = orders[turn["order"]]
+        arbiters = order.arbiters(EMULATED_STEP, members=process.members())
         emulation = emulate(arbiters, durations_ms, len(durations_ms), process=process)
         if process.rank == 0:
-            in_flight = max(emulation.timeline.peak_in_flight())
+            in_flight = max(peak_memory(emulation.timeline, order.graph, order.placement))
             print(json.dumps({"step_ms": emulation.step_ms, "in_flight": in_flight}), flush=True)
     process.finish()
     return 0
 
 
-def _turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
+def turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
     """What rank 0 reads, on all ranks, until the file ends."""
     with open(path, encoding="utf-8") if process.rank == 0 else nullcontext() as lines:
         while line := process.gather("turn", lines.readline() if lines else "")[0]:
@@ -57,6 +60,7 @@ def make_parser() -> CommandParser:
     """The parser of the command."""
     parser = CommandParser("bench_torch_ranks", __doc__ or "")
     parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
+    parser.add_argument("--num-chunks", type=int, metavar="C", help="chunks of the pipeline (default: one per stage)")
     add_size_arguments(parser)
     return parser
 
@@ -75,16 +79,18 @@ def add_size_arguments(parser: CommandParser) -> None:
     add("--window", metavar="N|N,N,...", help="microbatches that a stage may hold (default: as of rrfp simulate)")
 
 
-def resolve_entries(compare: str, window: str | None, num_stages: int, num_microbatches: int) -> dict[str, Order]:
-    """The orders by their entries. Raises ValueError where one does not fit, or has several chunks on a stage."""
+def resolve_entries(
+    compare: str, window: str | None, num_stages: int, num_microbatches: int, *, num_chunks: int | None = None
+) -> dict[str, Order]:
+    """The orders by their entries. Raises ValueError where one does not fit, or has another number of chunks."""
     orders = {}
     for label, ordering in parse_entries(compare, parse_ordering(window=window)):
         refuse_adaptive(ordering, "bench_torch")
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)
-        if order.placement.num_chunks != num_stages:
+        if order.placement.num_chunks != (num_chunks or num_stages):
             raise ValueError(
                 f"compare entry {label!r} has {order.placement.num_chunks} chunks on {num_stages} stages, and torch's "
-                "1F1B one on each: name orders with one chunk per stage"
+                f"schedule {num_chunks or num_stages}: name orders with as many"
             )
         orders[label] = order
     return orders

@@ -1,4 +1,4 @@
-"""What is measured beside torch's 1F1B: the draws that all sides meet, the turns they take, and what comes out.
+"""What is measured beside torch's schedules: the draws that all sides meet, the turns they take, and what comes out.
 
 In every block and for every sigma torch runs first, then our orders one after another. The durations of their steps are
 drawn before, as an array; torch's stages are told them as numbers, ours and the simulator take the array itself.
@@ -19,10 +19,10 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.commands.studies.durations import Durations, Profile
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
-from rrfp_jax.simulation.costs import of_tasks
-from rrfp_jax.tasks import TaskKind
 
 TORCH = "torch 1F1B"
+THEIRS = {"1f1b": TORCH, "interleaved-1f1b": "torch interleaved 1F1B", "zb-v": "torch zero bubble V"}
+"""What torch's schedules are called in rows, by the names of ours that they match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,19 @@ class Setting:
     num_warm_up: int
     """Steps of each turn before them."""
     seed: int
-    strict_1f1b: Order
-    """The order that torch follows, too."""
     orders: Mapping[str, Order]
-    """Ours, by entry."""
+    """Ours, by entry; all with so many chunks as :attr:`theirs`."""
+    theirs: Order
+    """Our table, strictly, of the schedule that torch follows."""
+    schedule: str = "1f1b"
+    """Its name, of :data:`THEIRS`."""
 
     def draw(self, block: int, sigma: float) -> Durations:
-        """The steps of a turn, the first of them without noise, to warm up; [steps, stages, microbatches, 3]."""
+        """The steps of a turn, the first of them without noise, to warm up; [steps, chunks, microbatches, 3]."""
         rng = np.random.default_rng([self.seed, block, self.sigmas.index(sigma)])
-        size = (1, self.num_stages, self.num_microbatches, 3)
-        quiet_ms = np.broadcast_to(np.array(self.durations_ms, np.float64), size)
+        num_chunks = self.theirs.placement.num_chunks
+        of_chunk_ms = np.array(self.durations_ms, np.float64) * (self.num_stages / num_chunks)
+        quiet_ms = np.broadcast_to(of_chunk_ms, (1, num_chunks, self.num_microbatches, 3))
         noisy_ms = lognormal(for_steps(quiet_ms, self.num_steps), sigma, rng)
         return np.concatenate([for_steps(quiet_ms, self.num_warm_up), noisy_ms])
 
@@ -63,8 +66,8 @@ class Turn:
     """Without warm-up."""
     simulated_ms: list[float]
     """The same steps in virtual time, without a host or messages to wait for."""
-    in_flight: int
-    """The most microbatches that a stage held."""
+    in_flight: float
+    """The most that a stage held, in activations of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class Row:
     """The ratio of medians."""
     simulated_ms: float
     """The median in virtual time."""
-    in_flight: int
+    in_flight: float
 
 
 def measure(setting: Setting, torch_python: str, *, bind: str, ours: Sequence[str]) -> list[Turn]:
@@ -90,15 +93,17 @@ def measure(setting: Setting, torch_python: str, *, bind: str, ours: Sequence[st
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        torch_processes(torch_python, ("-m", "experiments.torch_stage"), setting.num_stages, bind=bind) as members,
+        torch_processes(
+            torch_python, ("-m", "experiments.torch_stage", setting.schedule), setting.num_stages, bind=bind
+        ) as members,
         our_ranks("experiments.bench_torch_ranks", setting.num_stages, *ours, bind=bind) as ranks,
     ):
         turns: list[Turn] = []
         for block in range(setting.num_blocks):
             for sigma in setting.sigmas:
                 durations_ms = setting.draw(block, sigma)
-                figures = _run_torch(members, durations_ms, Path(folder, "D.json"))
-                turns.append(_turn(setting, sigma, TORCH, durations_ms, figures))
+                figures = _run_torch(members, setting, durations_ms, Path(folder, "D.json"))
+                turns.append(_turn(setting, sigma, THEIRS[setting.schedule], durations_ms, figures))
                 for order in setting.orders:
                     figures = _run_ours(ranks, order, durations_ms, Path(folder, "D.npy"))
                     turns.append(_turn(setting, sigma, order, durations_ms, figures))
@@ -110,13 +115,14 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
     groups: dict[tuple[float, str], list[Turn]] = {}
     for turn in turns:
         groups.setdefault((turn.sigma, turn.order), []).append(turn)
+    torch = turns[0].order
     medians = {key: median(ms for turn in group for ms in turn.step_ms) for key, group in groups.items()}
     return [
         Row(
             sigma=sigma,
             order=order,
             median_ms=medians[sigma, order],
-            torch_over_this=medians[sigma, TORCH] / medians[sigma, order],
+            torch_over_this=medians[sigma, torch] / medians[sigma, order],
             simulated_ms=median(ms for turn in group for ms in turn.simulated_ms),
             in_flight=max(turn.in_flight for turn in group),
         )
@@ -125,19 +131,18 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
 
 
 def torch_durations(durations_ms: Durations) -> list[list[list[list[float]]]]:
-    """``[stage][step][microbatch]`` of F and backward, as emulated stages have them."""
-    by_kind = of_tasks(durations_ms)
-    of_all = np.stack([by_kind[TaskKind.F], by_kind[TaskKind.B]], axis=-1)
-    by_stage: list[list[list[list[float]]]] = of_all.swapaxes(0, 1).tolist()
-    return by_stage
+    """``[chunk][step][microbatch]`` of F, I and W, as emulated stages have them; a whole backward is I + W."""
+    by_chunk: list[list[list[list[float]]]] = durations_ms.swapaxes(0, 1).tolist()
+    return by_chunk
 
 
-def _run_torch(members: Sequence[LineProcess], durations_ms: Durations, path: Path) -> dict[str, Any]:
+def _run_torch(members: Sequence[LineProcess], setting: Setting, durations_ms: Durations, path: Path) -> dict[str, Any]:
     path.write_text(json.dumps(torch_durations(durations_ms)), encoding="ascii")
     for member in members:
         member.tell(str(path))
     step_ms, *_ = (json.loads(member.answer()) for member in members)
-    return {"step_ms": step_ms, "in_flight": len(members)}
+    assert setting.theirs.table is not None
+    return {"step_ms": step_ms, "in_flight": max(setting.theirs.table.peak_activations())}
 
 
 def _run_ours(ranks: LineProcess, order: str, durations_ms: Durations, path: Path) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _run_ours(ranks: LineProcess, order: str, durations_ms: Durations, path: Pat
 
 
 def _turn(setting: Setting, sigma: float, order: str, durations_ms: Durations, figures: dict[str, Any]) -> Turn:
-    arbiters = setting.orders.get(order, setting.strict_1f1b).arbiters(EMULATED_STEP)
+    arbiters = setting.orders.get(order, setting.theirs).arbiters(EMULATED_STEP)
     simulation = simulate(arbiters, Costs(durations_ms=durations_ms), num_steps=len(durations_ms))
     return Turn(
         sigma=sigma,

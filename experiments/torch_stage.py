@@ -1,9 +1,10 @@
-"""One stage of torch's own 1F1B schedule on gloo, whose tasks last as long as they are told: a program beside ours.
+"""A rank of one of torch's own schedules on gloo, whose tasks last as long as they are told: a program beside ours.
 
-``python -m experiments.torch_stage RANK NUM_STAGES PORT``, by an interpreter that has torch, once for every stage. Each
-line that comes in names a JSON file of milliseconds, ``[stage][step][microbatch]`` being F and backward; all ranks run
-its steps and answer with a line, the milliseconds that each took there. Those of rank 0 are the steps': it starts each
-of them first and ends it last, for its last backward needs those of all other stages.
+``python -m experiments.torch_stage SCHEDULE RANK NUM_RANKS PORT``, by an interpreter that has torch, once for every
+rank. SCHEDULE is a name of ours: ``1f1b``, ``interleaved-1f1b`` or ``zb-v``; the last two have two chunks on a rank,
+which torch calls stages. Each line that comes in names a JSON file of milliseconds, ``[chunk][step][microbatch]`` being
+F, I and W; all ranks run its steps and answer with a line, the milliseconds that each took there. Those of rank 0 are
+the steps': it starts each of them first and ends it last, for its last backward needs those of all other ranks.
 
 Modules, autograd, shapes and messages are torch's own. A stage's forward or backward has a small array to compute on,
 and then sleeps until its duration has passed since the schedule called for it, so that what torch does within the call
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from rrfp_jax.runtime.sleeping import Sleeper
 
@@ -29,7 +30,7 @@ _NUM_ITEMS = 8
 _PATIENCE = timedelta(seconds=60)
 
 _Step = list[list[float]]
-"""For every microbatch the milliseconds of F and backward."""
+"""For every microbatch the milliseconds of F, I and W."""
 
 
 class _Chunk(torch.nn.Module):
@@ -44,7 +45,7 @@ class _Chunk(torch.nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A stage whose forwards and backwards take given durations; without them, only what torch needs."""
+    """A chunk whose forwards and backwards take given durations; without them, only what torch needs."""
 
     durations_ms: _Step | None = None
     num_tasks = 0
@@ -55,59 +56,94 @@ class _TimedStage(PipelineStage):
         self._sleeper = Sleeper()
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **options: Any) -> Any:
-        return self._lasting(0, super().forward_one_chunk, microbatch, *args, **options)
+        return self._lasting((0,), super().forward_one_chunk, microbatch, *args, **options)
 
-    def backward_one_chunk(self, microbatch: int, *args: Any, **options: Any) -> Any:
-        return self._lasting(1, super().backward_one_chunk, microbatch, *args, **options)
+    def backward_one_chunk(self, microbatch: int, *args: Any, full_backward: bool = True, **options: Any) -> Any:
+        parts = (1, 2) if full_backward else (1,)
+        call = super().backward_one_chunk
+        return self._lasting(parts, call, microbatch, *args, full_backward=full_backward, **options)
 
-    def _lasting(self, kind: int, call: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+    def backward_weight_one_chunk(self, microbatch: int, *args: Any, **options: Any) -> Any:
+        return self._lasting((2,), super().backward_weight_one_chunk, microbatch, *args, **options)
+
+    def _lasting(self, parts: tuple[int, ...], call: Any, microbatch: int, *args: Any, **options: Any) -> Any:
         begun_s = time.perf_counter()
         result = call(microbatch, *args, **options)
         if self.durations_ms is not None:
-            if duration_ms := self.durations_ms[microbatch][kind]:
+            if duration_ms := sum(self.durations_ms[microbatch][part] for part in parts):
                 self._sleeper.until(begun_s + duration_ms * 1e-3)
             self.num_tasks += 1
         return result
 
 
+_TASKS = {"1f1b": 2, "interleaved-1f1b": 2, "zb-v": 3}
+"""Of each microbatch on a chunk, by schedule."""
+
+
+def _chunks(schedule: str, rank: int, num_ranks: int) -> tuple[int, ...]:
+    """Those of a rank."""
+    second = {"1f1b": (), "interleaved-1f1b": (num_ranks + rank,), "zb-v": (2 * num_ranks - 1 - rank,)}
+    return (rank, *second[schedule])
+
+
 class _Pipeline:
-    """This rank's stage, and the schedule on it."""
+    """This rank's chunks, and the schedule on them."""
 
-    def __init__(self, rank: int, num_stages: int, num_microbatches: int) -> None:
-        self._chunk = _Chunk()
-        self.stage = _TimedStage(self._chunk, rank, num_stages, torch.device("cpu"))
-        self._schedule = Schedule1F1B(self.stage, num_microbatches, loss_fn=lambda output, _: output.sum())
+    def __init__(self, schedule: str, rank: int, num_ranks: int, num_microbatches: int) -> None:
+        chunks = _chunks(schedule, rank, num_ranks)
+        num_chunks = num_ranks * len(chunks)
+        self._modules = [_Chunk() for _ in chunks]
+        self.stages = {
+            chunk: _TimedStage(module, chunk, num_chunks, torch.device("cpu"))
+            for chunk, module in zip(chunks, self._modules, strict=True)
+        }
+        self._num_tasks = _TASKS[schedule] * num_microbatches
+        stages, loss = list(self.stages.values()), _loss
+        self._schedule: Any
+        if schedule == "1f1b":
+            self._schedule = Schedule1F1B(stages[0], num_microbatches, loss_fn=loss)
+        elif schedule == "interleaved-1f1b":
+            self._schedule = ScheduleInterleaved1F1B(stages, num_microbatches, loss_fn=loss)
+        else:
+            self._schedule = ScheduleZBVZeroBubble(stages, num_microbatches, loss_fn=loss)
         batch = torch.ones(num_microbatches, _NUM_ITEMS)
-        self._inputs = (batch,) if rank == 0 else ()
-        self._target = {"target": batch} if rank == num_stages - 1 else {}
+        self._inputs = (batch,) if 0 in chunks else ()
+        self._target = {"target": batch} if num_chunks - 1 in chunks else {}
 
-    def step(self, durations_ms: _Step | None) -> None:
-        self.stage.durations_ms, self.stage.num_tasks = durations_ms, 0
+    def step(self, durations_ms: list[_Step] | None) -> None:
+        """``durations_ms``: by chunk."""
+        for chunk, stage in self.stages.items():
+            stage.durations_ms, stage.num_tasks = None if durations_ms is None else durations_ms[chunk], 0
         self._schedule.step(*self._inputs, **self._target)
-        self._chunk.weight.grad = None
-        if durations_ms is not None and self.stage.num_tasks != 2 * len(durations_ms):
+        for module in self._modules:
+            module.weight.grad = None
+        if durations_ms is not None and any(stage.num_tasks != self._num_tasks for stage in self.stages.values()):
             raise RuntimeError(f"torch {torch.__version__} calls stages otherwise than this program knows")
 
 
-def main(rank: int, num_stages: int, port: int) -> None:
+def _loss(output: Any, _: Any) -> Any:
+    return output.sum()
+
+
+def main(schedule: str, rank: int, num_ranks: int, port: int) -> None:
     """Obey the lines that come in."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_stages, timeout=_PATIENCE
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks, timeout=_PATIENCE
     )
     pipeline = None
     for line in sys.stdin:
-        steps: list[_Step] = json.loads(Path(line.rstrip("\n")).read_text(encoding="ascii"))[rank]
-        pipeline = pipeline or _Pipeline(rank, num_stages, len(steps[0]))
+        by_chunk: list[list[_Step]] = json.loads(Path(line.rstrip("\n")).read_text(encoding="ascii"))
+        pipeline = pipeline or _Pipeline(schedule, rank, num_ranks, len(by_chunk[0][0]))
         pipeline.step(None)  # torch finds out about shapes and opens connections
         dist.barrier()
         ends_s = [time.perf_counter()]
-        for step in steps:
-            pipeline.step(step)
+        for step in zip(*by_chunk, strict=True):
+            pipeline.step(list(step))
             ends_s.append(time.perf_counter())
         dist.barrier()
         print(json.dumps([(end_s - start_s) * 1e3 for start_s, end_s in pairwise(ends_s)]), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -17,9 +17,10 @@ import numpy as np
 
 from experiments.paper.emulated import until_arrived
 from experiments.paper.question import Measured, Question, Rows
+from experiments.paper.repeats import Ratios, Rounds, precision
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.scene import Method, Scene
-from experiments.paper.tables import markdown
+from experiments.paper.tables import markdown, settings_of
 
 STAGES, MICROBATCHES = 4, 16
 METHODS: dict[str, tuple[str, ...]] = {
@@ -42,12 +43,11 @@ HELD = ("window", "hold")
 _DEADLINE_S = 300.0
 
 
-def cells(quick: bool) -> Sequence[Cell]:
+def one_round(quick: bool, number: int) -> Sequence[Cell]:
     """Tensor parallelism over processes; a transfer takes half a forward."""
     return [
-        {"tensor": tensor, "comm_ms": 5.0, "forward_ms": 10.0, "jitter": "lognormal:0.3", "steps": 4, "seed": seed}
+        {"tensor": tensor, "comm_ms": 5.0, "forward_ms": 10.0, "jitter": "lognormal:0.3", "steps": 4, "seed": number}
         for tensor in ((1, 2) if quick else (1, 2, 4))
-        for seed in range(1, 2 if quick else 4)
     ]
 
 
@@ -101,6 +101,20 @@ def _run(tensor: int, words: Sequence[str]) -> dict:
     return figures
 
 
+def ratios(rows: Rows) -> Ratios:
+    """How many times as fast as blocking strict 1F1B."""
+    base, *others = METHODS
+    cell_of = settings_of(QUESTION.settings)
+    first = {cell_of(row): float(row["step_ms"]) for row in selected(rows, method=base)}
+    return {
+        f"{method}, TP{tensor}": [
+            first[cell_of(row)] / float(row["step_ms"]) for row in selected(rows, method=method, tensor=tensor)
+        ]
+        for method in others
+        for tensor in sorted({row["tensor"] for row in rows})
+    }
+
+
 def write(rows: Rows, folder: Path) -> str:  # noqa: ARG001
     """Parts of a step, ours and the paper's, as parts of the whole."""
     lines = []
@@ -125,7 +139,7 @@ def write(rows: Rows, folder: Path) -> str:  # noqa: ARG001
             markdown(["method", "TP", "step ms", "computes", "waits", "holds", "host", "coordination"], lines),
             f"{found}What remains of readiness's gain is waiting that it does not do: the work is the same on both "
             "sides, where the paper's computation differs between its methods, too. A blocking sender's transfer "
-            "counts as computation here, since a task lasts until it has arrived.",
+            f"counts as computation here, since a task lasts until it has arrived. {precision(ratios(rows))}",
             "*Threats*: one machine of few cores, on which all processes share them, so that the host's part is larger "
             "than on hosts of their own; tasks sleep, and collectives within a group are not run.",
         ]
@@ -136,13 +150,15 @@ def _line(name: str, tensor: int, whole_ms: float, *parts_ms: float) -> list[str
     return [name, str(tensor), f"{whole_ms:.0f}", *(f"{part_ms / whole_ms:.1%}" for part_ms in parts_ms)]
 
 
+ROUNDS = Rounds(of=one_round, ratios=ratios, quick=(2, 3), full=(3, 8))
 QUESTION = Question(
     name="breakdown",
     title="Where does the time go? (RQ2)",
     settings=("tensor", "comm_ms", "forward_ms", "jitter", "steps", "seed"),
     figures=("method", "step_ms", "compute_ms", "held_ms", "host_ms", "coordination_ms"),
-    cells=cells,
+    cells=ROUNDS.first,
     measure=measure,
     write=write,
     is_timed=True,
+    rounds=ROUNDS,
 )

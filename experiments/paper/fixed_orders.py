@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from experiments.paper import endtoend
 from experiments.paper.rows import Cell
-from experiments.paper.scene import EQUAL, Method, Scene, table_order
+from experiments.paper.scene import EQUAL, FORESIGHT, Method, Scene, table_order
 from rrfp_jax.arbitration import STRICT, Order
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.execution import RULES
@@ -25,7 +25,6 @@ TWO_COPIES = ("chimera", "asymmetric-chimera")
 SIZED = ("eager-1f1b", "zb-auto")
 """Tables that are made for a memory."""
 FROZEN = ("bf", "bfw")
-FORESIGHT = "foresight"
 ROUNDING = 1e-9
 Memory = int | str
 """What a stage may hold: as many microbatches' activations, or :data:`EQUAL`."""

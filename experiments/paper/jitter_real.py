@@ -13,9 +13,10 @@ from experiments.paper.emulated import emulated
 from experiments.paper.jitter import LEVELS, THEIRS
 from experiments.paper.pictures import draw_lines
 from experiments.paper.question import Measured, Question, Rows
+from experiments.paper.repeats import Ratios, Rounds, precision
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.scene import NO_JITTER, Scene
-from experiments.paper.tables import markdown
+from experiments.paper.tables import markdown, settings_of
 
 METHODS = {
     name: jitter.METHODS[name]
@@ -23,7 +24,7 @@ METHODS = {
 }
 
 
-def cells(quick: bool) -> Sequence[Cell]:
+def one_round(quick: bool, number: int) -> Sequence[Cell]:
     """Four stages; a transfer takes half a forward, so that blocking it costs something."""
     return [
         Scene(
@@ -34,9 +35,8 @@ def cells(quick: bool) -> Sequence[Cell]:
             input_ms=10.0,
             weight_ms=10.0,
             steps=2 if quick else 5,
-            seed=seed,
+            seed=number,
         ).as_cell()
-        for seed in range(1, 3 if quick else 6)
     ]
 
 
@@ -53,11 +53,31 @@ def measure(cell: Cell) -> Measured:
     return rows
 
 
+def longer(rows: Rows, method: str, level: str, column: str) -> list[float]:
+    """How many times as long steps take as without sleeps, in each round."""
+    cell_of = settings_of(QUESTION.settings)
+    quiet = {cell_of(row): float(row[column]) for row in selected(rows, method=method, level="J0")}
+    return [float(row[column]) / quiet[cell_of(row)] for row in selected(rows, method=method, level=level)]
+
+
 def degradation(rows: Rows, method: str, level: str, column: str) -> float:
-    """How much longer steps take than without sleeps, in percent; the mean over seeds."""
-    quiet = {row["seed"]: float(row[column]) for row in selected(rows, method=method, level="J0")}
-    noisy = selected(rows, method=method, level=level)
-    return fmean(100 * (float(row[column]) / quiet[row["seed"]] - 1) for row in noisy)
+    """How much longer, in percent; the mean over rounds."""
+    return 100 * (fmean(longer(rows, method, level, column)) - 1)
+
+
+def ratios(rows: Rows) -> Ratios:
+    """How many times as long, in the real runtime, over how many times as long the simulation of the same draws takes:
+    the draws themselves differ from round to round."""
+    return {
+        f"{method}, {level}": [
+            real / forecast
+            for real, forecast in zip(
+                *(longer(rows, method, level, c) for c in ("real_ms", "forecast_ms")), strict=True
+            )
+        ]
+        for method in METHODS
+        for level in LEVELS
+    }
 
 
 def write(rows: Rows, folder: Path) -> str:
@@ -80,19 +100,22 @@ def write(rows: Rows, folder: Path) -> str:
             draw_lines({"real runtime": curves}, folder / "jitter_real.png", across="level J", up="longer steps, %"),
             f"At J3 blocking strict 1F1B takes {strict:.1f}% longer, bf in a window of 32 {ready:.1f}%. Real and "
             f"simulated step times change alike within {farthest:.1%}. The paper's percentages are smaller on both "
-            "sides: with tasks of 10 ms the injected sleeps alone add more work than its steps grew by.",
+            "sides: with tasks of 10 ms the injected sleeps alone add more work than its steps grew by. Of real over "
+            f"simulated: {precision(ratios(rows))}",
             "*Threats*: four stages whose tasks sleep, on one machine; the length of the paper's tasks is not known.",
         ]
     )
 
 
+ROUNDS = Rounds(of=one_round, ratios=ratios)
 QUESTION = Question(
     name="jitter_real",
     title="Do random delays cost the same in the real runtime? (RQ4)",
     settings=tuple(Scene.__dataclass_fields__),
     figures=("method", "level", "real_ms", "forecast_ms", "host_ms"),
-    cells=cells,
+    cells=ROUNDS.first,
     measure=measure,
     write=write,
     is_timed=True,
+    rounds=ROUNDS,
 )

@@ -36,15 +36,17 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 def _settings(quick: bool) -> Iterator[Cell]:
     scenes: dict[str, Sequence[Cell]] = {
-        module.QUESTION.name: module.cells(quick) for module in (ladder, real, hints, windows, jitter)
+        module.QUESTION.name: module.QUESTION.cells(quick) for module in (ladder, real, hints, windows, jitter)
     }
-    scenes["breakdown"] = [breakdown.scene_of(cell).as_cell() for cell in breakdown.cells(quick)]
+    scenes["breakdown"] = [breakdown.scene_of(cell).as_cell() for cell in breakdown.QUESTION.cells(quick)]
     levels = (NO_JITTER, *(f"paper:{level}" for level in jitter.LEVELS))
-    scenes["jitter_real"] = [{**cell, "jitter": level} for cell in jitter_real.cells(quick) for level in levels]
+    scenes["jitter_real"] = [
+        {**cell, "jitter": level} for cell in jitter_real.QUESTION.cells(quick) for level in levels
+    ]
     for question, some in scenes.items():
         for cell in some:
             yield {"question": question, "model": UNIFORM, "balance": "-", **cell}
-    for cell in endtoend.cells(quick):
+    for cell in endtoend.QUESTION.cells(quick):
         transfer_ms = float(cell["transfer"]) * endtoend.MEAN_FORWARD_MS
         means: Cell = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), endtoend.MEAN_FORWARD_MS)
         same = {name: cell[name] for name in ("model", "balance", "stages", "microbatches", "seed")}

@@ -52,8 +52,12 @@ def draw_lines(
     across: str,
     up: str,
     ticks: Sequence[float] = (),
+    has_own_legends: bool = False,
 ) -> str:
-    """Lines with markers, a panel for each group, a line for each method; returns the Markdown that shows them."""
+    """Lines with markers, a panel for each group, a line for each method; returns the Markdown that shows them.
+
+    ``has_own_legends``: the panels show different methods.
+    """
     figure, panels = _figure(len(panels_of), height=3.2)
     for panel, (title, lines) in zip(panels, panels_of.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
@@ -75,7 +79,11 @@ def draw_lines(
             panel.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
         panel.set_ylabel(up, fontsize=8)
         _finish(panel, title, across)
-    panels[-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if has_own_legends:
+        for panel in panels:
+            panel.legend(fontsize=7, frameon=False, loc="best")
+    else:
+        panels[-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _save(figure, path, f"{up} over {across}")
 
 

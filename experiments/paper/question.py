@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.paper.repeats import Rounds
 from experiments.paper.rows import Cell, Value
 
 Measured = Sequence[Mapping[str, Value]]
@@ -29,5 +30,7 @@ class Question:
     """The section's text from the rows; pictures go into the folder given."""
     is_timed: bool = False
     """Whether the real runtime is measured: then one cell at a time, and nothing beside it."""
+    rounds: Rounds | None = None
+    """How a timed question is repeated; None: what it measures is no time."""
     lacks: Callable[[], str | None] = lambda: None
     """What it needs and this machine has not, in a sentence; None: nothing."""

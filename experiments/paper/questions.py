@@ -3,6 +3,8 @@
 from experiments.paper import (
     breakdown,
     correctness,
+    devices,
+    encoders,
     endtoend,
     hints,
     jitter,
@@ -12,6 +14,7 @@ from experiments.paper import (
     others,
     prediction,
     real,
+    small_models,
     windows,
 )
 
@@ -22,10 +25,13 @@ _IN_ORDER = (
     endtoend,
     breakdown,
     others,
+    small_models,
     jitter,
     jitter_real,
     hints,
     windows,
+    encoders,
+    devices,
     correctness,
     prediction,
 )

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rrfp_jax.version import __version__
 
@@ -20,6 +21,8 @@ Cell = Mapping[str, Value]
 """The settings of a cell, plain values by name."""
 ROWS_OF_CELL = "rows"
 """The column that says how many rows the cell has, so that one which was cut off is measured again."""
+_PROGRAMS = ("rrfp_jax", "experiments")
+"""The folders that rows come from; rows and reports themselves make no difference."""
 ORIGIN = ("version", "machine", "command")
 
 
@@ -101,15 +104,16 @@ def selected(rows: Iterable[Mapping[str, str]], **wanted: Value) -> list[Mapping
 
 @cache
 def version() -> str:
-    """The package's version, and in a checkout its commit."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The package's version, and in a checkout its commit, with a mark where its programs differ from that."""
+    root = Path(__file__).parents[2]
+    git = ["git", "-C", str(root)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
-        )
+        commit = subprocess.run([*git, "describe", "--always"], check=True, **options).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *_PROGRAMS], check=False, **options).returncode
     except (OSError, subprocess.SubprocessError):
         return __version__
-    return f"{__version__} ({done.stdout.strip()})"
+    return f"{__version__} ({commit}{'-dirty' if changed else ''})"
 
 
 @cache

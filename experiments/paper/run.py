@@ -43,15 +43,24 @@ def measure_all(
             console.print(f"{question.name}: not measured, it {lack}")
             continue
         rows = files[question.name]
-        every = question.cells(quick)
-        missing = [cell for cell in every if not rows.has(cell)]
-        console.print(f"{question.name}: {len(every)} cells, {len(every) - len(missing)} of them there already")
-        with _Report(console, question.name, len(missing)) as report:
-            for cell, found in _measured(question, missing):
-                rows.add(cell, found, command)
-                report.advance()
-        measured[question.name] = len(missing)
+        measured[question.name] = _measure(question, question.cells(quick), rows, console, command)
+        for number, more in enumerate(question.rounds.further(quick) if question.rounds else (), 1):
+            if question.rounds is None or question.rounds.is_settled(rows.complete_rows()):
+                break
+            console.print(f"{question.name}: intervals are still wide, round {number} more")
+            measured[question.name] += _measure(question, more, rows, console, command)
     return measured
+
+
+def _measure(question: Question, cells: Sequence[Cell], rows: RowFile, console: Console, command: str) -> int:
+    """Those of the cells that are not there yet; returns how many."""
+    missing = [cell for cell in cells if not rows.has(cell)]
+    console.print(f"{question.name}: {len(cells)} cells, {len(cells) - len(missing)} of them there already")
+    with _Report(console, question.name, len(missing)) as report:
+        for cell, found in _measured(question, missing):
+            rows.add(cell, found, command)
+            report.advance()
+    return len(missing)
 
 
 def _measured(question: Question, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Measured]]:

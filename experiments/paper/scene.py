@@ -28,9 +28,12 @@ from rrfp_jax.simulation import (
 )
 from rrfp_jax.timeline import Timeline
 
-NO_JITTER, SLOW_LINK = "none", "slow link"
+NO_JITTER, SLOW_LINK, SLOW_STAGE = "none", "slow link", "slow stage"
+FORESIGHT, ADAPTIVE = "foresight", "foresight, adaptive"
 SLOW_LINK_PARTS = 3.0
 """What the link in the middle takes more, in forwards."""
+SLOW_STAGE_FACTOR = 1.3
+"""How much longer every task of the stage in the middle takes."""
 EQUAL = "equal"
 """The memory of strict 1F1B: ``p - s`` microbatches on stage s."""
 
@@ -42,7 +45,7 @@ class Scene:
     stages: int
     microbatches: int
     jitter: str = NO_JITTER
-    """``none``, ``slow link``, or as ``--jitter`` of simulate."""
+    """``none``, ``slow link``, ``slow stage``, or as ``--jitter`` of simulate."""
     comm_ms: float = 1.0
     forward_ms: float = 10.0
     input_ms: float = 10.0
@@ -70,6 +73,8 @@ class Scene:
         whole = (self.forward_ms, self.input_ms, self.weight_ms)
         quiet_ms = constant((whole[0] * per_chunk, whole[1] * per_chunk, whole[2] * per_chunk), order.graph)
         text = None if self.jitter in (NO_JITTER, SLOW_LINK) else self.jitter
+        if text == SLOW_STAGE:
+            text = f"straggler:{self.stages // 2},{SLOW_STAGE_FACTOR}"
         rng = np.random.default_rng((self.seed, *map(ord, self.jitter)))
         durations_ms, sleeps = parse_jitter(text).apply(for_steps(quiet_ms, self.steps), order.placement, rng)
         return Costs(durations_ms=durations_ms, sleeps=sleeps)
@@ -85,7 +90,7 @@ class Method(NamedTuple):
     communication: str = "async"
     frozen: str | None = None
     """Of the order that the words give, what it comes to where nothing varies, as a table: consumed ``strict``, or as a
-    hint within its memory with ``foresight``."""
+    hint within its memory with ``foresight``, or ``foresight, adaptive``."""
 
     def order(self, scene: Scene) -> Order:
         words = dict(self.words)
@@ -140,6 +145,6 @@ def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
 
 def table_order(table: ScheduleTable, use: str, *, window: int | None = None) -> Order:
     """A table consumed ``strict``, or as a hint with ``foresight``: within its own memory, or within a window."""
-    is_strict = use == STRICT
-    ordering = TableOrdering(schedule=table, consume=STRICT if is_strict else READY, window=window)
+    consume = STRICT if use == STRICT else READY
+    ordering = TableOrdering(schedule=table, consume=consume, window=window, adaptive=use == ADAPTIVE)
     return ordering.resolve(table.placement, table.graph)

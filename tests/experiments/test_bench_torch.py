@@ -34,10 +34,11 @@ def small(**changes: object) -> Setting:
 def test_torch_is_told_the_durations_that_emulated_stages_have() -> None:
     durations_ms = small().draw(0, 1.0)
     told, duration_ms = torch_durations(durations_ms), duration_of(durations_ms)
-    assert np.shape(told) == (2, 2 + 3, 4, 2)
+    assert np.shape(told) == (2, 2 + 3, 4, 3)
     for stage, step, microbatch in product(range(2), range(5), range(4)):
-        tasks = (Task(kind, stage, microbatch) for kind in (TaskKind.F, TaskKind.B))
-        assert told[stage][step][microbatch] == [duration_ms(step, task) for task in tasks]
+        forward_ms, backward_ms = (duration_ms(step, Task(k, stage, microbatch)) for k in (TaskKind.F, TaskKind.B))
+        assert told[stage][step][microbatch][0] == forward_ms
+        assert sum(told[stage][step][microbatch][1:]) == backward_ms
 
 
 def test_draws_are_those_of_seed_block_and_sigma_behind_a_warm_up() -> None:

@@ -1,16 +1,21 @@
 """The evaluation: rows survive kills and are measured once; every question's report is made of its rows alone."""
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from experiments.paper import emulated, endtoend, fixed_orders
 from experiments.paper.__main__ import main
+from experiments.paper.again import compared, measure_again
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.questions import QUESTIONS
+from experiments.paper.repeats import TARGET, Rounds, widths
 from experiments.paper.report import REPORT, write_report
 from experiments.paper.rows import Cell, RowFile
 from experiments.paper.run import measure_all, row_file
@@ -20,7 +25,7 @@ from experiments.paper.tables import geometric_mean, interval
 MEASURED: list[Cell] = []
 QUIET = Console(quiet=True)
 REAL = ("real", "jitter_real")
-LONG = ("breakdown", "correctness", "others")
+LONG = ("breakdown", "correctness", "others", "small_models")
 SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
 
 
@@ -131,18 +136,21 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
-    small: dict[str, str | int | float] = {**cell, **({"seed": 1} if "seed" in cell else {})}
+    wanted: dict[str, str | int | float] = {"seed": 1}
     if name == "breakdown":
-        small |= {"tensor": 1, "forward_ms": 1.0, "comm_ms": 0.5, "steps": 1}
+        wanted |= {"tensor": 1, "forward_ms": 1.0, "comm_ms": 0.5, "steps": 1}
     elif name == "correctness":
-        small["steps"] = 2
+        wanted["steps"] = 2
+    elif name in REAL:
+        times = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), 1.0)
+        wanted |= {"steps": 1, "stages": 2, "microbatches": 4, "comm_ms": 0.5, **times}
+    elif name in ("endtoend", "encoders"):
+        wanted |= {"stages": 8, "microbatches": 8} | ({"transfer": 1.0} if name == "encoders" else {})
+    elif name == "devices":
+        wanted |= {"stages": 4, "microbatches": 4, "replicas": 2}
     elif "steps" in cell:
-        small |= {"steps": 1, "stages": 2 if name in REAL else 4, "microbatches": 64 if name == "windows" else 8}
-    if name in REAL:
-        small |= {"forward_ms": 1.0, "input_ms": 1.0, "weight_ms": 1.0, "comm_ms": 0.5, "microbatches": 4}
-    if name == "endtoend":
-        small |= {"stages": 8, "microbatches": 8}
-    return small
+        wanted |= {"steps": 1, "stages": 4, "microbatches": 64 if name == "windows" else 8}
+    return {**cell, **{key: value for key, value in wanted.items() if key in cell}}
 
 
 def test_methods_hold_what_they_may() -> None:
@@ -197,6 +205,61 @@ def test_the_best_fixed_order_of_a_memory_fits_it_and_no_other_that_does_is_fast
     strict = Method({"schedule": "zb-h1", "consume": "strict"})
     each = [simulated(Scene(**(scene.as_cell() | {"seed": seed})), strict).step_ms for seed in (1, 2)]
     assert found[4].fixed.step_ms <= sum(each) / 2
+
+
+def noisy_question(*, noise: float, most: int, seed: int = 0) -> Question:
+    """Its rounds' ratios are 1.25 with so much log-normal noise."""
+    rng = np.random.default_rng(seed)
+
+    def measure(cell: Cell) -> Measured:
+        MEASURED.append(cell)
+        return [{"method": "fast", "ms": 1.25 * math.exp(noise * rng.standard_normal())}]
+
+    rounds = Rounds(
+        of=lambda quick, number: [{"size": number}],
+        ratios=lambda rows: {"fast": [float(row["ms"]) for row in rows]},
+        quick=(3, most),
+    )
+    return replace(toy(), cells=rounds.first, measure=measure, rounds=rounds)
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(0.0, 3), (0.5, 6)])
+def test_rounds_go_on_until_intervals_are_narrow_or_the_budget_is_spent(
+    tmp_path: Path, measured: list[Cell], noise: float, rounds: int
+) -> None:
+    for _ in range(2):
+        run(noisy_question(noise=noise, most=6), tmp_path)
+        assert [cell["size"] for cell in measured] == [*range(1, rounds + 1)], "and no more in a second run"
+
+
+def test_rounds_end_as_soon_as_the_interval_is_narrow_enough(tmp_path: Path, measured: list[Cell]) -> None:
+    question = noisy_question(noise=0.03, most=200)
+    run(question, tmp_path)
+    assert 3 < len(measured) < 200
+    rows = row_file(question, tmp_path).complete_rows()
+    assert question.rounds is not None
+    assert max(widths(question.rounds.ratios(rows)).values()) <= TARGET
+    assert max(widths(question.rounds.ratios(rows[:-1])).values()) > TARGET
+
+
+def test_a_second_run_agrees_within_the_intervals_or_is_said_not_to(tmp_path: Path) -> None:
+    once = noisy_question(noise=0.02, most=10)
+    run(once, tmp_path)
+    other = noisy_question(noise=0.02, most=10, seed=1)
+    assert measure_again([other], tmp_path, QUIET, quick=True, command="again")
+    slower = replace(other, measure=lambda cell: [{"method": "fast", "ms": 1.0 + 1e-3 * int(cell["size"])}])
+    assert not measure_again([slower], tmp_path, QUIET, quick=True, command="again")
+    rows = row_file(once, tmp_path).complete_rows()
+    assert compared(once, rows, [{**row, "ms": "1.0"} for row in rows])[1].startswith("0 of 1 ratios agree")
+
+
+def test_what_is_simulated_comes_out_equal(tmp_path: Path) -> None:
+    run(toy(1, 2), tmp_path)
+    assert measure_again([toy(1, 2)], tmp_path, QUIET, quick=True, command="again")
+    changed = replace(toy(1, 2), measure=lambda cell: [{"method": "slow", "ms": 3}])
+    assert not measure_again([changed], tmp_path, QUIET, quick=True, command="again")
+    with pytest.raises(ValueError, match="run it without --again first"):
+        measure_again([toy(1)], tmp_path / "nowhere", QUIET, quick=True, command="again")
 
 
 def test_means_of_ratios() -> None:

@@ -1,0 +1,75 @@
+"""How often a timed question is repeated, and whether it comes out again: the one rule for all of them.
+
+A *round* measures every method once, in turn, with draws of its own; ratios are taken within a round. Rounds are
+repeated until the 95% interval of each printed ratio is at most :data:`TARGET` of it on either side, or the budget of
+rounds is spent. A second run agrees where the two intervals of a ratio touch. What is simulated must come out equal.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from experiments.paper.rows import Cell
+from experiments.paper.tables import geometric_mean, half_interval
+
+TARGET = 0.01
+AGREEING = 0.9
+"""The least share of ratios that must come out again, of intervals that hold 95% each."""
+Rows = Sequence[Mapping[str, str]]
+Ratios = Mapping[str, Sequence[float]]
+"""By what is compared, a ratio for each round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The rounds of a question."""
+
+    of: Callable[[bool, int], Sequence[Cell]]
+    """The cells of a round; given whether quickly, and its number from 1 on."""
+    ratios: Callable[[Rows], Ratios]
+    """What is printed."""
+    quick: tuple[int, int] = (3, 5)
+    """How many rounds there are at least, and at most."""
+    full: tuple[int, int] = (7, 20)
+
+    def first(self, quick: bool) -> list[Cell]:
+        """The cells of the rounds that there are at least."""
+        return [cell for number in range(1, self._bounds(quick)[0] + 1) for cell in self.of(quick, number)]
+
+    def further(self, quick: bool) -> list[Sequence[Cell]]:
+        """The cells of each round that the budget has beside them."""
+        least, most = self._bounds(quick)
+        return [self.of(quick, number) for number in range(least + 1, most + 1)]
+
+    def is_settled(self, rows: Rows) -> bool:
+        """Whether every interval is narrow enough."""
+        return all(width <= TARGET for width in widths(self.ratios(rows)).values())
+
+    def _bounds(self, quick: bool) -> tuple[int, int]:
+        return self.quick if quick else self.full
+
+
+def widths(ratios: Ratios) -> dict[str, float]:
+    """Half of each 95% interval, in parts of the ratio."""
+    return {name: half_interval(some) / geometric_mean(some) for name, some in ratios.items()}
+
+
+def precision(ratios: Ratios) -> str:
+    """How many rounds there were, and how wide their intervals are, in a sentence."""
+    found = list(widths(ratios).values())
+    rounds = max(map(len, ratios.values()))
+    if rounds < 2:
+        return "One round, so that no interval can be given."
+    return (
+        f"{rounds} rounds, in each of which all methods took their turn; half of a ratio's 95% interval is "
+        f"{median(found):.1%} of it in the median, {max(found):.1%} at most."
+    )
+
+
+def disagreeing(once: Ratios, again: Ratios) -> list[str]:
+    """The ratios whose two intervals do not touch."""
+    return [
+        f"{name} ({geometric_mean(some):.4f} and {geometric_mean(again[name]):.4f})"
+        for name, some in once.items()
+        if abs(geometric_mean(some) - geometric_mean(again[name])) > half_interval(some) + half_interval(again[name])
+    ]
