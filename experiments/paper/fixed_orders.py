@@ -21,7 +21,6 @@ from rrfp_jax.schedules import ScheduleTable, schedule_names
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.simulation import Costs, Links, Machine, Simulation, peak_memory, simulate
 
-TWO_COPIES = ("chimera", "asymmetric-chimera")
 SIZED = ("eager-1f1b", "zb-auto")
 """Tables that are made for a memory."""
 FROZEN = ("bf", "bfw")
@@ -86,6 +85,12 @@ class Setting:
         return Run(fmean(makespans_ms), tuple(held))
 
 
+def _has_copies(table: ScheduleTable) -> bool:
+    """Whether a microbatch passes only some of a stage's chunks, the others being copies of what is elsewhere."""
+    passes = table.graph.passes_per_microbatch
+    return any(passes(chunks) < len(chunks) for chunks in table.placement.chunks_of_stage)
+
+
 def _fits(table: ScheduleTable, limits: Sequence[float]) -> bool:
     peaks = table.peak_activations()
     return all(peak <= limit + ROUNDING for peak, limit in zip(peaks, limits, strict=True))
@@ -116,8 +121,8 @@ class _Candidates:
 
     @cached_property
     def _named(self) -> dict[str, ScheduleTable]:
-        names = (name for name in schedule_names() if name not in TWO_COPIES)
-        return dict(self._built({name: Method({"schedule": name, "consume": STRICT}) for name in names}))
+        methods = {name: Method({"schedule": name, "consume": STRICT}) for name in schedule_names()}
+        return {name: table for name, table in self._built(methods) if not _has_copies(table)}
 
     def _built(self, methods: dict[str, Method]) -> Iterator[tuple[str, ScheduleTable]]:
         for name, method in methods.items():
