@@ -133,7 +133,7 @@ class ControlPlane:
                     self._send(step, message, self._everybody[stage])
                 case FinishStep(step):
                     sums = Sums(num_stages=self._num_ranks, start_s=0.0, end_s=1.0, cost_s=1.0, work_s=0.5)
-                    self.peers.outcomes.add(step, sums, {self.rank: 1 << 30})
+                    self.peers.outcomes.add(step, sums, {self.rank: (1 << 30, 0)})
 
     def _send(self, step: int, message: Message, other: "ControlPlane") -> None:
         if message.kind is MessageKind.REPORT:

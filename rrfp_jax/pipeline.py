@@ -41,6 +41,7 @@ from rrfp_jax.runtime import PipelineRuntime, StepMetrics
 from rrfp_jax.runtime.adapting import Adapting
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
+from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepared import Prepared, prepare
 from rrfp_jax.runtime.process import Process
@@ -106,6 +107,7 @@ class Pipeline:
         self.process = _fitted_process(process, self.placement, updates)
         """This process's part in the run."""
         self.layout = self.process.layout
+        check_operations(self._graph, self.process)
         if updates.deterministic:
             ordering.check_deterministic()
             require_determinism(jax.local_devices())

@@ -28,7 +28,7 @@ from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.common.process import enter
-from rrfp_jax.commands.studies.durations import GivenDurations, load_durations, parse_durations_ms
+from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_durations, parse_durations_ms
 from rrfp_jax.commands.studies.engine_columns import engine_columns, engines_in_words
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
@@ -48,6 +48,7 @@ _PRIVATE = ("events", "json", "timeline", "trace")
 """What ranks may be told differently."""
 _LOG_STEPS = 10
 _LAUNCH_MS = 0.3
+_DURATIONS_MS = "10,10,10"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,17 +262,27 @@ def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
         num_stages=arguments.num_stages,
         num_microbatches=num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
+        lengths_ms=_profile_ms(arguments, workload) if ordering.offload else None,
         placement=model and model.placement,
         graph=model and model.graph,
         num_replicas=arguments.data,
     )
 
 
+def _profile_ms(arguments: argparse.Namespace, workload: Planned | None) -> Profile:
+    """Mean F, input gradient and weight gradient of one chunk."""
+    if workload is not None:
+        return workload.drawn.durations.profile_ms()
+    if arguments.durations is not None:
+        return load_durations(arguments.durations).profile_ms()
+    return parse_durations_ms(arguments.durations_ms or _DURATIONS_MS)
+
+
 def _durations(arguments: argparse.Namespace, resolved: Order, workload: Planned | None) -> GivenDurations:
     if workload is not None:
         return workload.drawn.durations.on_replicas(arguments.data)
     if arguments.durations is None:
-        same_ms = constant(parse_durations_ms(arguments.durations_ms or "10,10,10"), resolved.graph)
+        same_ms = constant(parse_durations_ms(arguments.durations_ms or _DURATIONS_MS), resolved.graph)
         return GivenDurations(for_graph(same_ms, resolved.graph))
     if arguments.durations_ms is not None:
         raise ValueError("--durations and --durations-ms both say how long tasks take: give one of them")

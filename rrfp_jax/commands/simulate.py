@@ -178,7 +178,7 @@ def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Orde
         return [(None, parse_ordering(**given))]
     common = {name: given.pop(name) for name in ("window", "backward")}
     group_size = given.pop("group_size")
-    doubled = [f"--{name}" for name, value in given.items() if value is not None]
+    doubled = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if doubled:
         raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
     return parse_entries(arguments.compare, parse_ordering(**common), group_size=group_size)

@@ -1,7 +1,8 @@
-"""Operations of a pipeline that come with the library, built with its language as a user's own would be."""
+"""Operations of a pipeline that come with the library, built with its language as a user's own would be.
 
-from rrfp_jax.operations.gather import gathered as gathered
-from rrfp_jax.operations.gather import most_gathered as most_gathered
-from rrfp_jax.operations.recompute import part_made as part_made
-from rrfp_jax.operations.recompute import recompute as recompute
-from rrfp_jax.operations.recompute import recomputed as recomputed
+They load on first use, so that a schedule with operations can be made and simulated without JAX.
+"""
+
+from rrfp_jax.first_use import load_on_first_use
+
+__getattr__, __all__ = load_on_first_use(__name__, __file__)

@@ -7,18 +7,21 @@ A stage's peak is the sum of
   the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
   Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks. Where
   microbatches differ in size and the window is given in bytes, it is that many bytes;
+* where operations move activations, what each of those that are away leaves on the device: the gradient that may wait
+  for it, and what its stash refers to beside inputs;
 * its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
   microbatch that the sender may have in flight. A chunk that runs F only holds nothing in flight, but all microbatches
   may wait for it;
 * the temporaries of its largest program, and one output on its way out.
 
-All of it is an upper bound: not everything peaks at once.
+All of it is an upper bound: not everything peaks at once. What lies in host memory is a sum of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.planning.moved_activations import MovedActivations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,10 @@ class ChunkBytes:
     """Per microbatch: the larger of the output and the input gradients."""
     temporaries: int
     """Of the largest program while it runs."""
+    moves: int = 0
+    """Per microbatch, of the stash: what an operation can bring elsewhere."""
+    stays: int = 0
+    """Per microbatch, of the stash: what stays on the device, but for inputs."""
 
     @classmethod
     def from_tuple(cls, values: Sequence[int]) -> "ChunkBytes":
@@ -82,6 +89,8 @@ class StageForecast:
     """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
     less_than_waiting: int = 0
     """How much more a microbatch in flight may take while it waits in the inbox of some chunk of the stage."""
+    host_peak: int = 0
+    """Bytes of what operations put into host memory."""
 
     @property
     def peak(self) -> int:
@@ -117,11 +126,12 @@ def forecast_stage(
     *,
     footprint: int | None = None,
     capacity: int | None = None,
+    moved: MovedActivations | None = None,
 ) -> StageForecast:
     """The peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the window.
 
-    Activations may wait for every microbatch that is not in flight here yet: the senders' own windows bound them, but
-    may be larger.
+    ``footprint`` is in activations, those on the device where operations move some (``moved``). Activations may wait
+    for every microbatch that is not in flight here yet: the senders' own windows bound them, but may be larger.
     """
     in_flight = min(window, num_microbatches)
     return StageForecast(
@@ -132,17 +142,28 @@ def forecast_stage(
         per_waiting=sum(chunk.inputs for chunk in chunks),
         temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
         footprint=footprint,
-        in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches),
+        in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, moved),
         capacity=capacity,
         less_than_waiting=sum(chunk.less_than_waiting for chunk in chunks),
+        host_peak=0 if moved is None else _largest([c.moves for c in chunks], moved.on_host, num_microbatches),
     )
 
 
-def _in_footprint(chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int) -> int:
-    """All microbatches wait, but for as many activations as the footprint has room for, of the largest chunks first."""
-    num_bytes, room = num_microbatches * sum(chunk.inputs for chunk in chunks), footprint
-    for more in sorted((chunk.more_than_waiting for chunk in chunks), reverse=True):
-        num_bytes += more * min(room, num_microbatches)
+def _in_footprint(
+    chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, moved: MovedActivations | None
+) -> int:
+    """All microbatches wait, but for as many activations as the footprint has room for, and those that were moved."""
+    waiting = num_microbatches * sum(chunk.inputs for chunk in chunks)
+    held = _largest([chunk.more_than_waiting for chunk in chunks], footprint, num_microbatches)
+    away = 0 if moved is None else max(0, moved.under_way - footprint)
+    return waiting + held + _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)
+
+
+def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
+    """What so many activations take at most: those of the largest chunks first, of each one for every microbatch."""
+    num_bytes, room = 0, number
+    for size in sorted(sizes, reverse=True):
+        num_bytes += size * min(room, num_microbatches)
         room -= min(room, num_microbatches)
     return num_bytes
 

@@ -93,6 +93,12 @@ class ChunkPlan:
         return replace(self, owed=owed)
 
     @cached_property
+    def kept_inputs(self) -> tuple[bool, ...]:
+        """For each of the stash's ``kept``, whether it is what a predecessor sent."""
+        num_inputs = len(jax.tree.leaves(self.operands[0]))
+        return tuple(place < num_inputs for place in self.stash.kept)
+
+    @cached_property
     def made(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What the program of the input gradient makes for the weight gradient."""
         return made_specs(self.split, self.output_grads) if self.is_split else ()

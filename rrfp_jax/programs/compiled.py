@@ -71,6 +71,10 @@ class ChunkSizes:
     """What only the stash of one microbatch holds."""
     kept_bytes: int
     """Inputs, batch leaves and outputs of one microbatch that its stash keeps alive."""
+    kept_inputs_bytes: int
+    """The inputs among these."""
+    kept_others_bytes: int
+    """The others among these."""
     output_grads_bytes: int
     """What arrives for the backward of one microbatch from all successors; 0 for a chunk that computes a loss."""
     input_grads_bytes: int
@@ -234,6 +238,7 @@ class CompiledChunk:
 
     def _sizes(self, variant: MicrobatchPrograms, of_programs: Mapping[str, int]) -> ChunkSizes:
         plan, stash, stage = variant.plan, variant.plan.stash.specs, self._stage
+        kept_inputs = [spec for spec, is_input in zip(stash.kept, plan.kept_inputs, strict=True) if is_input]
         return ChunkSizes(
             params_bytes=num_bytes(self._params),
             accumulators_bytes=num_bytes(self._sums),
@@ -244,6 +249,8 @@ class CompiledChunk:
             outputs_bytes=num_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
             kept_bytes=num_bytes(stash.kept),
+            kept_inputs_bytes=num_bytes(kept_inputs),
+            kept_others_bytes=num_bytes(stash.kept) - num_bytes(kept_inputs),
             output_grads_bytes=0 if variant.is_sink else num_bytes(plan.output_grads),
             input_grads_bytes=num_bytes(plan.input_grads),
             owed=plan.owed.num_bytes,

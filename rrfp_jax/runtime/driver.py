@@ -59,6 +59,8 @@ class StepOutcome:
     """What the executors returned, alike on all stages."""
     peak_memory_bytes: dict[int, int]
     """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
+    peak_host_bytes: dict[int, int]
+    """And in host memory."""
     timeline: Timeline
     """The record of the stages hosted here."""
     ended_s: float
@@ -392,15 +394,21 @@ class PipelineRuntime:
             if pending.sums is not None:
                 own = own.merged(pending.sums, later_s=peers.clocks.offset_s)
             led = (unit for unit in pending.outcomes if peers.layout.ranks_of(unit)[0] == peers.rank)
-            peers.outcomes.add(step, own, {unit: pending.outcomes[unit].peak_memory_bytes for unit in led})
+            ended = {unit: pending.outcomes[unit] for unit in led}
+            peaks = {unit: (one.peak_memory_bytes, one.peak_host_bytes) for unit, one in ended.items()}
+            peers.outcomes.add(step, own, peaks)
 
     def _resolve(self, step: int, told: Summary | None) -> None:
         pending = self._pending.pop(step)
-        own = {stage: pending.outcomes[stage].peak_memory_bytes for stage in sorted(pending.outcomes)}
+        outcomes = dict(sorted(pending.outcomes.items()))
         result = next(iter(pending.outcomes.values())).result
-        peaks = own if told is None else told.peak_memory_bytes()
+        if told is None:
+            peaks = {stage: one.peak_memory_bytes for stage, one in outcomes.items()}
+            host_peaks = {stage: one.peak_host_bytes for stage, one in outcomes.items()}
+        else:
+            peaks, host_peaks = told.peak_memory_bytes(), told.peak_host_bytes()
         ended_s, ahead = time.perf_counter(), pending.looking_ahead
-        pending.future.set_result(StepOutcome(step, result, peaks, pending.timeline, ended_s, ahead, told))
+        pending.future.set_result(StepOutcome(step, result, peaks, host_peaks, pending.timeline, ended_s, ahead, told))
 
     # -- on the event loop: what other ranks say ---------------------------------------------------------------------
 

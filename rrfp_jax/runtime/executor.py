@@ -34,7 +34,9 @@ class StageOutcome(NamedTuple):
     result: Any = None
     """Alike on all stages."""
     peak_memory_bytes: int = 0
-    """The most that the stage held during the step."""
+    """The most that the stage held during the step on its devices."""
+    peak_host_bytes: int = 0
+    """And in host memory, where operations put it there."""
 
 
 class StageExecutor(Protocol):

@@ -3,8 +3,10 @@
 Where the backend counts its own allocations (``Device.memory_stats``) the measured peak is the backend's. Elsewhere it
 is the bytes of what the stage is known to hold, at the moment when that is most: parameters and the like, stashes, what
 is owed to weight gradients, inboxes, and the temporaries of the running program.
+What operations put into host memory is counted so on all backends.
 """
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +16,10 @@ import jax
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.footprint import memory_unit
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
+from rrfp_jax.planning.moved_activations import moved_activations
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.gradients import LEAN_FORWARD
+from rrfp_jax.runtime.held_bytes import Held
 from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 _PROGRAM_OF_KIND = {
@@ -40,6 +44,8 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         output_grads=sizes.output_grads_bytes,
         outputs=max(sizes.outputs_bytes, sizes.input_grads_bytes),
         temporaries=max(sizes.temporaries.values(), default=0),
+        moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
+        stays=sizes.kept_others_bytes,
     )
 
 
@@ -56,6 +62,7 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
             num_microbatches,
             footprint=footprints[stage],
             capacity=capacities[stage],
+            moved=moved_activations(order.graph, chunks, _row_kept(order, stage)),
         )
         for stage, chunks in enumerate(order.placement.chunks_of_stage)
     ]
@@ -72,6 +79,12 @@ def _with_remaking(sizes: ChunkBytes) -> ChunkBytes:
     return replace(sizes, inputs=waiting, temporaries=sizes.temporaries + sizes.stash)
 
 
+def _row_kept(order: Order, stage: int) -> Sequence[Task] | None:
+    """The row that a stage computes in this very order."""
+    is_kept = order.table is not None and order.consumptions[stage].is_strict
+    return order.table.orders[stage] if is_kept and order.table is not None else None
+
+
 def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
     """The memory of every stage's device in bytes, an equal part where stages share one; None where it is unknown."""
     limits: list[int | None] = []
@@ -83,7 +96,7 @@ def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
 
 
 class MemoryMeter:
-    """Counts what a stage holds; ``peak`` is the most it held since the last ``reset``. Used by one thread.
+    """Counts what a stage holds; ``reset`` tells the most since its last call. Used by the threads of all its lanes.
 
     Args:
         remaking: the kinds of tasks that make the stash of a microbatch again, of which F keeps its inputs alone.
@@ -91,6 +104,8 @@ class MemoryMeter:
 
     def __init__(self, programs: Mapping[int, CompiledChunk], device: Any, remaking: Iterable[TaskKind] = ()) -> None:
         self._device, self._remaking = device, tuple(remaking)
+        self._lock = threading.Lock()
+        self._on_host = self._host_peak = self._temporaries = 0
         self._held = self._peak = sum(chunk_bytes(each.sizes).fixed for each in programs.values())
         self._variant_of = {chunk: each.variant_of for chunk, each in programs.items()}
         self._taken: dict[tuple[TaskKind, int, int, bool], int] = {}
@@ -128,12 +143,30 @@ class MemoryMeter:
         variant = 0 if task.microbatch < 0 else self._variant_of[task.chunk][bucket]
         assert variant is not None
         which = task.kind, task.chunk, variant, is_remade
-        before = self._held
-        self._held += self._taken.get(which, 0)
-        self._peak = max(self._peak, max(before, self._held) + self._running[which] + inbox_bytes)
+        with self._lock:
+            before, self._temporaries = self._held, self._running[which]
+            self._held += self._taken.get(which, 0)
+            self._peak = max(self._peak, max(before, self._held) + self._temporaries + inbox_bytes)
 
-    def reset(self) -> int:
-        """The peak since the last call, in bytes."""
+    def begins(self, before: Held, after: Held, inbox_bytes: int) -> None:
+        """An operation begins to make this of what a microbatch holds: both are there until it has ended."""
+        with self._lock:
+            self._held += max(0, after.device - before.device)
+            self._on_host += max(0, after.host - before.host)
+            self._peak = max(self._peak, self._held + self._temporaries + inbox_bytes)
+            self._host_peak = max(self._host_peak, self._on_host)
+
+    def ended(self, before: Held, after: Held) -> None:
+        """It has ended: what it made superfluous is gone."""
+        with self._lock:
+            self._held += min(0, after.device - before.device)
+            self._on_host += min(0, after.host - before.host)
+
+    def reset(self) -> Held:
+        """The peaks since the last call, in bytes."""
         stats = self._device.memory_stats()
-        peak, self._peak = self._peak, self._held
-        return int(stats["peak_bytes_in_use"]) if stats and "peak_bytes_in_use" in stats else peak
+        with self._lock:
+            peak, self._peak = self._peak, self._held
+            host_peak, self._host_peak = self._host_peak, self._on_host
+        is_counted = bool(stats) and "peak_bytes_in_use" in stats
+        return Held(int(stats["peak_bytes_in_use"]) if is_counted else peak, host_peak)

@@ -2,7 +2,8 @@
 
 ``Op.run`` is called with an :class:`OperationContext` on the thread of its lane: the stage's compute thread, or one
 that the engine has to itself. It launches what it does and returns the arrays that are complete when it is done, or
-None.
+None. Where it has a method ``check(devices)``, that is called before anything is compiled, with the devices that it
+will run on, and raises ValueError where it cannot.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.runtime.process import Process
 from rrfp_jax.tasks import Op, PipelineGraph, Task
 
 Stashes = dict[tuple[int, int], Any]
@@ -30,6 +32,8 @@ class OperationContext:
     """What operations keep for the chunk from task to task and from step to step."""
     programs: MicrobatchPrograms | None = None
     """The compiled programs of the microbatch; None for a task that runs once per step."""
+    owns_inputs: bool = False
+    """Whether what the chunk's predecessor sent is held by the stash alone, if it is a part of that."""
     forward: Callable[[], tuple[Any, Any]] | None = None
     """Runs the chunk's forward once more on the inputs that were kept, and returns its output, by which it can be
     waited for, and the stash; None where they were not (:attr:`rrfp_jax.tasks.Op.keeps_inputs`)."""
@@ -50,3 +54,19 @@ def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
         if op.run is None:
             raise ValueError(f"operation {op.letter!r} has no function to run: give it one, or only simulate")
     return {op.letter: op for op in graph.ops}
+
+
+def check_operations(graph: PipelineGraph, process: Process) -> None:
+    """Raise ValueError where an operation cannot run, here or on the units that this process hosts."""
+    operations = operations_of(graph)
+    for unit in process.units:
+        ranks = process.layout.ranks_of(unit)
+        if len(ranks) > 1 and (beside := next((op for op in graph.ops if op.is_beside), None)):
+            raise ValueError(
+                f"operation {beside.letter!r} runs beside compute, and stage {process.layout.stage_of(unit)} spans "
+                f"{len(ranks)} processes, which agree on compute alone: start fewer processes, with more devices each"
+            )
+        for op in operations.values():
+            check = getattr(op.run, "check", None)
+            if check is not None:
+                check(process.devices_of(unit))

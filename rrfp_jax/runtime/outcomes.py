@@ -19,8 +19,8 @@ from rrfp_jax.timeline import Sums
 from rrfp_jax.tree import children, parent
 
 _TOPIC = "outcome"
-_PEAK = struct.Struct("<IQ")
-"""A unit, and the most bytes that it held."""
+_PEAK = struct.Struct("<IQQ")
+"""A unit, and the most bytes that it held on its devices and in host memory."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,12 @@ class Summary:
     peaks: bytes
 
     def peak_memory_bytes(self) -> dict[int, int]:
-        """The most bytes that each unit held during the step, ascending by unit."""
-        return dict(sorted(_PEAK.iter_unpack(self.peaks)))
+        """The most bytes that each unit held on its devices during the step, ascending by unit."""
+        return {unit: peak for unit, peak, _ in sorted(_PEAK.iter_unpack(self.peaks))}
+
+    def peak_host_bytes(self) -> dict[int, int]:
+        """And in host memory."""
+        return {unit: peak for unit, _, peak in sorted(_PEAK.iter_unpack(self.peaks))}
 
 
 class Outcomes:
@@ -55,9 +59,10 @@ class Outcomes:
         self._ended = ended
         self._known = {key: told for key, told in self._known.items() if key[0] >= self._epoch}
 
-    def add(self, step: int, sums: Sums, peak_memory_bytes: Mapping[int, int]) -> None:
-        """The units of this rank have ended a step; given are those of which it is the first rank."""
-        peaks = b"".join(_PEAK.pack(unit, peak) for unit, peak in peak_memory_bytes.items())
+    def add(self, step: int, sums: Sums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
+        """The units of this rank have ended a step; given are the peaks of those of which it is the first rank, on
+        their devices and in host memory."""
+        peaks = b"".join(_PEAK.pack(unit, *peaks) for unit, peaks in peaks_of_units.items())
         self._add(self._epoch, step, Summary(sums, peaks))
 
     def _receive(self, child: int, header: dict[str, Any], frames: list[memoryview]) -> None:

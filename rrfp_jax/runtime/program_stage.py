@@ -28,6 +28,7 @@ from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Launched, StageOutcome
+from rrfp_jax.runtime.held_bytes import held_by, owns_inputs
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.operating import OperationContext, operations_of
@@ -131,6 +132,7 @@ class ProgramStage:
         self._remake_stash = [op for op in graph.ops if op.remakes_stash]
         self._kept: dict[int, dict[str, Any]] = {chunk: {} for chunk in states}
         """What operations keep for each chunk."""
+        self._owners = {chunk for chunk in programs if owns_inputs(chunk, graph, placement)}
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
@@ -157,7 +159,8 @@ class ProgramStage:
 
     def finish(self, step: int) -> StageOutcome:
         """The step's verdict, and the most memory that the stage held."""
-        outcome = StageOutcome(self._verdict(step), self._meter.reset())
+        peak = self._meter.reset()
+        outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
         del self._steps[step]
         self._mailbox.finish(step)
         return outcome
@@ -339,7 +342,8 @@ class ProgramStage:
         ]
 
     def _operate(self, op: Op, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        """An operation of one's own; on the thread of its lane."""
+        """An operation of one's own; on the thread of its lane. What its microbatch holds is counted on both sides of a
+        copy until that has ended."""
         assert op.run is not None
         state, task = self._steps[step], Task(TaskKind(op.letter), chunk, microbatch)
         context = OperationContext(
@@ -349,9 +353,16 @@ class ProgramStage:
             stashes=state.stashes,
             kept=self._kept[chunk],
             programs=self._programs_of(step, chunk, microbatch) if microbatch >= 0 else None,
+            owns_inputs=chunk in self._owners and not any(op.exists(chunk, microbatch) for op in self._keep_inputs),
             forward=state.forwards.pop(task, None),
         )
-        return _Enqueued(op.run(context))
+        if op.remakes_stash:  # which is counted as what a program of the chunk makes
+            return _Enqueued(op.run(context))
+        before = held_by(state.stashes.get(task[1:]))
+        done = op.run(context)
+        after = held_by(state.stashes.get(task[1:]))
+        self._meter.begins(before, after, self._mailbox.held_bytes + self._in_transit())
+        return _Enqueued(done, record=partial(self._meter.ended, before, after))
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held = self._programs[chunk], self.states[chunk]

@@ -23,6 +23,8 @@ class StepResult:
     """Whether the update was left out because loss or gradients were not finite."""
     peak_memory_bytes: tuple[int, ...] = field(repr=False)
     """The most that each stage held during the step; since the start of the process where the backend counts."""
+    peak_host_bytes: tuple[int, ...] = field(repr=False)
+    """The most that operations of each stage had in host memory during the step."""
     timeline: Timeline = field(repr=False)
     """When every task ran, and why stages were idle: of the stages that this process hosts."""
     sums: Sums = field(repr=False)
@@ -62,6 +64,7 @@ class StepMetrics:
             grad_norm=verdict.grad_norm if self._has_norm else None,
             skipped=not verdict.apply,
             peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
+            peak_host_bytes=tuple(outcome.peak_host_bytes.values()),
             timeline=outcome.timeline,
             sums=outcome.sums,
             stop=verdict.stop,

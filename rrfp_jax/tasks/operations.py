@@ -65,6 +65,8 @@ class Op:
     """Whether what the chunk reads of the microbatch is kept until this has run, so that its forward can run again."""
     remakes_stash: bool = False
     """Whether it makes what the backward needs from what was read, which is all that the forward then keeps."""
+    keeps_on_host: bool = False
+    """Whether what it frees lies in host memory from its start to the end of the operation that takes it back."""
     chunks: frozenset[int] | None = None
     """Where it exists; None: on every chunk."""
     pairs: frozenset[tuple[int, int]] | None = None

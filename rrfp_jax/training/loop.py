@@ -49,6 +49,8 @@ class StepRow:
     """How many updates this run has left out so far."""
     peak_memory_bytes: tuple[int, ...]
     """The most that each stage held during the step, in bytes."""
+    peak_host_bytes: tuple[int, ...]
+    """The most of it that was moved to host memory at a time, beside what its devices held."""
 
 
 class TrainingLoop:
@@ -166,6 +168,7 @@ class TrainingLoop:
             skipped=result.skipped,
             num_skipped=self._num_skipped,
             peak_memory_bytes=result.peak_memory_bytes,
+            peak_host_bytes=result.peak_host_bytes,
         )
         if self._metrics is not None:
             self._metrics.write(asdict(row))

@@ -81,6 +81,9 @@ class PipelineConfig:
     taken yet; None: twice what the stages that read it may hold."""
     adaptive: bool = False
     """Whether such a table is planned anew after the first steps, where another one suits their durations better."""
+    offload: int | None = None
+    """Microbatches whose activations a stage holds on its devices; what its schedule holds beyond that waits for its
+    backward in host memory; None: nothing is moved."""
     remat: str = "none"
     """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
     memory_limit: int | str | None = None
@@ -108,11 +111,13 @@ class PipelineConfig:
     """How the processes of a stage that spans several agree on the next task: by a leader, or all proposing."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size")
+        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size", "offload")
         check_fields(self, AT_LEAST_1, "encoder_stages")
         check_fields(self, _PROJECTOR, "projector_in")
         if self.stage_of_chunk is not None:
             self._check_placement(self.stage_of_chunk)
+        if self.offload is not None and self.window is not None:  # which may be in bytes
+            raise ValueError("offload says what stages hold on their devices: make window null")
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:

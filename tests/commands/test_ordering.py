@@ -211,3 +211,33 @@ def test_the_flags_default_to_nothing_said():
         schedule="zb-h1", footprint=False, foresight=True
     )
     assert all(hint in parser.format_help() for hint in hint_names())
+
+
+def test_offload_bounds_what_stages_hold_on_their_devices():
+    for consume in ("strict", "ready"):
+        resolved = resolve(schedule="1f1b", consume=consume, offload=3)
+        assert resolved.bounds == ("3", "3", "2", "1")
+        assert {op.letter for op in resolved.graph.ops} == {"O", "L"}
+        assert max(resolved.table.peak_activations()) <= 3
+    assert resolve(schedule="1f1b", offload=8).bounds == ("4", "3", "2", "1")
+    assert resolve({"num_replicas": 2}, schedule="1f1b", offload=3).bounds == ("3", "3", "2", "1") * 2
+    quick = resolve({"lengths_ms": (10.0, 10.0, 10.0)}, schedule="1f1b", offload=2, copy_ms=1.0)
+    assert {op.ms for op in quick.graph.ops} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"offload": 2}, "offload moves what a schedule holds for long: give one that the stages follow"),
+        ({"offload": 2, "schedule": "1f1b", "hint": "bf"}, "give one that the stages follow"),
+        ({"offload": 2, "schedule": "1f1b", "window": 4}, "leave window and footprint out"),
+        ({"offload": 2, "schedule": "1f1b", "footprint": "off"}, "leave window and footprint out"),
+        ({"offload": 2, "schedule": "1f1b", "adaptive": "on"}, "leave it or offload out"),
+        ({"copy_ms": 2.0, "schedule": "1f1b"}, "give offload too"),
+        ({"offload": 0, "schedule": "1f1b"}, "offload has 0 slots"),
+        ({"offload": 1, "schedule": "1f1b"}, "offload 1 is too little for '1f1b', of which stage 1 holds 3"),
+    ],
+)
+def test_an_offload_that_cannot_be_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(**words)

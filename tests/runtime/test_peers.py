@@ -116,12 +116,15 @@ def test_rank_0_is_told_once_all_have_ended_a_step(peers: list[Peers]) -> None:
         on_loop(each, lambda each=each: each.attach(listener if not each.rank else Recorder()))
     for each in reversed(peers):
         assert not listener.ended
-        on_loop(each, lambda each=each: each.outcomes.add(7, sums[each.rank], {each.rank: 100 + each.rank}))
+        on_loop(
+            each, lambda each=each: each.outcomes.add(7, sums[each.rank], {each.rank: (100 + each.rank, each.rank)})
+        )
     assert eventually(lambda: bool(listener.ended))
     (step, summary), *more = listener.ended
     assert (step, more) == (7, [])
     assert (summary.sums.makespan_s(), summary.sums.work_s) == (4.0, 6.0)
     assert summary.peak_memory_bytes() == {0: 100, 1: 101, 2: 102}
+    assert summary.peak_host_bytes() == {0: 0, 1: 1, 2: 2}
 
 
 def test_everybody_gets_what_everybody_brought(peers: list[Peers]) -> None:

@@ -48,6 +48,7 @@ class FakePipeline:
             grad_norm=1.0,
             skipped=step in self._skipped,
             peak_memory_bytes=(7,),
+            peak_host_bytes=(0,),
             timeline=timeline,
             sums=timeline.sums(),
             stop=stop,

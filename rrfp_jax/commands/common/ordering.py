@@ -24,14 +24,16 @@ from rrfp_jax.arbitration import (
     hint_names,
 )
 from rrfp_jax.commands.common.options import offer
+from rrfp_jax.operations.offloading import device_slots, offload
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
+from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
 ON, OFF = "on", "off"
 _NAMES = (
     *("schedule", "group_size", "consume", "hint", "window", "backward"),
-    *("footprint", "foresight", "read_ahead", "adaptive"),
+    *("footprint", "foresight", "read_ahead", "adaptive", "offload", "copy_ms"),
 )
 
 
@@ -51,6 +53,10 @@ class Ordering:
     foresight: bool | None = None
     read_ahead: int | None = None
     adaptive: bool = False
+    offload: int | None = None
+    """Microbatches whose activations a stage holds on its devices; what a schedule holds beyond goes to the host."""
+    copy_ms: float | None = None
+    """How long moving one activation takes, one way; None: half as long as its forward and backward."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
@@ -59,6 +65,21 @@ class Ordering:
         check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=is_guided)
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            if self.copy_ms is not None:
+                raise ValueError("copy_ms is what offload's copies take: give offload too, or leave it out")
+            return
+        if self.schedule is None or (self.consume == READY and self.hint not in (None, SCHEDULE)):
+            raise ValueError(
+                "offload moves what a schedule holds for long: give one that the stages follow, for example 1f1b"
+            )
+        if self.window is not None or self.footprint is False:
+            raise ValueError("offload says what stages hold on their devices: leave window and footprint out")
+        if self.adaptive:
+            raise ValueError("adaptive plans tables whose activations stay where they are: leave it or offload out")
 
     def resolve(
         self,
@@ -68,6 +89,7 @@ class Ordering:
         chunks_per_stage: int | None = None,
         durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         comm_ms: float = 0.0,
+        lengths_ms: tuple[float, float, float] | None = None,
         placement: Placement | None = None,
         graph: PipelineGraph | None = None,
         num_replicas: int = 1,
@@ -78,6 +100,7 @@ class Ordering:
             num_stages, num_microbatches, chunks_per_stage: the sizes; ``chunks_per_stage`` None leaves the choice to
                 the schedule, and is 1 without one.
             durations_ms, comm_ms: F, I and W of one chunk and a transfer, for schedules made from profiled times.
+            lengths_ms: F, I and W of one chunk as they really are, by which ``offload`` judges; None: as above.
             placement, graph: those of a model that brings its own; the schedule must fit them. The graph's ``split``
                 is set here. None: the schedule's, or a chain of looped chunks.
             num_replicas: data-parallel replicas of all that is said above, each with its own ``num_microbatches``.
@@ -110,7 +133,12 @@ class Ordering:
             graph = table.graph if table else chain(placement.num_chunks, num_microbatches)
         if graph.num_microbatches != num_microbatches:
             raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
-        return self.on(table).resolve(placement, graph, num_replicas=num_replicas)
+        ordering = self.on(table)
+        if table is not None and self.offload is not None:
+            lengths = SlotLengths(*(lengths_ms or durations_ms))
+            moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths)
+            ordering = replace(ordering, schedule=moved, window=device_slots(table, self.offload))
+        return ordering.resolve(placement, graph, num_replicas=num_replicas)
 
     def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
         """The same wishes with their table built."""
@@ -175,6 +203,8 @@ def parse_ordering(
     foresight: str | bool | None = None,
     read_ahead: int | None = None,
     adaptive: str | bool | None = None,
+    offload: int | None = None,
+    copy_ms: float | None = None,
 ) -> Ordering:
     """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
     if isinstance(window, str):
@@ -192,6 +222,8 @@ def parse_ordering(
         foresight=parse_switch(foresight, "foresight"),
         read_ahead=read_ahead,
         adaptive=bool(parse_switch(adaptive, "adaptive")),
+        offload=offload,
+        copy_ms=copy_ms,
     )
 
 
@@ -279,4 +311,18 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar=f"{ON}|{OFF}",
         help="plan such a table anew from what the first steps took, for stages or links that are always slower "
         f"(default {OFF})",
+    )
+    group.add_argument(
+        "--offload",
+        type=int,
+        metavar="N",
+        help="microbatches whose activations a stage holds on its devices; what its schedule holds beyond that waits "
+        "for its backward in host memory (default: nothing is moved)",
+    )
+    group.add_argument(
+        "--copy-ms",
+        type=float,
+        metavar="MS",
+        help="with --offload, how long it takes to move what a chunk keeps of one microbatch, one way, on an engine "
+        "beside compute (default: half as long as its forward and backward)",
     )

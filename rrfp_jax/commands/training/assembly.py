@@ -207,7 +207,7 @@ def assemble(planned: PlannedRun) -> Run:
         edges=None if planned.cut is None else planned.cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
-        ordering=replace(ordering.on(order.table), window=layout.window),
+        ordering=replace(ordering.on(order.table), window=layout.window if layout.offload is None else order.windows),
         updates=UpdateRules(
             clip_norm=layout.clip_norm,
             skip_nonfinite=layout.skip_nonfinite,

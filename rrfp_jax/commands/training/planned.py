@@ -74,6 +74,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         foresight=layout.foresight,
         read_ahead=layout.read_ahead,
         adaptive=layout.adaptive,
+        offload=layout.offload,
     )
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(

@@ -99,7 +99,8 @@ class TrainingConsole:
         """The stages (every replica of them), with what they hold and how much they may hold in flight."""
         num_params, layout = pipeline.num_params(), pipeline.layout
         self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
-        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory")]
+        uses_host = any(forecast.host_peak for forecast in pipeline.forecast)
+        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *["on host"] * uses_host)]
         for unit in range(layout.num_units):
             stage = layout.stage_of(unit)
             rows.append(
@@ -110,6 +111,7 @@ class TrainingConsole:
                     f"{num_params[stage]:,}",
                     pipeline.order.bounds[unit],
                     format_bytes(pipeline.forecast[unit].peak),
+                    *[format_bytes(pipeline.forecast[unit].host_peak)] * uses_host,
                 )
             )
         self._console.print(self._stage_table(rows))

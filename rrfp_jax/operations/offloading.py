@@ -1,0 +1,185 @@
+"""Offload: activations that wait long for their backward wait in host memory, and come back in time.
+
+::
+
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=8, num_microbatches=32))
+    ordering = Ordering(schedule=offload(table, 4), window=device_slots(table, 4))
+
+Which activations move
+----------------------
+Only on stages whose own peak is above the slots, and there as few as it takes: along the stage's row, wherever it would
+hold too many, the one that is needed last. One slot is left for an activation that is being copied, where the row can
+do with that. None moves whose wait for its backward, as the table runs with tasks of the given lengths, is under three
+round trips of the copy: it would be on its way for most of the time.
+
+What is moved
+-------------
+What only the stash holds (:mod:`rrfp_jax.operations.stash_copies`), as two operations of the schedule's language: ``O``
+behind a forward, ``L`` one task ahead of its backward, on one copy engine of the stage.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Any
+
+from rrfp_jax.schedules import ScheduleTable, with_operations
+from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
+from rrfp_jax.tasks import Op, Task, TaskKind
+
+COPY = "copy"
+"""The engine that copies in both directions, one activation at a time."""
+OUT, BACK = "O", "L"
+_LEAD = 1
+_ROUND_TRIPS = 3
+"""That must fit into an activation's wait for its backward."""
+
+
+def offload(
+    table: ScheduleTable,
+    slots: int,
+    *,
+    copy_ms: float | None = None,
+    lengths: SlotLengths = EQUAL,
+    lanes: tuple[str, str] = (COPY, COPY),
+) -> ScheduleTable:
+    """The table with operations by which no stage holds more than ``slots`` microbatches' activations on its devices.
+
+    Args:
+        slots: counted as in :meth:`rrfp_jax.schedules.ScheduleTable.peak_activations`.
+        copy_ms: how long one activation takes, one way; None: half as long as its forward and backward together.
+        lengths: of the other tasks of one chunk, in milliseconds, or relative to each other where ``copy_ms`` is None.
+        lanes: the engines for the way out and the way back.
+
+    Raises ValueError, with the fewest slots that would do, where these are too few.
+    """
+    one_way = copy_ms
+    if one_way is None:
+        one_way = (lengths.forward + lengths.input_gradient + lengths.weight_gradient) / 2
+    if slots < 1:
+        raise ValueError(f"offload has {slots} slots: give at least 1 for what a stage holds on its devices")
+    if not 0 <= one_way < inf:
+        raise ValueError(f"copy_ms is {one_way}: give 0 or more milliseconds")
+    pairs = frozenset[tuple[int, int]]()
+    for rows in filter(None, (table, table.hint)):
+        pairs |= _pairs_to_move(rows, slots, one_way, lengths)
+    if not pairs:
+        return table
+    common: dict[str, Any] = {"ms": one_way, "pairs": pairs}
+    out = Op(OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, keeps_on_host=True, run=_StashToHost(), **common)
+    back = Op(
+        BACK, after=(OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=_LEAD, run=_stash_to_device, **common
+    )
+    return with_operations(table, (out, back))
+
+
+def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
+    """What each stage of an offloaded table may hold on its devices, in microbatches: the window to give with it.
+
+    ``table`` is the one without operations.
+    """
+    rows = [table.peak_activations()] + ([] if table.hint is None else [table.hint.peak_activations()])
+    return tuple(min(slots, ceil(max(peaks))) for peaks in zip(*rows, strict=True))
+
+
+class _StashToHost:
+    """Loads JAX when it runs or is checked, and not where schedules are only simulated."""
+
+    def __call__(self, context: Any) -> Any:
+        from rrfp_jax.operations.stash_copies import stash_to_host
+
+        return stash_to_host(context)
+
+    def check(self, devices: Iterable[Any]) -> None:
+        """Raise ValueError where a device cannot do it."""
+        from rrfp_jax.operations.stash_copies import check_devices
+
+        check_devices(devices)
+
+
+def _stash_to_device(context: Any) -> Any:
+    from rrfp_jax.operations.stash_copies import stash_to_device
+
+    return stash_to_device(context)
+
+
+# -- which activations move --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stay:
+    """One activation in a stage's row, by the places of tasks there."""
+
+    pair: tuple[int, int]
+    forward: int
+    back: int
+    """From here on it is on the device again if it moves."""
+    end: int
+    waits_long: bool
+
+
+def _pairs_to_move(
+    table: ScheduleTable, slots: int, one_way: float, lengths: SlotLengths
+) -> frozenset[tuple[int, int]]:
+    spans = execute(table, lengths).spans
+    pairs: set[tuple[int, int]] = set()
+    fewest = {}
+    for stage, row in enumerate(table.orders):
+        passes = table.graph.passes_per_microbatch(table.placement.chunks_of_stage[stage])
+        stays = _stays(table, row, spans, 2 * _ROUND_TRIPS * one_way)
+        held = _held(len(row), stays)
+        if max(held) > slots * passes:
+            moved, left = _fewest(held, stays, max(1, slots * passes - 1))
+            pairs |= moved
+            fewest[stage] = ceil(left / passes)
+    worst = max(fewest, key=fewest.__getitem__, default=0)
+    if fewest and fewest[worst] > slots:
+        raise ValueError(
+            f"offload {slots} is too little for {table.name!r}, of which stage {worst} holds {fewest[worst]} "
+            "microbatches that wait for a weight gradient alone, or no longer than three copies there and back take: "
+            f"give {fewest[worst]} at least"
+        )
+    return frozenset(pairs)
+
+
+def _stays(
+    table: ScheduleTable, row: Sequence[Task], spans: dict[Task, tuple[float, float]], least: float
+) -> list[_Stay]:
+    graph, place = table.graph, {task: n for n, task in enumerate(row)}
+    stays = []
+    for task in row:
+        kind, chunk, m = task
+        if kind is not TaskKind.F or not graph.has_backward(chunk):
+            continue
+        first, last = (Task(k, chunk, m) for k in (graph.input_gradient_kind(chunk), graph.accumulating_kind(chunk)))
+        wait = spans[first][0] - spans[task][1]
+        stays.append(_Stay((chunk, m), place[task], place[first] - _LEAD, place[last], wait >= least * (1 - 1e-9)))
+    return stays
+
+
+def _held(num_places: int, stays: Iterable[_Stay]) -> list[int]:
+    """How many activations are held at each place of the row."""
+    held = [0] * num_places
+    for stay in stays:
+        for place in range(stay.forward, stay.end + 1):
+            held[place] += 1
+    return held
+
+
+def _fewest(held: list[int], stays: Iterable[_Stay], limit: int) -> tuple[set[tuple[int, int]], int]:
+    """The fewest activations without which no place holds more than the limit, where that can be; and the peak left."""
+    left, here, waiting = held.copy(), set[_Stay](), iter(sorted(stays, key=lambda stay: stay.forward))
+    moved: set[tuple[int, int]] = set()
+    upcoming = next(waiting, None)
+    for place in range(len(left)):
+        while upcoming is not None and upcoming.forward < place:
+            here.add(upcoming)
+            upcoming = next(waiting, None)
+        here = {stay for stay in here if stay.back > place and stay.waits_long}
+        while left[place] > limit and here:
+            last = max(here, key=lambda stay: (stay.back, stay.pair))
+            here.remove(last)
+            moved.add(last.pair)
+            for between in range(last.forward + 1, last.back):
+                left[between] -= 1
+    return moved, max(left)

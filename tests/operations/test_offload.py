@@ -1,0 +1,190 @@
+"""Offload: activations move to host memory and back, no bit changes, and memory stays below its forecast."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.operations import stash_copies
+from rrfp_jax.operations.offloading import COPY, device_slots, offload
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.executor import Launched
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules.slots import SlotLengths, execute
+from rrfp_jax.tasks import Placement, Task, linear, looped
+from rrfp_jax.testing.wrapped import WrappedStage
+from tests.programs.toys import VOCAB, plain_model
+from tests.test_pipeline_training import OPTIMIZER
+
+M = 6
+SLOW = pytest.mark.slow
+
+
+def table(name: str, *, p: int = 3, m: int = M) -> ScheduleTable:
+    return build_schedule(name, ScheduleRequest(num_stages=p, num_microbatches=m))
+
+
+def moved(schedule: ScheduleTable) -> set[tuple[int, int]]:
+    return {pair for op in schedule.graph.ops for pair in op.pairs or ()}
+
+
+# -- what moves --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b-split", "interleaved-1f1b", "chimera", "hanayo"])
+@pytest.mark.parametrize("slots", [3, 4, 5])
+def test_no_row_holds_more_than_the_slots(name: str, slots: int) -> None:
+    plain = table(name, p=8, m=32)
+    schedule = offload(plain, slots, copy_ms=0.01)
+    for rows in filter(None, (schedule, schedule.hint)):
+        assert max(rows.peak_activations()) <= slots
+    assert max(schedule.peak_activations()) <= slots < max(plain.peak_activations())
+    assert device_slots(plain, slots) == tuple(min(slots, -(-int(8 * peak) // 8)) for peak in plain.peak_activations())
+    untouched = [stage for stage, peak in enumerate(plain.peak_activations()) if peak <= slots]
+    assert not {plain.placement.stage_of_chunk[c] for c, _ in moved(schedule)} & {*untouched}
+
+
+def test_only_as_many_move_as_it_takes() -> None:
+    plain = table("1f1b", p=8, m=32)
+    numbers = [len(moved(offload(plain, slots))) for slots in (3, 4, 5, 6, 7, 8)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[-1] == 0
+    assert numbers[1] <= 32 * (7 / 8 + 6 / 7 + 5 / 6 + 4 / 5)  # stage 0 keeps one of eight, and so on
+    assert offload(plain, 8) is plain
+
+
+def test_what_waits_for_less_than_three_round_trips_stays() -> None:
+    plain, lengths = table("1f1b", p=8, m=32), SlotLengths(10, 10, 10)
+    spans = execute(plain, lengths).spans
+    for copy_ms in (5.0, 15.0, 20.0):
+        schedule = offload(plain, 5, copy_ms=copy_ms, lengths=lengths)
+        for chunk, m in moved(schedule):
+            wait_ms = spans[Task.parse(f"{chunk}B{m}")][0] - spans[Task.parse(f"{chunk}F{m}")][1]
+            assert wait_ms >= 6 * copy_ms
+    with pytest.raises(ValueError, match=r"offload 2 is too little for '1f1b', of which stage 5 holds 3 .*: give 3 at"):
+        offload(plain, 2, copy_ms=15.0, lengths=lengths)
+    with pytest.raises(ValueError, match="give 8 at least"):
+        offload(plain, 7, copy_ms=100.0, lengths=lengths)
+
+
+@pytest.mark.parametrize(("slots", "copy_ms", "words"), [(0, 1.0, "0 slots"), (2, -1.0, "copy_ms is -1")])
+def test_bad_numbers_are_refused(slots: int, copy_ms: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        offload(table("1f1b"), slots, copy_ms=copy_ms)
+
+
+# -- in the real runtime -----------------------------------------------------------------------------------------------
+
+
+def make_pipeline(placement: Placement, layers: tuple[int, ...], remat: Any) -> Pipeline:
+    updates = UpdateRules(clip_norm=1.0, deterministic=True)
+    chunks = plain_model(layers, tied=False)
+    return Pipeline(chunks, placement=placement, optimizer=OPTIMIZER, updates=updates, remat=remat)
+
+
+def batches(number: int) -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    for _ in range(number):
+        sequence = ((rng.integers(0, VOCAB, (M, 2, 1)) + np.arange(9)) % VOCAB).astype(np.int32)
+        weights = (rng.random((M, 2, 8)) < 0.8).astype(np.float32)
+        yield {"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights}
+
+
+def train(pipeline: Pipeline, num_steps: int = 3) -> tuple[list[Any], dict[str, Any]]:
+    with pipeline:
+        state, results = pipeline.init(jax.random.key(1)), []
+        for batch in batches(num_steps):
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        return [metrics.result() for metrics in results], jax.tree.map(np.array, pipeline.params(state))
+
+
+def check_same(base: Pipeline, name: str, slots: int, *, remat: Any, options: RuntimeOptions | None = None) -> None:
+    plain = table(name, p=base.placement.num_stages)
+    schedule, window = offload(plain, slots, copy_ms=0.01), device_slots(plain, slots)
+    assert moved(schedule)
+    for consume in ("strict", "ready"):
+        expected, params = train(base.reordered(Ordering(schedule=plain, consume=consume)))
+        pipeline = base.reordered(Ordering(schedule=schedule, consume=consume, window=window), options=options)
+        results, found = train(pipeline)
+        assert [result.loss for result in results] == [result.loss for result in expected]
+        jax.tree.map(np.testing.assert_array_equal, params, found)
+        stages = {base.placement.stage_of_chunk[chunk] for chunk, _ in moved(schedule)}
+        for stage, forecast in enumerate(pipeline.forecast):
+            for result in results:
+                assert result.peak_memory_bytes[stage] <= forecast.peak
+                assert result.peak_host_bytes[stage] <= forecast.host_peak
+                if remat == "none":
+                    assert (result.peak_host_bytes[stage] > 0) == (stage in stages)
+        if remat == "none" and consume == "strict":
+            assert results[-1].peak_memory_bytes[0] < expected[-1].peak_memory_bytes[0]
+
+
+@pytest.fixture(scope="module")
+def base() -> Pipeline:
+    return make_pipeline(linear(3), (1, 1, 1), "none")
+
+
+def test_bits_and_peaks(base: Pipeline) -> None:
+    check_same(base, "1f1b", 2, remat="none")
+
+
+@SLOW
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("name", ["1f1b", "1f1b-split", "zb-h1", "interleaved-1f1b", "interleaved-1f1b-split"])
+def test_bits_and_peaks_of_all(name: str, remat: str) -> None:
+    is_looped = name.startswith("interleaved")
+    placement = looped(2, 2) if is_looped else linear(4)
+    pipeline = make_pipeline(placement, (1, 1, 1, 1), remat)
+    check_same(pipeline, name, 3 if name == "zb-h1" else 2, remat=remat)
+
+
+class Watching(WrappedStage):
+    """Keeps weak references to what the stashes hold before they go to the host, and counts what is left of it."""
+
+    left: ClassVar[list[int]] = []
+    num_watched = 0
+
+    def begin(self, step: int, batch: StepBatch, graph: Any) -> None:
+        super().begin(step, batch, graph)
+        self.stashes = self._inner._steps[step].stashes  # type: ignore[attr-defined]
+
+    def launch(self, step: int, task: Task) -> Launched:
+        if task.kind != "O":
+            return super().launch(step, task)
+        assert threading.current_thread().name.endswith(COPY)
+        arrays = [weakref.ref(array) for part in self.stashes[task.chunk, task.microbatch][:2] for array in part]
+        launched = super().launch(step, task)
+
+        def wait() -> None:
+            launched.wait()
+            self.left.append(sum(array() is not None for array in arrays))
+
+        Watching.num_watched += len(arrays)
+        return launched._replace(wait=wait)
+
+
+def test_the_device_is_rid_of_what_has_moved(base: Pipeline) -> None:
+    plain = table("1f1b")
+    schedule = offload(plain, 2, copy_ms=0.01)
+    options = RuntimeOptions(wrap_stage=Watching)
+    ordering = Ordering(schedule=schedule, window=device_slots(plain, 2))
+    train(base.reordered(ordering, options=options), num_steps=1)
+    assert Watching.left == [0] * len(moved(schedule))
+    assert Watching.num_watched > len(Watching.left)
+
+
+def test_a_backend_without_pinned_memory_is_refused_before_work_starts(
+    base: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stash_copies, "HOST", "far_host")
+    schedule = offload(table("1f1b"), 2, copy_ms=0.01)
+    with pytest.raises(ValueError, match="offload needs memory of kind far_host, which JAX does not have"):
+        base.reordered(Ordering(schedule=schedule))
