@@ -1,6 +1,9 @@
 """Names, requests, and sizes that a schedule refuses."""
 
+import ast
+import inspect
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +31,15 @@ ALL = {
 def test_every_schedule_is_registered_with_its_source() -> None:
     assert set(schedule_names()) == ALL
     assert all(schedule_entry(name).source for name in ALL)
+
+
+def test_a_description_has_at_most_15_lines() -> None:
+    for name in ALL:
+        description = schedule_entry(name).describe
+        function = description.func if isinstance(description, partial) else description
+        (definition,) = ast.parse(inspect.getsource(function)).body
+        statements = definition.body[1:]  # behind the docstring
+        assert statements[-1].end_lineno - statements[0].lineno < 15, name
 
 
 def test_an_entry_tells_the_truth_about_its_tables() -> None:
