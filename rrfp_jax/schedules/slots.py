@@ -152,8 +152,9 @@ def per_stage(
     """Lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 
     So that schedules with different numbers of chunks are compared at the same work per microbatch and model. The whole
-    backward of a frozen chunk takes as long as its input gradient.
+    backward of a frozen chunk takes as long as its input gradient; an operation what it says itself.
     """
+    own = {op.letter: op.ms for op in pipeline.graph.ops}
     stage_of = pipeline.placement.stage_of_chunk
     passes = [pipeline.graph.passes_per_microbatch(chunks) for chunks in pipeline.placement.chunks_of_stage]
     sizes = relative_sizes(chunk_parts, pipeline.graph.num_chunks)
@@ -162,6 +163,8 @@ def per_stage(
     def length(task: Task) -> float:
         if task.kind is TaskKind.B and task.chunk in frozen:
             return length(task._replace(kind=TaskKind.I))
+        if task.kind in own:
+            return own[task.kind]
         return lengths(task) * sizes[task.chunk] / passes[stage_of[task.chunk]]
 
     return length

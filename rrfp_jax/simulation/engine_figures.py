@@ -4,7 +4,6 @@ from collections import defaultdict
 from itertools import accumulate
 from statistics import fmean
 
-from rrfp_jax.arbitration.footprint import memory_effect, memory_unit
 from rrfp_jax.tasks import PipelineGraph, Placement
 from rrfp_jax.timeline import Timeline
 
@@ -32,24 +31,24 @@ def engines_busy(timeline: Timeline) -> list[dict[str, float]]:
 def host_peaks(timeline: Timeline, graph: PipelineGraph, placement: Placement) -> list[float]:
     """The most that each stage had moved away at once, in microbatches, as :func:`rrfp_jax.simulation.peak_memory`.
 
-    What an engine frees counts as moved away from its start, until an engine that takes it back ends, or the backward.
-    Memory that operations of the compute lane take and free, such as a recomputation, was not moved.
+    What an engine frees and an operation that comes after it takes back on an engine was away in between, from the
+    start of the one to the end of the other. What is dropped, or made again, was not moved.
     """
+    frees = {op.letter: op for op in graph.ops if op.is_beside and op.frees}
+    back = {op.letter: op for op in graph.ops if op.is_beside and op.holds}
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
-    away: dict[tuple[int, int, int], float] = defaultdict(float)
-    for span in sorted(timeline.spans, key=lambda span: span.end_s):
+    for span in timeline.beside():
         kind, chunk, m = span.task
         if m < 0 or not graph.has_backward(chunk):
             continue
-        pair = (span.step, chunk, m)
-        if span.is_beside:
-            takes, frees = (part / memory_unit(graph) for part in memory_effect(span.task, graph))
-            moved = frees - min(takes, away[pair] + frees)
-        else:
-            moved = -away[pair] if kind is graph.accumulating_kind(chunk) else 0.0
-        away[pair] += moved
-        if moved:
-            changes[span.stage].append((span.start_s if moved > 0 else span.end_s, int(moved > 0), moved))
+        if kind in frees and any(kind in op.after and op.exists(chunk, m) for op in back.values()):
+            changes[span.stage].append((span.start_s, 1, frees[kind].frees))
+        if kind in back:
+            changes[span.stage] += [
+                (span.end_s, 0, -op.frees)
+                for letter, op in frees.items()
+                if letter in back[kind].after and op.exists(chunk, m)
+            ]
     return [
         max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
         / graph.passes_per_microbatch(chunks)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from rrfp_jax.commands import emulate, levels, simulate
+from rrfp_jax.commands import levels, simulate
 from rrfp_jax.commands.common import ordering
 from rrfp_jax.schedules import build_schedule, comparison, with_operations
+from tests.commands.running import run_command
 from tests.operations.test_operations import offload
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "12")
@@ -81,23 +82,37 @@ def test_a_run_without_operations_says_nothing_of_engines(output):
     assert "busy" not in output(simulate.main, *SIZES, *STRICT)
 
 
-def test_emulate_tells_the_same_of_the_real_runtime(offloading, output):
-    offloading(40.0, lanes=("copy", "copy"))
-    sizes = ("--num-stages", "2", "--num-microbatches", "6", "--durations-ms", "2,2,2", "--steps", "2")
-    result = output(emulate.main, *sizes, *STRICT, "--json")
-    assert result["host_peak"][1] == 0
-    assert 0 < result["host_peak"][0] <= 2
-    assert result["peak_memory"][0] <= 2
-    assert result["engine_busy"][0]["copy"] > 0.5
-    assert "the engine copy of stage 0 is busy" in result["bottleneck"]
+OWN = """
+from rrfp_jax.schedules import schedule
+from rrfp_jax.schedules.language import B, F, rounds
+from rrfp_jax.tasks import Op
+
+first = {"chunks": frozenset({0}), "lane": "copy", "ms": 40.0}
+out = Op("O", after=("F",), frees=1.0, **first)
+back = Op("L", after=("O",), before=("B",), holds=1.0, **first)
 
 
-def test_emulate_prints_engines(offloading, output):
-    offloading(1.0)
-    sizes = ("--num-stages", "2", "--num-microbatches", "4", "--durations-ms", "1,1,1", "--steps", "1")
-    text = output(emulate.main, *sizes, *STRICT)
-    assert "d2h busy" in text
-    assert "memory, on host: the most microbatches" in text
+@schedule("mine", ops=(out, back))
+def mine(s):
+    return rounds(F.ahead(s.p - 1 - s.i), B)
+"""
+
+
+def test_emulate_tells_the_same_of_the_real_runtime(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    order = ("--schedule", f"{tmp_path / 'own.py'}:mine", "--consume", "strict")
+    sizes = ("--num-stages", 2, "--num-microbatches", 6, "--durations-ms", "2,2,2", "--steps", 2)
+    result = run_command("emulate", *sizes, *order, "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["host_peak"][1] == 0
+    assert 0 < figures["host_peak"][0] <= 2
+    assert figures["peak_memory"][0] <= 2
+    assert figures["engine_busy"][0]["copy"] > 0.5
+    assert "the engine copy of stage 0 is busy" in figures["bottleneck"]
+    result = run_command("emulate", *sizes, *order)
+    assert "on host" in result.stdout
+    assert figures["bottleneck"].split(" is busy")[0] in result.stdout
 
 
 def test_levels_counts_what_is_on_the_device(offloading, output):
