@@ -40,8 +40,9 @@ class OperationContext:
 
     @property
     def stash(self) -> Any:
-        """What the chunk keeps of the microbatch for its backward: a tree of arrays."""
-        return self.stashes[self.task.chunk, self.task.microbatch]
+        """What the chunk keeps of the microbatch for its backward: a tree of arrays. None before it is there, and once
+        the backward has it."""
+        return self.stashes.get((self.task.chunk, self.task.microbatch))
 
     @stash.setter
     def stash(self, stash: Any) -> None:
