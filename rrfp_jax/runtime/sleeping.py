@@ -6,7 +6,7 @@ import time
 
 _PR_SET_TIMERSLACK = 29
 _LATENESS_GAIN = 0.1
-_MAX_LATENESS_S = 4e-4
+_MAX_LATENESS_S = 2e-4
 
 
 class Sleeper:
@@ -18,23 +18,12 @@ class Sleeper:
 
     def __init__(self) -> None:
         self._usual_lateness_s = 0.0
-        self._has_slept = False
 
     def until(self, time_s: float) -> None:
         """Sleep until then (``time.perf_counter``), on average."""
-        self.before(time_s)
-        self.ended(time_s)
-
-    def before(self, time_s: float) -> None:
-        """Sleep as long as what follows, up to :meth:`ended`, can still end then, on average."""
         remaining_s = time_s - time.perf_counter() - self._usual_lateness_s
-        self._has_slept = remaining_s > 0
-        if self._has_slept:
+        if remaining_s > 0:
             sleep_exactly(remaining_s)
-
-    def ended(self, time_s: float) -> None:
-        """What was to end then ends now."""
-        if self._has_slept:
             late_s = time.perf_counter() - time_s
             corrected_s = self._usual_lateness_s + _LATENESS_GAIN * late_s
             self._usual_lateness_s = min(max(0.0, corrected_s), _MAX_LATENESS_S)

@@ -1,9 +1,8 @@
 """Emulated stages: the real runtime on programs that sleep, for schedules and jitter without a model or an accelerator.
 
-Each task is a jitted program with a small array in and out, which sleeps in a host callback until the task's duration
-has passed since its launch, as the recorded span of a real task would have it; the core is free meanwhile, so many
-stages run on few cores. With all durations zero the callback is left out, and what remains is the overhead of the
-runtime.
+Each task is a jitted program with a small array in and out, after which the stage's thread sleeps until the task's
+duration has passed since its launch, as the recorded span of a real task would have it; the core is free meanwhile, so
+many stages run on few cores. With all durations zero what remains is the overhead of the runtime.
 """
 
 import time
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import buffer_callback
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.programs.batches import StepBatch
@@ -65,8 +63,8 @@ class EmulatedStage:
         self._is_alone = num_devices == 1
         activation = activation or activation_spec(DEFAULT_ACTIVATION_BYTES)
         self._source = np.zeros(activation.shape, activation.dtype)
-        self._wake = _WakeTime()
-        self._program = _compile(self._wake.sleep if durations_ms.any() else None, device, activation)
+        self._sleeper = Sleeper()
+        self._program = _compile(device, activation)
         _warm_up(self._program, self._source)
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:  # noqa: ARG002
@@ -74,21 +72,16 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
-        """Run the task to its end: a program that sleeps in a callback runs in the thread that launches it."""
+        """Run the task to its end, on the thread that launches it."""
         begun_s = time.perf_counter()
-        if task.kind in self._sleepers:
-            self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
-            return Launched(begun_s)
-        if duration_ms := self._duration_ms(step, task):
-            self._wake.after(duration_ms)
         value: Any = self._source
         for message in self._present(self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)
         result = self._program(value)
         if not result.is_ready():
             result.block_until_ready()
-        if duration_ms:
-            self._wake.came()
+        if duration_ms := self._duration_ms(step, task):
+            self._sleeper.until(begun_s + duration_ms * 1e-3)
         for message in self._present(self._outputs.get(task, ())):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
         return Launched(begun_s)
@@ -134,25 +127,6 @@ def _traffic(graph: PipelineGraph) -> tuple[dict[Task, list[Message]], dict[Task
     return dict(taken), dict(posted)
 
 
-class _WakeTime:
-    """Until when the running task sleeps; a stage runs one task at a time."""
-
-    def __init__(self) -> None:
-        self._at_s = 0.0
-        self._sleeper = Sleeper()
-
-    def after(self, milliseconds: float) -> None:
-        self._at_s = time.perf_counter() + milliseconds * 1e-3
-
-    def sleep(self) -> None:
-        """Called within the program, on whichever thread XLA runs callbacks on."""
-        self._sleeper.before(self._at_s)
-
-    def came(self) -> None:
-        """The program has ended: some 0.1 ms after the callback, which belong to the task's duration too."""
-        self._sleeper.ended(self._at_s)
-
-
 def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:
     """A float32 vector of ``num_bytes``; raises ValueError unless that is a positive multiple of 4."""
     if num_bytes < _ITEM_BYTES or num_bytes % _ITEM_BYTES:
@@ -160,16 +134,9 @@ def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_bytes // _ITEM_BYTES,), jnp.float32)
 
 
-def _compile(sleep: Callable[[], None] | None, device: jax.Device, activation: jax.ShapeDtypeStruct) -> Any:
-    def callback(_: Any, out: Any, value: Any) -> None:
-        assert sleep is not None
-        np.asarray(out)[...] = np.asarray(value)  # before the sleep: it is a part of the task's duration
-        sleep()
-
+def _compile(device: jax.Device, activation: jax.ShapeDtypeStruct) -> Any:
     def program(value: jax.Array) -> jax.Array:
-        if sleep is None:
-            return value + 1
-        return buffer_callback.buffer_callback(callback, activation)(value)
+        return value + 1
 
     sharding = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(program).lower(jax.ShapeDtypeStruct(activation.shape, activation.dtype, sharding=sharding)).compile()
