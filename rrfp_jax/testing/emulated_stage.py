@@ -54,7 +54,7 @@ class EmulatedStage:
         num_devices: int = 1,
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
-        self._graph = self._of_step = graph
+        self._graph, self._graphs = graph, dict[int, PipelineGraph]()
         ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
         self._sleepers = {op.letter: Sleeper() for op in graph.ops}
@@ -68,29 +68,30 @@ class EmulatedStage:
         _warm_up(self._program, self._source)
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:  # noqa: ARG002
-        self._of_step = graph
+        self._graphs[step] = graph
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
         """Run the task to its end, on the thread that launches it."""
         begun_s = time.perf_counter()
         value: Any = self._source
-        for message in self._present(self._inputs.get(task, ())):  # the last of them goes into the program
+        for message in self._present(step, self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)
         result = self._program(value)
         if not result.is_ready():
             result.block_until_ready()
         if duration_ms := self._duration_ms(step, task):
             self._sleeper.until(begun_s + duration_ms * 1e-3)
-        for message in self._present(self._outputs.get(task, ())):
+        for message in self._present(step, self._outputs.get(task, ())):
             self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
         return Launched(begun_s)
 
-    def _present(self, messages: Iterable[Message]) -> Iterable[Message]:
+    def _present(self, step: int, messages: Iterable[Message]) -> Iterable[Message]:
         """Those between chunks that both run the microbatch in this step."""
-        if self._of_step.absent == self._graph.absent:
+        graph = self._graphs[step]
+        if graph.absent == self._graph.absent:
             return messages
-        exists = self._of_step.exists
+        exists = graph.exists
         return [m for m in messages if exists(m.source, m.microbatch) and exists(m.target, m.microbatch)]
 
     def payload(self, step: int, message: Message) -> Any:
@@ -100,6 +101,7 @@ class EmulatedStage:
 
     def finish(self, step: int) -> StageOutcome:
         self._mailbox.finish(step)
+        del self._graphs[step]
         return StageOutcome()
 
 

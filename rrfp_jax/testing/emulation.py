@@ -4,8 +4,9 @@ Also what the runtime added to the durations that the run was given.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
+from rrfp_jax.runtime.driver import StepOutcome
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.log_file import write_log
@@ -177,11 +179,19 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
 
 
 def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Sequence[Absences]) -> Emulation:
+    """As training does it, each step is enqueued while the one before it runs."""
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
     last_s = runtime.clock()
     cpu_s = 0.0
+
+    def submit(step: int) -> Future[StepOutcome]:
+        return runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else ())
+
+    enqueued = deque(map(submit, range(min(2, num_steps))))
     for step in range(num_steps):
-        outcome = result_of(runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else ()))
+        outcome = result_of(enqueued.popleft())
+        if step + 2 < num_steps:
+            enqueued.append(submit(step + 2))
         timeline.extend(outcome.timeline)
         looking_ahead = outcome.sums.looking_ahead
         step_ms.append((outcome.ended_s - last_s) * 1e3)
