@@ -154,8 +154,9 @@ def write(rows: Rows, folder: Path) -> str:
             "**JaxPP** (NVIDIA) was not measured: its releases ask for JAX 0.6.2 to 0.8.2 with CUDA, and for cupy "
             "([its pyproject.toml](https://github.com/NVIDIA/jaxpp/blob/main/pyproject.toml)), so it runs "
             "neither beside the JAX that this package needs nor on CPUs.",
-            "*Threats*: emulated stages on one machine; messages are small. With two chunks on a rank each has its own draws, so that columns of different "
-            "schedules of torch's are not the same noise; ratios are of the same draws.",
+            "*Threats*: emulated stages on one machine; messages are small. With two chunks on a rank "
+            "each has its own draws, so that columns of different schedules of torch's are not the same noise; ratios are "
+            "of the same draws.",
         ]
     )
 
