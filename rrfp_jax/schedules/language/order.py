@@ -22,6 +22,8 @@ class Row:
         self.places: dict[Task, int] = {}
         self.owed: dict[Task, None] = {}
         """W of the I that stand without them, the oldest first."""
+        self._first: dict[tuple[str, int], int] = {}
+        """Before this microbatch none of the kind and chunk is left."""
 
     def put(self, kind: str, chunk: int, microbatch: int) -> None:
         """One pass, if there is such a one. Raises :class:`Mistake` where it is there already."""
@@ -49,10 +51,14 @@ class Row:
         """The microbatches of this kind and chunk that are not there yet."""
         self.stage.check_own(chunk)
         for part in self.stage.parts(kind, chunk)[:1]:
-            for m in range(self.limit):
-                task = Task(TaskKind(part), chunk, m)
-                if task not in self.places and self.has(task):
-                    yield m
+            first = self._first.get((part, chunk), 0)
+            while first < self.limit and not self._is_left(Task(TaskKind(part), chunk, first)):
+                first += 1
+            self._first[part, chunk] = first
+            yield from (m for m in range(first, self.limit) if self._is_left(Task(TaskKind(part), chunk, m)))
+
+    def _is_left(self, task: Task) -> bool:
+        return task not in self.places and self.has(task)
 
 
 class Order(Described):
