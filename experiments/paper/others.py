@@ -155,8 +155,8 @@ def write(rows: Rows, folder: Path) -> str:
             "([its pyproject.toml](https://github.com/NVIDIA/jaxpp/blob/main/pyproject.toml)), so it runs "
             "neither beside the JAX that this package needs nor on CPUs.",
             "*Threats*: emulated stages on one machine; messages are small. With two chunks on a rank "
-            "each has its own draws, so that columns of different schedules of torch's are not the same noise; ratios are "
-            "of the same draws.",
+            "each has its own draws, so that columns of different schedules of torch's are not the same noise; "
+            "ratios are of the same draws.",
         ]
     )
 
