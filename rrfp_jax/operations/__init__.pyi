@@ -1,9 +1,9 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
-from rrfp_jax.operations.gather import gathered as gathered
-from rrfp_jax.operations.gather import most_gathered as most_gathered
+from rrfp_jax.operations.gathering import gathered as gathered
+from rrfp_jax.operations.gathering import most_gathered as most_gathered
 from rrfp_jax.operations.offloading import device_slots as device_slots
 from rrfp_jax.operations.offloading import offload as offload
-from rrfp_jax.operations.recomputing import part_made as part_made
 from rrfp_jax.operations.recomputing import recompute as recompute
 from rrfp_jax.operations.recomputing import recomputed as recomputed
+from rrfp_jax.operations.stash_parts import part_made as part_made

@@ -17,17 +17,8 @@ own, that makes nothing for the stash; its output may be rounded in another way.
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import jax
-
-from rrfp_jax.programs.batches import Bucket
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.chunk_plan import plan_chunk
-from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.programs.specs import num_bytes
-from rrfp_jax.runtime.operating import OperationContext
 from rrfp_jax.schedules import ScheduleTable, with_operations
-from rrfp_jax.tasks import COMPUTE, Op, PipelineGraph, TaskKind
+from rrfp_jax.tasks import COMPUTE, Op, TaskKind
 
 LETTER = "C"
 Pair = tuple[int, int]
@@ -88,9 +79,8 @@ def recomputed(
     return with_operations(table, [recompute(part, lead=lead, ms=ms, pairs=chosen)])
 
 
-def remake(context: OperationContext) -> Any:
+def remake(context: Any) -> Any:
     """Run the forward once more, and keep what it leaves for the backward."""
-    assert context.forward is not None
     output, context.stash = context.forward()
     return output
 
@@ -107,21 +97,3 @@ def _pairs_that_wait(table: ScheduleTable, lead: int) -> set[Pair]:
                 if is_backward and place - forwards[chunk, microbatch] > lead + 1:
                     found.add((chunk, microbatch))
     return found
-
-
-def part_made(
-    chunks: Iterable[Chunk], graph: PipelineGraph, bucket: Bucket, *, remat: Remat | Iterable[Remat] = "none"
-) -> float:
-    """How much of what the chunks keep of a microbatch :func:`recompute` makes again, from the shapes of its leaves:
-    the smallest part of any chunk with a backward, rounded down to whole percent. Nothing is compiled.
-    """
-    own = tuple(chunks)
-    policies = remat_of_chunks(remat if isinstance(remat, str) or callable(remat) else tuple(remat), len(own))
-    shapes = derive_shapes(own, graph, bucket)
-    parts = []
-    for index, policy in enumerate(policies):
-        if graph.has_backward(index):
-            stash = plan_chunk(index, own, graph, shapes, remat=policy).stash.specs
-            total = num_bytes(jax.tree.leaves(stash))
-            parts.append(max(0, total - num_bytes(shapes[index].inputs)) / max(1, total))
-    return int(100 * min(parts)) / 100

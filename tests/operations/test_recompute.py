@@ -7,8 +7,7 @@ import optax
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.operations import recompute, recomputed
-from rrfp_jax.operations.recomputing import part_made
+from rrfp_jax.operations import part_made, recompute, recomputed
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.remat import remat_of_chunks

@@ -18,18 +18,11 @@ served at a time, and no more chunks are whole: consumed ``ready``, a stage depa
 Gathering itself is as in ZeRO-3 (Rajbhandari et al. 2020), along the devices that one unit has in one process.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
-
-from rrfp_jax.programs.shardings import shardings_of
-from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.operating import OperationContext
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.tasks import COMPUTE, Op, Per, Task, TaskKind
 
@@ -64,13 +57,13 @@ def gathered(
     for kind in dict.fromkeys(task.kind for of_stage in uses for task in of_stage):
         chunks = frozenset(task.chunk for of_stage in uses for task in of_stage if task.kind is kind)
         of_kind: dict[str, Any] = common | {"chunks": chunks}
-        whole: dict[str, Any] = {"holds": part, "ms": ms, "lead": prefetch, "run": gather}
+        whole: dict[str, Any] = {"holds": part, "ms": ms, "lead": prefetch, "run": _Gather("gather")}
         ops.append(_anchored(Op(f"G{kind}", before=(kind,), **whole, **of_kind), waits))
-        ops.append(_anchored(Op(f"D{kind}", after=(kind,), frees=part, run=drop, **of_kind), waits))
+        ops.append(_anchored(Op(f"D{kind}", after=(kind,), frees=part, run=_Gather("drop"), **of_kind), waits))
     trained = frozenset(c for c in range(graph.num_chunks) if graph.trains(c))
     at_end: dict[str, Any] = common | {"chunks": trained, "per": Per.CHUNK}
-    ops.append(_anchored(Op("GU", before=("U",), run=gather_for_update, **at_end), waits))
-    ops.append(_anchored(Op("DU", after=("U",), run=drop, **at_end), waits))
+    ops.append(_anchored(Op("GU", before=("U",), run=_Gather("gather_for_update"), **at_end), waits))
+    ops.append(_anchored(Op("DU", after=("U",), run=_Gather("drop"), **at_end), waits))
     return with_operations(own_rows, ops)
 
 
@@ -109,64 +102,21 @@ def most_gathered(table: ScheduleTable) -> list[int]:
     return found
 
 
-# -- what the operations do; all of a stage on one thread --------------------------------------------------------------
+class _Gather:
+    """The functions of ``G`` and ``D``, with JAX only where they run."""
 
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-def gather(context: OperationContext) -> Any:
-    """Make the chunk's parameters whole, unless they are."""
-    kept, state = context.kept, context.state
-    kept["uses"] = kept.get("uses", 0) + 1
-    if kept["uses"] == 1 and "cut" in kept:
-        params = jax.device_put(kept["cut"], kept["whole"])
-        assert context.programs is not None
-        state.params, state.derived = params, context.programs.prepare(params)
-    return state.params
+    def __call__(self, context: Any) -> Any:
+        from rrfp_jax.operations import parameter_copies
 
+        return getattr(parameter_copies, self._name)(context)
 
-def gather_for_update(context: OperationContext) -> Any:
-    """The same, for a task that replaces them."""
-    kept, state = context.kept, context.state
-    kept["uses"] = kept.get("uses", 0) + 1
-    if "cut" in kept:
-        state.params = jax.device_put(kept.pop("cut"), kept["whole"])
-    return state.params
-
-
-def drop(context: OperationContext) -> Any:
-    """Leave of the chunk's parameters a part on every device, once nobody uses them."""
-    kept, state = context.kept, context.state
-    kept["uses"] -= 1
-    if kept["uses"] == 0:
-        if "cut" not in kept:
-            kept["whole"] = shardings_of(state.params)
-            kept["cut"] = jax.device_put(state.params, _cut(state, context.task.chunk))
-        state.params, state.derived = kept["cut"], None
-    return state.params
-
-
-def _cut(state: ChunkState, chunk: int) -> Any:
-    """Shardings that cut every array along its first axis that the devices divide; those without any stay whole.
-
-    Raises ValueError where that is none.
-    """
-    num_cut = 0
-
-    def cut(leaf: jax.Array) -> Any:
-        nonlocal num_cut
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding) and sharding.is_fully_replicated:
-            axes = sharding.mesh.axis_names
-            num_devices = prod(sharding.mesh.shape.values())
-            axis = next((a for a, size in enumerate(leaf.shape) if size % num_devices == 0 and size), None)
-            if axis is not None and num_devices > 1:
-                num_cut += 1
-                return NamedSharding(sharding.mesh, PartitionSpec(*(None,) * axis, axes))  # type: ignore[no-untyped-call]
-        return sharding
-
-    shardings = jax.tree.map(cut, state.params)
-    if not num_cut and jax.tree.leaves(state.params):
-        raise ValueError(
-            f"no parameter of chunk {chunk} is whole on several devices, so that none can be cut: give its stage more "
-            "devices (layout with tensor of at least 2), or leave gathered out"
-        )
-    return shardings
+    def check(self, devices: Collection[Any]) -> None:
+        """Raise ValueError for a stage of one device."""
+        if len(devices) < 2:
+            raise ValueError(
+                "gathered cuts parameters over the devices of a stage, and every stage has one: give it more (layout "
+                "with tensor of at least 2), or leave gathered out"
+            )
