@@ -51,6 +51,7 @@ def test_simulate_tells_what_moved_and_that_it_cost_nothing(offloading, output):
     assert result["bottleneck"] is None
     text = output(simulate.main, *SIZES, *STRICT)
     assert "13.3%" in text
+    assert "on the device at once, which may hold bounds" in text
     assert "memory, on host: the most microbatches" in text
     assert "holds the step up" not in text
 
@@ -110,9 +111,12 @@ def test_emulate_tells_the_same_of_the_real_runtime(tmp_path):
     assert figures["peak_memory"][0] <= 2
     assert figures["engine_busy"][0]["copy"] > 0.5
     assert "the engine copy of stage 0 is busy" in figures["bottleneck"]
-    result = run_command("emulate", *sizes, *order)
+    result = run_command("emulate", *sizes, *order, "--events", tmp_path / "events.json.gz")
     assert "on host" in result.stdout
     assert figures["bottleneck"].split(" is busy")[0] in result.stdout
+    result = run_command("replay", tmp_path / "events.json.gz", "--microbatch", 1, "--stage", 0)
+    assert "every instruction is the same as in the run" in result.stdout
+    assert "0L1 was dispatched" in result.stdout
 
 
 def test_levels_counts_what_is_on_the_device(offloading, output):

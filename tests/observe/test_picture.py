@@ -70,7 +70,7 @@ def test_timeline_without_reasons_says_so(sample: SampleTimeline) -> None:
         (4, 8, {"chunks_per_stage": 4, "window": 5}),
         (16, 32, {"jitter": 0.3}),
         (8, 16, {"engines": True}),
-        (24, 32, {"engines": True}),
+        (24, 8, {"engines": True}),
     ],
 )
 def test_texts_stay_inside_and_apart(

@@ -280,7 +280,7 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar="N|N,N,...",
         help="microbatches that a stage may hold, one number or one per stage (default: what a schedule that ranks "
         f"what is ready holds itself, else {DEFAULT_WINDOW}); footprint and strict consumption refuse a table that "
-        "holds more",
+        "holds more; where operations move memory, what it may hold on the device",
     )
     group.add_argument(
         "--backward",

@@ -25,8 +25,8 @@ def engines_in_words(figures: Mapping[str, Any]) -> Iterator[str]:
         yield "busy: the share of the makespan in which an engine beside the stage runs its operations"
     if "host_peak" in figures:
         yield (
-            "memory, on host: the most microbatches whose activations were on the device at once, and that operations "
-            "had moved away"
+            "memory, on host: the most microbatches whose activations were on the device at once, which may hold "
+            "bounds, and that operations had moved away"
         )
     if "makespan_ms_without_engines" in figures:
         yield f"if engines took no time, the makespan would be {figures['makespan_ms_without_engines']:,.3f} ms"
