@@ -1,6 +1,7 @@
 """The schedule command, and a user's own schedules in all commands."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rrfp_jax.commands import emulate, levels, schedule, simulate
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, read_csv
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "8")
@@ -98,6 +100,17 @@ def test_a_schedule_of_ones_own_in_emulate(capsys, own) -> None:
 def test_a_configuration_names_a_schedule_of_ones_own(own) -> None:
     config = load_train_config("cpu/debug", {"pipeline.schedule": f"{own}:mine"})
     assert config.pipeline.schedule == f"{own}:mine"
+
+
+def test_ranks_agree_on_the_rows_and_not_on_the_name_of_a_file_alone(own, tmp_path) -> None:
+    config = load_train_config("cpu/debug", {"pipeline.schedule": f"{own}:mine"})
+    one, same = (plan_run(config, tmp_path / "run").agreed for _ in range(2))
+    assert one == same
+    Path(own).write_text(FILE.replace("s.p - 1 - s.i), B)", "s.p - s.i), B)"))
+    os.utime(own, ns=(1, 1))
+    other = plan_run(config, tmp_path / "run").agreed
+    assert other["pipeline"].pop("rows") != one["pipeline"].pop("rows")
+    assert other == one
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def assemble(planned: PlannedRun) -> Run:
         num_stages=layout.num_stages,
         data=layout.data,
         tensor=layout.tensor,
-        configuration=planned.training,
+        configuration=planned.agreed,
         cluster=config.cluster,
         platform=config.run.platform,
         devices=config.run.devices,

@@ -3,6 +3,7 @@
 Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,15 @@ class PlannedRun:
         training = self.config.as_dict()
         training[self.config.data_section]["text"] = self.dataset.fingerprint
         return training
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
+        agreed = self.training
+        if self.order.table is not None:
+            rows = [" ".join(map(str, row)) for row in self.order.table.orders]
+            agreed["pipeline"]["rows"] = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+        return agreed
 
 
 def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
