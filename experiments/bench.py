@@ -11,6 +11,7 @@ strict interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``di
 it decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated.
 ``fidelity``: emulated against simulated step times. ``multimodal``: workloads of images and text, real beside
 forecast. ``deterministic``: what accumulating in microbatch order costs.
+``offload``: half of 1F1B's memory beside the whole, emulated and real.
 ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
 bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
 second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
@@ -33,6 +34,7 @@ from experiments.bench_dispatch import bench_dispatch
 from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_foresight import bench_foresight
 from experiments.bench_multimodal import bench_multimodal
+from experiments.bench_offload import bench_offload
 from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
@@ -82,6 +84,7 @@ def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
         "fidelity": bench_fidelity,
         "multimodal": bench_multimodal,
         "deterministic": bench_deterministic,
+        "offload": bench_offload,
         "split": bench_split,
         "device": bench_device,
         "transport": bench_transport,

@@ -14,6 +14,7 @@ from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.arbitration.group_member import LEADER
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.arbitration.stage_setup import StageSetup
+from rrfp_jax.tasks import PipelineGraph
 
 
 class GroupProtocol(StrEnum):
@@ -46,18 +47,19 @@ def group_arbiter(
         ) from None
     if num_members > 1 and (protocol is not GroupProtocol.LEADER or member != LEADER):
         setup = replace(setup, foresight=None)
-    _check_engines(setup, num_members)
+    check_engines(setup.graph, setup.stage, num_members)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)
     return _member_class(protocol, member)(setup, member, num_members)
 
 
-def _check_engines(setup: StageSetup, num_members: int) -> None:
-    """A group agrees on one sequence of tasks, so that collectives meet; engines beside compute have none."""
-    beside = [op.letter for op in setup.graph.ops if op.is_beside]
+def check_engines(graph: PipelineGraph, stage: int, num_members: int) -> None:
+    """Raise ValueError where a stage of several processes has engines beside compute: a group agrees on one sequence of
+    tasks, so that collectives meet, and those are not in it."""
+    beside = [op.letter for op in graph.ops if op.is_beside]
     if num_members > 1 and beside:
         raise ValueError(
-            f"operation {beside[0]} runs beside compute, and stage {setup.stage} spans {num_members} processes, which "
+            f"operation {beside[0]} runs beside compute, and stage {stage} spans {num_members} processes, which "
             "agree on one sequence of tasks: give the stage one process, or the operation the lane compute"
         )
 

@@ -84,13 +84,14 @@ def main(argv: list[str] | None = None) -> int:
     from rrfp_jax.commands.studies.emulate_figures import agreement_us_per_task, process_figures
     from rrfp_jax.testing import dispatch_overhead_ms, emulate, idle_shares
 
-    arbiters = resolved.arbiters(
-        EMULATED_STEP,
-        dispatch_ahead=dispatch.ahead,
-        members=process.members(),
-        protocol=GroupProtocol(arguments.group_protocol),
-        shortest_s=process.shortest_foreseen_s(),
-    )
+    with checking_input():
+        arbiters = resolved.arbiters(
+            EMULATED_STEP,
+            dispatch_ahead=dispatch.ahead,
+            members=process.members(),
+            protocol=GroupProtocol(arguments.group_protocol),
+            shortest_s=process.shortest_foreseen_s(),
+        )
     emulation = emulate(
         arbiters,
         durations_ms,

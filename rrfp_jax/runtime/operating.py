@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rrfp_jax.arbitration.group import check_engines
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.process import Process
@@ -61,12 +62,7 @@ def check_operations(graph: PipelineGraph, process: Process) -> None:
     """Raise ValueError where an operation cannot run, here or on the units that this process hosts."""
     operations = operations_of(graph)
     for unit in process.units:
-        ranks = process.layout.ranks_of(unit)
-        if len(ranks) > 1 and (beside := next((op for op in graph.ops if op.is_beside), None)):
-            raise ValueError(
-                f"operation {beside.letter!r} runs beside compute, and stage {process.layout.stage_of(unit)} spans "
-                f"{len(ranks)} processes, which agree on compute alone: start fewer processes, with more devices each"
-            )
+        check_engines(graph, process.layout.stage_of(unit), len(process.layout.ranks_of(unit)))
         for op in operations.values():
             check = getattr(op.run, "check", None)
             if check is not None:

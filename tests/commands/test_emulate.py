@@ -127,3 +127,16 @@ def test_corrupt_duration_files_are_refused(tmp_path: Path) -> None:
         (nan, "non-finite"),
     ):
         assert message in sentence(run_command("emulate", "--durations", path)), path
+
+
+def test_offload_keeps_to_its_slots() -> None:
+    result = run_command(
+        "emulate",
+        *("--num-stages", 3, "--num-microbatches", 6, "--schedule", "1f1b", "--offload", 2, "--copy-ms", 0.5),
+        *("--durations-ms", "2,2,2", "--steps", 2, "--json"),
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["peak_memory"] == [2, 2, 1]
+    assert figures["host_peak"][0] >= 1
+    assert figures["host_peak"][1:] == [0, 0]
