@@ -300,7 +300,7 @@ class StageArbiter(Lookout):
         self._ready = ReadySet(len(self.read_ahead))
         self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
         self._engines = Engines(len(plan.engines)) if plan.engines else None
-        self._footprint = None if self._row is None else Footprint(self._row, self.footprint or 0)
+        self._footprint = None if self._row is None else Footprint(self._row.ranked(ranked.at), self.footprint or 0)
         self._window = self._new_window(plan)
         self._running: list[int] = []
         self._due: int | None = None
@@ -512,8 +512,11 @@ class StageArbiter(Lookout):
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
             foresight = self._foresight
-            if foresight is not None and position is not None and position != foresight.next:
-                position = self._look_ahead(foresight, position, heads, out)
+            if foresight is not None:
+                if position is None:
+                    foresight.release()
+                elif position != foresight.next:
+                    position = self._look_ahead(foresight, position, heads, out)
             if position is None:
                 return
             self._hint_state = state
@@ -532,7 +535,7 @@ class StageArbiter(Lookout):
 
     def _admits_beside(self, position: int) -> bool:
         """Whether an operation on an engine may start: what a due task will free is not there for it yet."""
-        if self._footprint is None:
+        if self._footprint is None or self._footprint.is_free(position):
             return True
         due = None if self._due is None else self._ranked.position[self._due]
         return self._footprint.admits(position, self._waiting, due)
@@ -547,7 +550,8 @@ class StageArbiter(Lookout):
         footprint, first = self._footprint, heads[0]
         if footprint is not None and first is not None and not footprint.admits(first, self._waiting):
             lanes = self._ready.lanes
-            find = footprint.first_costless if self._follows_row else partial(footprint.first_admitted, self._waiting)
+            is_first = self._follows_row and self._row.is_even  # type: ignore[union-attr]
+            find = footprint.first_costless if is_first else partial(footprint.first_admitted, self._waiting)
             heads = (find(lanes[0], lanes[HELD]), *heads[1:])
         if self._has_other_takers:
             assert footprint is not None

@@ -5,38 +5,69 @@ memory at the table's own peak, since a microbatch holds one activation for each
 runs other forwards first holds up to twice as many. The footprint counts activations, one per chunk and microbatch,
 from the start of F to the end of B, or of W where the backward is split.
 
-Where operations move activations (:mod:`rrfp_jax.tasks.operations`), what counts is the memory of the device: an
-operation takes memory as it starts or frees some as it ends, in parts of an activation, and is restrained as an F is.
+Where operations move activations (:mod:`rrfp_jax.tasks.operations`), what counts is the memory of the device: any task
+may take memory as it starts and free some as it ends, in parts of an activation, on the compute lane or on an engine
+beside it, and what takes some is restrained as an F is.
 
 Rule
 ----
-Let the *row* be the table's order of the stage's tasks, and ``limit`` at least the peak of that row. An F is admitted
-if memory suffices also when everything before it in the row still runs in the row's order: the activations held now,
-this one, and those that any beginning of the unfinished entries before it adds, are never more than ``limit``. What
-takes memory counts as done with in the row from its start, what frees some from its end. Tasks that take none are never
-restrained, such as an F of a chunk without a backward. If a ready F is not admitted, no
-other one behind it in the row is, for what stands before it stands before those as well; so one question answers for
-all, if the hint ranks them in the row's order.
+Let the *row* be the table's order of the stage's tasks of all lanes, and ``limit`` at least the peak of that row. A
+task that takes memory is admitted if memory suffices also when everything before it in the row still runs in the row's
+order: what is held now, what this one takes, and what any beginning of the unfinished entries before it adds, are never
+more than ``limit``. What takes memory counts as done with in the row from its start, what frees some from its end.
+Tasks that take none are never restrained, such as an F of a chunk without a backward, or an offload. Where all F take
+the same, one question answers for all if the hint ranks them in the row's order: if a ready one is not admitted, no
+other one behind it is, for what stands before it stands before those as well. Where some take less, each is asked.
+
+A task that is about to end (:class:`rrfp_jax.arbitration.events.DecideNow`) has freed its memory for those of the
+compute lane, which start behind it. Engines do not wait in that queue: for what they start it is held until the end.
 
 Why it cannot deadlock
 ----------------------
-A valid table is, over all stages, one order of all tasks in which every dependency goes forward. *Invariant*: on each
-stage the unfinished entries, run in the row's order from here on, stay within the limit. It holds at first, as the
-limit is not below the row's peak. It holds after an F that was admitted: the entries behind it in the row find what
-they would have found, and those before it one activation more, which the rule has counted. Other tasks only free
-memory, sooner than the row does. Now let T be the first unfinished task of the total order. All that it waits for has
-finished, so it is ready, running, or its input is on its way; and nothing before it is left in its row, so it is
-admissible by the invariant. So in every state with work left something can run, and as each task runs once, the step
-ends. Tasks that a step lacks take F and B out of the row together, which leaves no beginning of it with more. Where
-gradients are added up in microbatch order, these are dependencies too, so a table with another order is refused.
+A valid table is, over all stages and lanes, one order of all tasks in which every dependency goes forward.
+
+*Invariant*: on each stage the unfinished entries, run in the row's order from here on, stay within the limit. It holds
+at first, as the limit is not below the row's peak. It holds after the start of what takes memory: the entries behind it
+in the row find what they would have found, and those before it so much more as it takes, which the rule has counted.
+The start of anything else changes nothing, and an end frees at once what the row counts as held until the task's place
+in it. On which lane a task runs is nowhere asked, so lanes may run out of the row's order, and end in any order.
+
+*Progress*: let T be the first unfinished task of the total order, and let nothing run and nothing be under way. All
+that T waits for stands before it and has finished, so T is ready; nothing before it is left in its row, so by the
+invariant memory suffices for it. Its lane is free, and runs it or another task: an engine the first that is ready and
+admissible, the compute lane the best such one under a hint, and T itself under strict consumption, as all entries
+before it have started. Foresight may hold for a finite time. So some task runs in every state with work left, and as
+each runs once, the step ends. This needs each lane to skip what cannot run: one that waited for the first of another
+order than the row's could wait for T itself.
+
+What else a step may have keeps to this:
+
+* *Pairs that a step lacks* take all their tasks out of the row. Together they move nothing, and no beginning of theirs
+  is below nothing, since no operation frees what is not held by then in any order (the graph refuses others); so no
+  beginning of the row holds more without them. Dependencies go out with them, and go forward as before.
+* *Operations without memory* have a place in the total order and none in the sums.
+* *Operations once per chunk or step* move no memory. Either no task of a microbatch waits for them, however indirectly,
+  and they stand behind all of these, among R and U, or they wait for none and stand before all; the graph refuses what
+  would be both. The verdict on which U waits asks for none of them that comes after U. Strict consumption gives them
+  places that keep to this.
+* *Accumulation in microbatch order* makes dependencies, so a table with another order is refused.
+* *Replicas* have rows and memory of their own, and only R and what follows waits across them.
+* *Read-ahead* (:mod:`rrfp_jax.arbitration.read_ahead`) restrains F that take no memory.
 
 Where operations move memory and no table ranks what is ready, the row is the canonical one of the window's argument,
-microbatch by microbatch (:func:`canonical_row`), in which every dependency goes forward as well. What takes memory back
-for a backward is then issued when that backward's other inputs are here: a dependency on what comes before it in that
-order. Taken back as soon as it fits, it would leave no room for forwards, and the offload would be in vain.
+microbatch by microbatch (:func:`canonical_row`), in which every dependency goes forward as well: operations depend on
+tasks of their own chunk and microbatch, and stand among these in an order in which they can run. What takes memory
+back for a backward, and what waits for that, stands on the way back, right before it. It is issued when that backward's
+other inputs are here: a dependency on what comes before it in that order, the backwards of the chunks behind. Taken
+back as soon as it fits, it would leave no room for forwards, and the offload would be in vain.
+
+Counting what fits now in place of the rule deadlocks, for all that takes memory, for engines alone (a reload takes the
+slot that the next forward of its own row needs) or for the compute lane alone (a forward takes the slot of the reload
+for which the next backward waits): ``tests/checking/test_broken_operations.py`` has pipelines that do.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import accumulate
 
 from rrfp_jax.arbitration.plan import FINISHED
@@ -95,19 +126,37 @@ def _phases(graph: PipelineGraph, chunk: int, microbatch: int) -> tuple[list[Tas
     if not graph.has_backward(chunk):
         return tasks, []
     first = next(n for n, task in enumerate(tasks) if task.kind is graph.input_gradient_kind(chunk))
-    needed = {tasks[first]}
-    for task in reversed(tasks[:first]):
-        is_needed = any(task in graph.dependencies(one) for one in needed)
-        if is_needed and task.kind is not TaskKind.F and memory_effect(task, graph)[0]:
-            needed.add(task)
-    forth = [task for task in tasks[:first] if task not in needed]
-    return forth, [task for task in tasks if task not in forth]
+    back = set(tasks[first:])
+    while more := {task for task in tasks[:first] if task not in back and _goes_back(task, back, graph)}:
+        back |= more
+    return [task for task in tasks if task not in back], [task for task in tasks if task in back]
+
+
+def _goes_back(task: Task, back: set[Task], graph: PipelineGraph) -> bool:
+    """Whether an operation takes memory for one of these, or waits for one."""
+    if task.kind is TaskKind.F:
+        return False
+    is_needed = any(task in graph.dependencies(other) for other in back)
+    return (is_needed and memory_effect(task, graph)[0] > 0) or not back.isdisjoint(graph.dependencies(task))
 
 
 class RowMemory:
     """What the entries of a stage's row do to its memory: fixed, and the same for every step."""
 
-    __slots__ = ("entries", "frees", "has_costless", "has_other_takers", "peak", "place", "takes", "unit", "unnamed")
+    __slots__ = (
+        "_at",
+        "_of_node",
+        "entries",
+        "frees",
+        "has_costless",
+        "has_other_takers",
+        "is_even",
+        "peak",
+        "place",
+        "takes",
+        "unit",
+        "unnamed",
+    )
 
     def __init__(self, step: StepPlan, graph: PipelineGraph, row: Iterable[Task]) -> None:
         plan, index = step.plan, step.plan.index
@@ -117,28 +166,45 @@ class RowMemory:
         self.entries: list[tuple[int, int]] = []
         """(node, what it takes as it starts, or frees as it ends, as a negative number), in the row's order; none for
         tasks that do neither."""
-        place: dict[int, int] = {}
+        self._of_node: dict[int, tuple[int, int, int]] = {}
+        """For each node how many entries come before it, and what it takes and frees."""
         for task, (takes, frees) in zip(tasks, effects, strict=True):
-            place[index[task]] = len(self.entries)
+            self._of_node[index[task]] = len(self.entries), takes, frees
             self.entries += [(index[task], change) for change in (takes, -frees) if change]
-        self.place = tuple(place.get(node, -1) for node in step.at)
-        """By position, how many entries come before the task; -1 for what the row does not name."""
-        of_node = {index[task]: effect for task, effect in zip(tasks, effects, strict=True)}
-        self.takes = tuple(of_node.get(node, (0, 0))[0] for node in step.at)
-        """By position."""
-        self.frees = tuple(of_node.get(node, (0, 0))[1] for node in step.at)
-        """By position."""
+        self._rank(step.at)
         self.has_costless = any(
             task.kind is TaskKind.F and not takes for task, (takes, _) in zip(tasks, effects, strict=True)
         )
         """Whether some F takes no memory."""
+        of_forwards = {takes for task, (takes, _) in zip(tasks, effects, strict=True) if task.kind is TaskKind.F}
+        self.is_even = len(of_forwards - {0}) < 2
+        """Whether all F that take memory take the same."""
         self.has_other_takers = any(
             takes and plan.lanes[index[task]] > 0 for task, (takes, _) in zip(tasks, effects, strict=True)
         )
         """Whether something else of the compute lane takes memory."""
-        self.unnamed = [t for t in map(plan.tasks.__getitem__, step.at) if t.microbatch >= 0 and index[t] not in place]
+        of_microbatch = [t for t in map(plan.tasks.__getitem__, step.at) if t.microbatch >= 0]
+        self.unnamed = [t for t in of_microbatch if index[t] not in self._of_node]
         self.peak = max(accumulate(change for _, change in self.entries), default=0)
         """The most units that the row holds at once."""
+
+    def _rank(self, at: tuple[int, ...]) -> None:
+        found = [self._of_node.get(node, (-1, 0, 0)) for node in at]
+        self._at = at
+        self.place = tuple(place for place, _, _ in found)
+        """By position, how many entries come before the task; -1 for what the row does not name."""
+        self.takes = tuple(takes for _, takes, _ in found)
+        """By position."""
+        self.frees = tuple(frees for _, _, frees in found)
+        """By position."""
+
+    def ranked(self, at: tuple[int, ...]) -> "RowMemory":
+        """The same for a step whose tasks have other positions."""
+        if at is self._at:
+            return self
+        twin = copy(self)
+        twin._rank(at)
+        return twin
 
     def check_limit(self, limit: int, stage: int) -> None:
         """Raise ValueError where the row alone holds more, or does not name every task."""
@@ -167,7 +233,7 @@ class Footprint:
         self.held = self._first = 0
 
     def copy(self) -> "Footprint":
-        twin = object.__new__(Footprint)
+        twin = object.__new__(type(self))
         twin._row, twin.limit = self._row, self.limit
         twin.held, twin._first = self.held, self._first
         return twin
@@ -179,6 +245,10 @@ class Footprint:
     def finish(self, position: int) -> None:
         """The task at this position has finished, or counts as if it had."""
         self.held -= self._row.frees[position]
+
+    def is_free(self, position: int) -> bool:
+        """Whether the task at this position takes nothing."""
+        return not self._row.takes[position]
 
     def admits(self, position: int, waiting: Sequence[int], due: int | None = None) -> bool:
         """Whether the task at this position, which has not started, may start now; what the task at position ``due``

@@ -172,7 +172,11 @@ class Foresight:
         if position == self.next:
             self.next = position + 1
         if self.held_since_s is not None:
-            self.held_since_s = self._wake_s = self._told_wake_s = None
+            self.release()
+
+    def release(self) -> None:
+        """Nothing is held any more: a task starts, or an engine has taken the memory that those held need."""
+        self.held_since_s = self._wake_s = self._told_wake_s = None
 
     def finish(self, task: Task, time_s: float) -> None:
         """The task has really ended; it took the device from its start, or from the end of the one before it."""

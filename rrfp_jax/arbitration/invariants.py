@@ -66,18 +66,16 @@ def _check_counts(arbiter: "StageArbiter") -> None:
 def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) -> None:
     plan, window, first = arbiter._ranked.plan, arbiter._window, arbiter._ranked.plan.first_microbatch
     of_microbatch = [0] * len(plan.tasks_per_microbatch)
-    untouched, num_left = of_microbatch.copy(), 0
+    num_left = 0
     for node, left in unfinished:
         microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
         if microbatch >= 0:
             num_left += 1
             of_microbatch[microbatch - first] += left != DUE
-            untouched[microbatch - first] += left >= 0
-    held = {
-        first + place
-        for place, num_tasks in enumerate(plan.tasks_per_microbatch)
-        if of_microbatch[place] and untouched[place] < num_tasks
+    started = {
+        task.microbatch for node, task in plan.present() if task.kind is TaskKind.F and arbiter._waiting[node] < 0
     }
+    held = {first + place for place, left in enumerate(of_microbatch) if left and first + place in started}
     assert window.held == held
     assert window.left == of_microbatch
     assert arbiter._tasks_left == num_left

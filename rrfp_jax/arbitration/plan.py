@@ -189,6 +189,7 @@ class _PlanBuilder:
         self.sends: list[list[tuple[Message, int]]] = [[] for _ in self.tasks]
         self.arrivals: dict[Message, int] = {}
         self.nodes: dict[tuple[TaskKind, int], dict[int, int]] = {}
+        self.input_gates: dict[int, int] = {}
         self.holds: dict[int, tuple[int, ...]] = {}
         self.lets_go: dict[int, tuple[int, ...]] = {}
 
@@ -257,7 +258,8 @@ class _PlanBuilder:
                     self._issue_with_inputs(TaskKind(op.letter))
 
     def _issue_with_inputs(self, kind: TaskKind) -> None:
-        """An operation that takes memory waits for the messages for which the task waits that it comes before."""
+        """An operation that takes memory waits for what the task waits for that it comes before: messages, and tasks of
+        the stage's other chunks."""
         waiting: dict[int, list[Message]] = {}
         for message, node in self.arrivals.items():
             waiting.setdefault(node, []).append(message)
@@ -265,15 +267,21 @@ class _PlanBuilder:
             if task.kind is not kind:
                 continue
             for follower in self.dependents[node]:
-                messages = waiting.pop(follower, [])
-                if messages:
-                    gate = self._gate(f"inputs of {self.tasks[follower]}")
-                    for message in messages:
-                        self.arrivals[message] = gate
-                    self.needs[gate] = len(messages)
-                    self.needs[follower] -= len(messages)
-                    self._after(follower, gate)
-                    self._after(node, gate)
+                if follower in waiting:
+                    self._gather(follower, waiting.pop(follower))
+                if follower in self.input_gates:
+                    self._after(node, self.input_gates[follower])
+                needed = self.graph.dependencies(self.tasks[follower])
+                self._after(node, *(self.index[t] for t in needed if t.chunk != task.chunk and t in self.index))
+
+    def _gather(self, node: int, messages: list[Message]) -> None:
+        """Let one gate wait for all messages of a task, for others to wait for it too."""
+        self.input_gates[node] = gate = self._gate(f"inputs of {self.tasks[node]}")
+        for message in messages:
+            self.arrivals[message] = gate
+        self.needs[gate] = len(messages)
+        self.needs[node] -= len(messages)
+        self._after(node, gate)
 
     def _gate(self, name: str) -> int:
         self.gate_names.append(name)

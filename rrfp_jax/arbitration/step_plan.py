@@ -129,7 +129,7 @@ class _Removal:
         neighbours = [(MessageKind.ACTIVATION, p, MessageKind.GRADIENT) for p in graph.predecessors(chunk)]
         neighbours += [(MessageKind.GRADIENT, s, MessageKind.ACTIVATION) for s in graph.successors(chunk)]
         for received, other, sent in neighbours:
-            kind = graph.input_gradient_kind(chunk) if sent is MessageKind.GRADIENT else graph.kinds(chunk)[0]
+            kind = graph.input_gradient_kind(chunk) if sent is MessageKind.GRADIENT else TaskKind.F
             for m in bits(left & masks.get(other, 0)):
                 node = self.arrivals.pop(Message(received, other, chunk, m), None)
                 if node is not None:

@@ -21,11 +21,12 @@ class Account(NamedTuple):
     sent: int = 0
     """Packets of all steps that the place has sent."""
     due: int = 0
-    """The task that is about to end and counts as finished for others of the stage, if one is."""
+    """The task that is about to end and counts as finished for others of the stage's own lane, if one is."""
     wake_s: float | None = None
     """While the place holds, the time of the tick that it has asked for last, until that has come."""
     queue: tuple[int, ...] = ()
-    """Where stages decide early, the running tasks in the order in which they were handed over and will end."""
+    """Where stages decide early, the running tasks of the stage's own lane in the order in which they were handed over
+    and will end."""
     launched: tuple[RunTask, ...] = ()
     """On a member of a group, every task that it has started so far, in order."""
 
@@ -34,10 +35,9 @@ class Account(NamedTuple):
         """The tasks that count as done for others of the stage."""
         return self.finished | self.due
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing runs but what is about to end."""
-        return self.started == self.done
+    def is_free(self, lane: int) -> bool:
+        """Whether none of these tasks runs but what is about to end."""
+        return not self.started & ~self.done & lane
 
     def missing(self, needs: Needs) -> int:
         """The tasks of the stage that something still waits for."""

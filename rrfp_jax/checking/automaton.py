@@ -163,7 +163,10 @@ class PlaceAutomaton:
     def _check_waits(self, before: int, decision: DecideNow, target: int, in_flight: int) -> None:
         """A silent decision may as well come after whatever happens next, or not at all where the task ends."""
         for end in self._possible_ends(target, in_flight):
-            if not _targets(self._happen(target, end)) <= _targets(self._happen(before, end)):
+            later = _targets(self._happen(before, end))
+            if end.task != decision.task:  # of an engine
+                later = {o for state in later for o in _targets(self._happen_if_possible(state, decision))}
+            if not _targets(self._happen(target, end)) <= later:
                 raise Fault("a decision that was not answered shows after the end of its task", [self._stimulus(end)])
         for bit in _bits(in_flight & ~self._packets.joins):
             if not self._is_due(target, bit):

@@ -4,6 +4,8 @@ Tasks and packets (:mod:`rrfp_jax.checking.packets`) are bits, so that a stage's
 ``Contract.needs`` says what must have finished on the stage, and what must have reached it, before a task may start;
 ``Contract.sends`` says the same of every message that the stage must send, once.
 
+What operations add to this is in :mod:`rrfp_jax.checking.operations`.
+
 Where a stage spans several processes, each is a place with this contract of its own. A message goes to every member of
 the receiving group: to member j of k from member j * n // k of the n members of the sending one.
 """
@@ -13,9 +15,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind
+from rrfp_jax.checking.operations import Operations
 from rrfp_jax.checking.packets import Packets
 from rrfp_jax.checking.setting import Setting
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 
 
 class Needs(NamedTuple):
@@ -47,8 +50,14 @@ class Contract(NamedTuple):
     """The packets of this step that the place receives."""
     start: int
     """The packet that starts this step."""
+    compute: int
+    """The tasks of the stage's own lane."""
+    engines: dict[str, int]
+    """The tasks of each lane beside it."""
     of_microbatch: tuple[int, ...]
     """The tasks of each microbatch."""
+    forwards: int
+    """The F among the tasks."""
     weights: tuple[int, ...]
     """What each microbatch weighs; empty: they are counted."""
     taken: dict[int, dict[int, Needs]]
@@ -87,6 +96,7 @@ class _StepDemands:
         self.setting, self.step, self.packets = setting, step, packets
         self.rules, self.placement = setting.rules, setting.placement
         self.graph = setting.graph_of_step(step)
+        self.operations = Operations(self.graph)
         self.local: dict[Task, set[Task]] = defaultdict(set)
         self.ended: dict[Task, set[Task]] = defaultdict(set)
         self.remote: dict[Task, set[Message]] = defaultdict(set)
@@ -99,6 +109,8 @@ class _StepDemands:
         self._demand_words()
         self._demand_reductions()
         self._demand_agreement()
+        if self.graph.ops:
+            self._demand_operations()
 
     def stage_of(self, task: Task) -> int:
         return self.placement.stage_of_chunk[task.chunk]
@@ -109,7 +121,7 @@ class _StepDemands:
 
     def _demand_dependencies(self) -> None:
         for task in self.tasks:
-            for dependency in self.graph.dependencies(task):
+            for dependency in self.operations.bare_dependencies(task):
                 sender, receiver = self.stage_of(dependency), self.stage_of(task)
                 if sender == receiver:
                     self.local[task].add(dependency)
@@ -221,9 +233,28 @@ class _StepDemands:
                 self.ended[update] |= reported[0]
                 self.remote[update] |= reports[0]
 
+    def _demand_operations(self) -> None:
+        """What operations wait for and what waits for them; on engines real ends count, as copies queue nowhere."""
+        tasks = {*self.tasks, *self.last, *self.operations.once}
+        for task, needed in self.operations.needs.items():
+            if task in tasks:
+                self.local[task] |= needed & tasks
+        for task in tasks:
+            if self.setting.has_row(self.stage_of(task)) or task.kind in self.operations.by_kind:
+                continue
+            for operation in self.operations.taken_back_for(task):
+                self.remote[operation] |= self.remote[task]
+                self.local[operation] |= {needed for needed in self.local[task] if needed.chunk != task.chunk}
+        for task in tasks:
+            if self.operations.lane(task) != COMPUTE:
+                self.ended[task] |= self.local[task]
+
     def contract(self, place: int, start: int) -> Contract:
         stage = self.setting.places[place].stage
-        tasks = tuple(t for t in (*self.tasks, *self.last) if self.stage_of(t) == stage)
+        tasks = tuple(t for t in (*self.tasks, *self.last, *self.operations.once) if self.stage_of(t) == stage)
+        lanes: dict[str, set[Task]] = {COMPUTE: set()}
+        for task in tasks:
+            lanes.setdefault(self.operations.lane(task), set()).add(task)
         places = {task: number for number, task in enumerate(tasks)}
 
         def task_bits(some: set[Task]) -> int:
@@ -247,9 +278,12 @@ class _StepDemands:
             },
             inputs=packet_bits(self.received[stage]),
             start=start,
+            compute=task_bits(lanes.pop(COMPUTE)),
+            engines={lane: task_bits(of_lane) for lane, of_lane in lanes.items()},
             of_microbatch=tuple(
                 task_bits({t for t in tasks if t.microbatch == m}) for m in range(self.graph.num_microbatches)
             ),
+            forwards=task_bits({t for t in tasks if t.kind is TaskKind.F}),
             weights=self.setting.start_of(self.step).weights,
             taken={
                 c: {m: self._taken(c, m, task_bits, packet_bits) for m in self.graph.microbatches(c)}

@@ -3,7 +3,8 @@
 An arbiter's *place* is a stage, or one of the processes that a stage spans. A *packet* is a message to a place, the
 start of a step there, or a note from another member of its group. Things that can happen to a place: a packet that is
 in flight to it is delivered, a task that it runs ends, or, where stages decide early, the last one handed over is said
-to be about to end, at any moment or never, whatever a timer would say. Any of them may happen next; only the starts of
+to be about to end, at any moment or never, whatever a timer would say. A stage with engines beside compute runs a task
+on each of them too, which may end at any moment and in any order. Any of these may happen next; only the starts of
 steps reach a place in their order, each after the end of the step before, and no task ends before a due one in front of
 it. Decisions that come too late or twice are tried in every state and must change nothing. A stage that holds may be
 woken by the tick that it has asked for, at any moment. The arbiter answers with instructions; what it sends is in
@@ -46,9 +47,10 @@ within X is irrelevant is not assumed: all orders are followed, and a difference
 
 *Silent decisions wait.* A decision that the arbiter answers with no instruction, as where nothing is ready, may come
 after whatever happens next at its place as well: after a packet's delivery, which then is answered together with the
-decision or not at all, or after the task's end, by which it has become late. So it is postponed until it is answered,
-or left out. That both orders lead to one state is tested on the arbiter, for every silent decision and everything that
-can happen next. With tasks dispatched ahead another task may be the last by then: there every decision is a move.
+decision or not at all, likewise after the end of an engine's task, or after the task's own end, by which it is late. So
+it is postponed until it is answered, or left out. That both orders lead to one state is tested on the arbiter, for
+every silent decision and everything that can happen next. With tasks dispatched ahead another task may be the last by
+then: there every decision is a move.
 
 *Contained moves are left out.* Let X' be X without one packet p, and let the moves (X, e) and (X', e) lead to the
 states A and A'. If delivering p in A' is silent and leads to A, then (X, e) is (X', e) followed by a silent delivery,

@@ -1,10 +1,12 @@
-"""What the judge demands of a place that a table guides: its memory, its announcements and its holds.
+"""What the judge demands of a place that a table guides, or whose memory is bounded: memory, announcements and holds.
 
 All of it follows from the row and from what has started, finished and arrived; nothing is asked of the arbiter.
 
-* *Memory*. An activation is held from the start of F to the end of B, or of W where the backward is split. No more are
-  held than the footprint, and an F is admitted if that stays so when it starts now and everything before it in the row
-  follows in the row's order (:mod:`rrfp_jax.arbitration.footprint`).
+* *Memory*. An activation is held from the start of F to the end of B, or of W where the backward is split; operations
+  take and free parts of one. No more is held than the footprint, and what takes memory is admitted if that stays so
+  when it starts now and everything before it in the row follows in the row's order
+  (:mod:`rrfp_jax.arbitration.footprint`). For a task of the stage's own lane, one that is about to end has freed its
+  memory already, since it starts behind that one; for those of engines it has not.
 * *Announcements*. With a task's start, and only then, each activation and gradient that it will send is announced once,
   to the stage that waits for it. Nothing else ever is.
 * *Holds*. A free stage with something to run may hold only for the next entry, where that is admissible and lacks
@@ -13,13 +15,14 @@ All of it follows from the row and from what has started, finished and arrived; 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind, RunTask
 from rrfp_jax.checking.account import Account, places_of
 from rrfp_jax.checking.contract import Contract
+from rrfp_jax.checking.operations import Operations
 from rrfp_jax.checking.setting import Setting
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 
 ANNOUNCED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
@@ -29,48 +32,74 @@ class Guidance:
 
     def __init__(self, setting: Setting, place: int, contracts: Sequence[Contract]) -> None:
         stage = setting.places[place].stage
-        self.graph = setting.graph
+        self.operations = Operations(setting.graph)
         self.limit = setting.footprints[stage] if setting.footprints else None
         self.rules = setting.foresight if setting.has_foresight(place) else None
-        row, ranked = setting.row(stage) or (), setting.ranked(stage)
+        row, ranked = setting.memory_row(stage) if setting.footprints else (), setting.ranked(stage)
         self._rows = [[c.place[task] for task in row if task in c.place] for c in contracts]
-        self._orders = [[c.place[task] for task in (*ranked, *_last(c)) if task in c.place] for c in contracts]
+        named = ranked or (setting.memory_row(stage) if setting.has_row(stage) else ())
+        self._named = [[c.place[task] for task in named if task in c.place] for c in contracts]
+        self._orders = [self._order(c, ranked) for c in contracts]
         self._announced = [_announced(contract) for contract in contracts]
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def held(self, contract: Contract, account: Account) -> int:
-        """The activations that the place holds."""
-        takes = self._changes(contract, account.started)
-        frees = self._changes(contract, account.done)
-        return sum(change > 0 for change in takes) - sum(change < 0 for change in frees)
+    def held(self, contract: Contract, account: Account, *, ended: bool = False) -> int:
+        """The units that the place holds; ``ended``: what is about to end holds its own still."""
+        takes = sum(self.takes(contract.tasks[place]) for place in places_of(account.started))
+        freed = account.finished if ended else account.done
+        return takes - sum(self._frees(contract.tasks[place]) for place in places_of(freed))
 
     def admits(self, contract: Contract, account: Account, place: int) -> bool:
-        """Whether memory suffices for this F, and then for what is left before it in the row."""
+        """Whether memory suffices for this task, and then for what is left before it in the row."""
         assert self.limit is not None
+        task = contract.tasks[place]
+        if not self.takes(task):
+            return True
         row = self._rows[account.step]
-        held = self.held(contract, account) + self._change(contract.tasks[place])
+        held = self.held(contract, account, ended=self.operations.lane(task) != COMPUTE) + self.takes(task)
         most = held
         for before in row[: row.index(place)]:
-            change = self._change(contract.tasks[before])
-            is_left = not (account.started if change > 0 else account.done) >> before & 1
-            held += change * is_left
-            most = max(most, held)
+            if not account.started >> before & 1:
+                held += self.takes(contract.tasks[before])
+                most = max(most, held)
+            if not account.done >> before & 1:
+                held -= self._frees(contract.tasks[before])
         return most <= self.limit
 
-    def _change(self, task: Task) -> int:
-        if task.microbatch < 0 or not self.graph.has_backward(task.chunk):
-            return 0
-        return (task.kind is TaskKind.F) - (task.kind is self.graph.accumulating_kind(task.chunk))
+    def takes(self, task: Task) -> int:
+        """What a task takes as it starts, in units."""
+        return self.operations.effect(task)[0]
 
-    def _changes(self, contract: Contract, tasks: int) -> list[int]:
-        return [self._change(contract.tasks[place]) for place in places_of(tasks)]
+    def _frees(self, task: Task) -> int:
+        return self.operations.effect(task)[1]
+
+    def _order(self, contract: Contract, ranked: Iterable[Task]) -> list[int]:
+        """All entries: those of the row as the hint ranks them, R and U; and operations that run once, which no row
+        names, right before the first one that waits for them, or else last."""
+        named = [contract.place[task] for task in (*ranked, *_last(contract)) if task in contract.place]
+        keys = {place: (number, 0) for number, place in enumerate(named)}
+        once = [contract.place[task] for task in self.operations.once if task in contract.place]
+
+        def key(place: int) -> tuple[int, int]:
+            if place not in once:
+                return keys.get(place, (len(named), 0))
+            after = [key(p) for p, needs in enumerate(contract.needs) if needs.tasks >> place & 1]
+            return (min(after)[0], min(after)[1] - 1) if after else (len(named), 1)
+
+        return sorted([*named, *once], key=key)
+
+    def first_of_engine(self, account: Account, places: Iterable[int]) -> int | None:
+        """The one of these that the table's row has first; None where it names none."""
+        rank = {place: number for number, place in enumerate(self._named[account.step])}
+        return min((place for place in places if place in rank), key=rank.__getitem__, default=None)
 
     # -- announcements and holds -------------------------------------------------------------------------------------
 
-    def entries_left(self, account: Account) -> Iterator[int]:
-        """The entries of the row that have not started, the best-ranked first."""
-        return (place for place in self._orders[account.step] if not account.started >> place & 1)
+    def entries_left(self, contract: Contract, account: Account) -> Iterator[int]:
+        """The entries of the row for the stage's own lane that have not started, the best-ranked first."""
+        left = contract.compute & ~account.started
+        return (place for place in self._orders[account.step] if left >> place & 1)
 
     def wrong_announcement(self, account: Account, instructions: Sequence[Instruction]) -> str | None:
         """What is wrong with the announcements of an answer, if anything is."""
@@ -88,8 +117,8 @@ class Guidance:
 
 
 def _last(contract: Contract) -> list[Task]:
-    """The tasks of the step's end in the order in which a table's hint ranks them: R from the last chunk, then U."""
-    last = [task for task in contract.tasks if task.microbatch < 0]
+    """R and U in the order in which a table's hint ranks them: R from the last chunk, then U."""
+    last = [task for task in contract.tasks if task.kind in (TaskKind.R, TaskKind.U)]
     return sorted(last, key=lambda task: (1, task.chunk) if task.kind is TaskKind.U else (0, -task.chunk))
 
 

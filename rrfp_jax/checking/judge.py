@@ -5,21 +5,25 @@ contract:
 
 * a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once. Of the stage's
   own tasks those count as done that have finished, and the one that is due: the last one handed over, from when the
-  stage is told that it is about to end. One task more may run then. Messages and the step's end wait for real ends;
+  stage is told that it is about to end. One task more may run then. Messages, the step's end and the tasks of engines
+  beside compute wait for real ends;
+* an engine beside compute runs two tasks at once, or one although another one that stands before it in the table's row
+  is ready and admissible;
 * the stage holds more microbatches than its window, or more than its capacity where these have weights, counted from
   the tasks that started and finished;
 * a chunk that runs F only has produced more than its bound of what its readers have not taken;
 * strict consumption leaves its row;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
 * a step ends with a task, message or input left over;
-* the stage idles although a task is ready that the window rule admits (readiness means to skip what is absent, never
-  to wait). A member of a group may idle so, since the others may not be ready;
+* the stage, or an engine of it, idles although a task is ready that window and memory admit (readiness means to skip
+  what is absent, never to wait; engines never wait, not under strict consumption either). A member of a group may idle
+  so, since the others may not be ready;
 * a member of a group gives another one the same note twice, or gives one to nobody;
 * what :mod:`rrfp_jax.checking.guidance` demands of memory, announcements and holds is not so. A leader may hold for
   what has arrived on itself and not on the others.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from rrfp_jax.arbitration import (
@@ -91,7 +95,7 @@ class StageJudge:
             raise Violation(f"{self.name} {wrong}")
         if self.demand_work:
             self._check_idling(account)
-        return account
+        return self._end_vain_hold(account)
 
     def _take(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         if isinstance(event, TaskFinished):
@@ -115,8 +119,13 @@ class StageJudge:
         return [contract.tasks[place] for place in places_of(account.started & ~account.finished)]
 
     def may_end(self, account: Account) -> list[Task]:
-        """Those that may end next: where stages decide early, the first one that was handed over."""
-        return [self._task(account, bit) for bit in account.queue[:1]] if self.decides_early else self.running(account)
+        """Those that may end next: where stages decide early, the first one that was handed over, and those of
+        engines."""
+        if not self.decides_early or not account.is_active:
+            return self.running(account)
+        contract = self.contracts[account.step]
+        beside = account.started & ~account.finished & ~contract.compute
+        return [contract.tasks[place] for place in places_of(sum(account.queue[:1]) | beside)]
 
     def decision(self, account: Account) -> DecideNow | None:
         """What a stage that decides early may be told so that it changes something."""
@@ -170,7 +179,8 @@ class StageJudge:
             delivered=account.delivered | self.joins(event.step, event.task),
         )
         if self.decides_early:
-            account = account._replace(queue=account.queue[1:], due=0 if bit == account.due else account.due)
+            queue = tuple(queued for queued in account.queue if queued != bit)
+            account = account._replace(queue=queue, due=0 if bit == account.due else account.due)
         return account
 
     def _decide(self, account: Account, event: DecideNow) -> Account:
@@ -186,19 +196,39 @@ class StageJudge:
         needs = contract.needs[place]
         if not account.has(needs):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
-        account = account._replace(started=account.started | 1 << place, wake_s=None)
-        if self.decides_early:
-            account = account._replace(queue=(*account.queue, 1 << place))
-        capacity = self.capacity + (account.due > 0)
-        if (account.started & ~account.finished).bit_count() > capacity:
-            raise Violation(f"{self.name} runs {task} beside {capacity} other tasks")
+        if contract.compute >> place & 1:
+            account = self._compute(contract, account, place)
+        else:
+            account = self._run_beside(contract, account, place)
         self._check_memory(contract, account, task)
         bound = self.read_ahead.get(task.chunk)
         if bound is not None and (untaken := len(self._untaken(contract, account, task.chunk))) > bound.limit:
             raise Violation(f"{self.name} runs {task}, and {untaken} outputs of {bound.limit} have not been taken")
-        if self.row is not None:
+        if self.row is not None and contract.compute >> place & 1:
             self._check_row(contract, account, task)
         return self._launch(account, instruction) if self.others else account
+
+    def _compute(self, contract: Contract, account: Account, place: int) -> Account:
+        """The account once a task of the stage's own lane runs."""
+        account = account._replace(started=account.started | 1 << place, wake_s=None)
+        if self.decides_early:
+            account = account._replace(queue=(*account.queue, 1 << place))
+        capacity = self.capacity + (account.due > 0)
+        if (account.started & ~account.finished & contract.compute).bit_count() > capacity:
+            raise Violation(f"{self.name} runs {contract.tasks[place]} beside {capacity} other tasks")
+        return account
+
+    def _run_beside(self, contract: Contract, account: Account, place: int) -> Account:
+        """The account once an engine runs a task."""
+        lane, of_lane = next((lane, bits) for lane, bits in contract.engines.items() if bits >> place & 1)
+        running = account.started & ~account.finished & of_lane
+        if running:
+            (other,) = places_of(running)
+            raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} beside {contract.tasks[other]}")
+        first = self.guidance.first_of_engine(account, self._startable(contract, account, of_lane))
+        if first not in (None, place) and contract.tasks[place].microbatch >= 0:
+            raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} before {contract.tasks[first]}")
+        return account._replace(started=account.started | 1 << place)
 
     def _check_memory(self, contract: Contract, account: Account, task: Task) -> None:
         limit = self.guidance.limit
@@ -207,8 +237,16 @@ class StageJudge:
             raise Violation(f"{self.name} runs {task} and holds microbatches {held}, {weight} of {self.most_weight}")
         if not contract.weights and self.window is not None and len(held) > self.window:
             raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
-        if limit is not None and (activations := self.guidance.held(contract, account)) > limit:
-            raise Violation(f"{self.name} runs {task} and holds {activations} activations of {limit}")
+        if limit is not None and (units := self._held_at_most(contract, account)) > limit:
+            unit = self.guidance.operations.unit
+            raise Violation(f"{self.name} runs {task} and holds {units / unit:g} activations of {limit / unit:g}")
+
+    def _held_at_most(self, contract: Contract, account: Account) -> int:
+        """The units that the place holds until the next end, what waits in the device's queue excepted; and behind what
+        is about to end, if that is more."""
+        queued = sum(account.queue[1:])
+        now = self.guidance.held(contract, account._replace(started=account.started & ~queued), ended=True)
+        return max(now, self.guidance.held(contract, account))
 
     def _launch(self, account: Account, instruction: RunTask) -> Account:
         account = account._replace(launched=(*account.launched, instruction))
@@ -231,22 +269,35 @@ class StageJudge:
         """One that comes early says nothing, another one is still under way."""
         if account.wake_s is None or event.step != account.step or event.time_s < account.wake_s:
             return account
-        if not any(isinstance(instruction, RunTask) for instruction in instructions):
+        compute, place = self.contracts[account.step].compute, self.contracts[account.step].place
+        if not any(isinstance(i, RunTask) and compute >> place.get(i.task, 0) & 1 for i in instructions):
             raise Violation(f"{self.name} goes on holding after the tick that it asked for")
+        return account._replace(wake_s=None)
+
+    def _end_vain_hold(self, account: Account) -> Account:
+        """A hold ends where an engine has taken the memory for what was held; its tick comes in vain."""
+        if account.wake_s is None or not account.is_active or self.others:
+            return account
+        contract = self.contracts[account.step]
+        if self._ready_task(contract, account, contract.compute) is not None:
+            return account
         return account._replace(wake_s=None)
 
     def _ask_for_tick(self, account: Account, instruction: WakeAt) -> Account:
         contract = self._active(account, instruction)
-        task = self._ready_task(contract, account) if account.is_free else None
+        task = self._ready_task(contract, account, contract.compute) if account.is_free(contract.compute) else None
         if self.guidance.rules is None or task is None or not self._may_hold(contract, account):
             raise Violation(f"{self.name} asks for a tick and has nothing to hold")
         return account._replace(wake_s=instruction.time_s)
 
     def _check_row(self, contract: Contract, account: Account, task: Task) -> None:
         assert self.row is not None
-        position, row = account.started.bit_count() - 1, [entry for entry in self.row if entry in contract.place]
-        expected = row[position] if position < len(row) else None
-        if task.microbatch >= 0 and task != expected:
+        if task.microbatch < 0:
+            return
+        row = [t for t in self.row if t in contract.place and contract.compute >> contract.place[t] & 1]
+        position = sum(account.started >> contract.place[entry] & 1 for entry in row) - 1
+        expected = row[position]
+        if task != expected:
             raise Violation(f"{self.name} runs {task}, but entry {position} of its strict row is {expected}")
 
     def _send(self, account: Account, instruction: Send) -> Account:
@@ -281,7 +332,9 @@ class StageJudge:
 
     def _held(self, contract: Contract, account: Account) -> set[int]:
         return {
-            m for m, tasks in enumerate(contract.of_microbatch) if tasks & account.started and tasks & ~account.done
+            m
+            for m, tasks in enumerate(contract.of_microbatch)
+            if tasks & contract.forwards & account.started and tasks & ~account.done
         }
 
     def _untaken(self, contract: Contract, account: Account, chunk: int) -> set[int]:
@@ -322,10 +375,20 @@ class StageJudge:
         return ", ".join([*tasks, *(str(event.message) for event in missing if isinstance(event, InputArrived))])
 
     def _check_idling(self, account: Account) -> None:
-        if not account.is_active or self.row is not None or not account.is_free:
+        if not account.is_active:
             return
         contract = self.contracts[account.step]
-        task = self._ready_task(contract, account)
+        for lane, of_lane in contract.engines.items():
+            is_free = account.is_free(of_lane)  # none of these is ever about to end
+            task = self._ready_task(contract, account, of_lane) if is_free else None
+            if task is not None:
+                raise Violation(f"{self.name} leaves {lane} idle although {task} is ready and admissible")
+        if self.row is None and account.is_free(contract.compute):
+            self._check_waiting(contract, account)
+
+    def _check_waiting(self, contract: Contract, account: Account) -> None:
+        """A stage that computes nothing has nothing to compute, or holds."""
+        task = self._ready_task(contract, account, contract.compute)
         if task is None:
             return
         if self.guidance.rules is None or not self._may_hold(contract, account):
@@ -333,16 +396,19 @@ class StageJudge:
         if account.wake_s is None:
             raise Violation(f"{self.name} holds {task} and has not asked to be woken")
 
-    def _ready_task(self, contract: Contract, account: Account) -> Task | None:
-        """A task that is ready and admissible, if there is one."""
-        for place in places_of((1 << len(contract.tasks)) - 1 & ~account.started):
+    def _ready_task(self, contract: Contract, account: Account, lane: int) -> Task | None:
+        """One of these tasks that is ready and admissible, if there is one."""
+        return next((contract.tasks[place] for place in self._startable(contract, account, lane)), None)
+
+    def _startable(self, contract: Contract, account: Account, lane: int) -> Iterator[int]:
+        """Those of some tasks that are ready and admissible."""
+        for place in places_of(lane & ~account.started):
             if account.has(contract.needs[place]) and self._admits(contract, account, place):
-                return contract.tasks[place]
-        return None
+                yield place
 
     def _may_hold(self, contract: Contract, account: Account) -> bool:
         """Whether the row's next entry, those apart that read-ahead restrains, lacks nothing but packets."""
-        entries = self.guidance.entries_left(account)
+        entries = self.guidance.entries_left(contract, account)
         place = next((p for p in entries if self._may_run_ahead(contract, account, contract.tasks[p])), None)
         if place is None or account.missing(contract.needs[place]) or not self._admits(contract, account, place):
             return False
@@ -352,12 +418,14 @@ class StageJudge:
     def _admits(self, contract: Contract, account: Account, place: int) -> bool:
         """Whether footprint or window admits a task, from their definitions."""
         kind, _, microbatch = contract.tasks[place]
+        if self.guidance.limit is not None and not self.guidance.admits(contract, account, place):
+            return False
         if kind is not TaskKind.F:
             return True
         if not self._may_run_ahead(contract, account, contract.tasks[place]):
             return False
         if self.window is None:
-            return self.guidance.limit is None or self.guidance.admits(contract, account, place)
+            return True
         held = self._held(contract, account)
         after = held | {microbatch}
         if contract.weights:

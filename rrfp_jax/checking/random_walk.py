@@ -11,7 +11,7 @@ Judged as in the exhaustive exploration, and again from outside: every task's de
 run, and the members of a group launch the same sequence. Each arbiter is validated after each of its events.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from rrfp_jax.checking.judge import StageJudge, diverging, stuck
 from rrfp_jax.checking.packets import Stimulus
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.checking.trace import CheckError, Violation
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 
 Draw = Callable[[int], int]
 """``draw(n)`` gives a number from 0 to n - 1."""
@@ -87,9 +87,10 @@ class _Walk:
         self.starts: list[list[Event]] = [[] for _ in places]
         """The starts of steps that have come to each place while another one was under way."""
         self.num_scheduled = 0
-        self.free_at_s = [0.0 for _ in places]
+        self.free_at_s: dict[tuple[int, str], float] = defaultdict(float)
+        """When each lane of each place has nothing to do any more."""
         self.end_orders = [(0.0, 0) for _ in places]
-        """When the last task of each place is to end, and its place among the events of that moment."""
+        """When the last task that each place computes is to end, and its place among the events of that moment."""
         self.joined: Counter[tuple[int, RunTask]] = Counter()
         """How many members of a stage have started each of its collectives."""
         self.finished: set[tuple[int, Task]] = set()
@@ -192,8 +193,9 @@ class _Walk:
 
     def _schedule_end(self, place: int, instruction: RunTask) -> None:
         step, task = instruction
-        self.free_at_s[place] = at_s = max(self.now_s, self.free_at_s[place]) + self._delay_s()
-        if not self.setting.decides_early:
+        lane = self.setting.graph.lane(task.kind)
+        self.free_at_s[place, lane] = at_s = max(self.now_s, self.free_at_s[place, lane]) + self._delay_s()
+        if not self.setting.decides_early or lane != COMPUTE:
             self._schedule(at_s, place, TaskFinished(step, 0.0, task))
             return
         self.end_orders[place] = max(self.end_orders[place], (at_s, self.draw(1 << 16)))
@@ -204,12 +206,15 @@ class _Walk:
 
     def _check_dependencies(self, place: int, instruction: RunTask) -> None:
         step, task = instruction
-        due = self.judges[place].due_task(self.accounts[place])
+        is_queued = self.setting.graph.lane(task.kind) == COMPUTE
+        due = self.judges[place].due_task(self.accounts[place]) if is_queued else None
         before = [*self.graphs[step].dependencies(task)]
         if task.kind is TaskKind.U:
             before.append(Task(TaskKind.R, task.chunk))
+        exists = self.judges[place].contracts[step].place
         for dependency in before:
-            if (step, dependency) not in self.finished and dependency != due:
+            is_once = dependency.microbatch < 0  # on the stage itself, if the step has it
+            if (step, dependency) not in self.finished and dependency != due and (not is_once or dependency in exists):
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 
     def _deliver(self, place: int, event: Event) -> None:

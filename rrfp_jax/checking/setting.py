@@ -4,7 +4,7 @@ A *place* is where an arbiter runs: a stage, or each member of the group of a st
 numbered stage after stage, so without groups they are the stages.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
+from rrfp_jax.checking.operations import Operations
 from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task
 
 Policy = Hint | tuple[Task, ...]
@@ -55,7 +56,8 @@ class Setting:
     decides_early: bool = False
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     footprints: tuple[int, ...] = ()
-    """Per stage how many activations it may hold, in place of the windows; empty: these count."""
+    """Per stage how many activations it may hold, in place of the windows; empty: these count. Where operations move
+    parts of one, in units (:attr:`rrfp_jax.checking.operations.Operations.unit`)."""
     capacities: tuple[int, ...] = ()
     """Per stage what the microbatches that it holds may weigh; empty: they are counted."""
     weights: tuple[tuple[int, ...], ...] = ()
@@ -83,7 +85,7 @@ class Setting:
             raise ValueError(f"{len(self.policies)} policies for {self.num_stages} stages: give one for each stage")
         if self.footprints and len(self.footprints) != self.num_stages:
             raise ValueError(f"{len(self.footprints)} footprints for {self.num_stages} stages: give one for each stage")
-        if self.footprints or self.foresight is not None:
+        if self.foresight is not None or (self.footprints and not self.graph.ops):
             self._check_rows()
         if self.weights and (len(self.weights) != self.num_steps or len(self.capacities) != self.num_stages):
             raise ValueError("weights need an entry for each step, and capacities one for each stage")
@@ -127,6 +129,16 @@ class Setting:
         """The row of the table by which a stage ranks what is ready, if there is one."""
         policy = self.policies[stage]
         return None if isinstance(policy, tuple) else policy.row
+
+    def has_row(self, stage: int) -> bool:
+        """Whether a table names the tasks of a stage, to be waited for or to rank what is ready."""
+        return isinstance(self.policies[stage], tuple) or self.row(stage) is not None
+
+    def memory_row(self, stage: int) -> Sequence[Task]:
+        """The order in which a stage reserves memory: the table's, or else microbatch by microbatch."""
+        policy = self.policies[stage]
+        row = policy if isinstance(policy, tuple) else policy.row
+        return Operations(self.graph).canonical_row(self.placement.chunks_of_stage[stage]) if row is None else row
 
     def ranked(self, stage: int) -> tuple[Task, ...]:
         """The tasks of that row as the hint ranks them."""
@@ -172,7 +184,8 @@ class Setting:
 
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
-        return (self.graph, self.placement, self.rules, self.absences, self.groups, self.weights)
+        has_rows = tuple(map(self.has_row, range(self.num_stages))) if self.graph.ops else ()
+        return (self.graph, self.placement, self.rules, self.absences, self.groups, self.weights, has_rows)
 
     def start_of(self, step: int) -> StepStarted:
         """The event that starts a step, on every place alike."""
@@ -207,8 +220,12 @@ class Setting:
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
             f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"
-            f"{self._describe_groups()}"
+            f"{self._describe_operations()}{self._describe_groups()}"
         )
+
+    def _describe_operations(self) -> str:
+        told = [f"{op.letter} on {op.lane}" for op in self.graph.ops]
+        return f", operations {', '.join(told)}" if told else ""
 
     def _describe_groups(self) -> str:
         if not self.groups:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _FINEST = 1000
 """Memory is counted in parts of an activation not finer than this."""
 _ONCE = ("R", "U")
+_MICROBATCHES = "all microbatches"
 
 
 class GraphOperations:
@@ -40,6 +41,7 @@ class GraphOperations:
         for chunk in range(graph.num_chunks):
             self._order(chunk)
             self._check_memory(chunk)
+            self._check_once(chunk)
 
     def _check_places(self) -> None:
         num_chunks = self.graph.num_chunks
@@ -54,32 +56,101 @@ class GraphOperations:
                     raise ValueError(f"operation {op.letter!r}: the graph has no chunk {chunk} with microbatch {m}")
 
     def _check_memory(self, chunk: int) -> None:
+        checked = set[tuple[str, ...]]()
         for m in self.graph.microbatches(chunk):
-            if any(op.moves_memory for op in self._existing(chunk, m)) and not self.graph.has_backward(chunk):
+            existing = self._existing(chunk, m)
+            letters = tuple(op.letter for op in existing)
+            if letters in checked:
+                continue
+            checked.add(letters)
+            if any(op.moves_memory for op in existing) and not self.graph.has_backward(chunk):
                 raise ValueError(f"chunk {chunk} keeps nothing, since it has no backward: no operation may move it")
             if self._takes(chunk, m) < 0:
                 raise ValueError(
                     f"operations on chunk {chunk} take more memory than it keeps of a microbatch: let them hold at "
                     "most 1 more than they free"
                 )
+            emptied = self._emptied(chunk, m, existing)
+            if emptied is not None:
+                raise ValueError(
+                    f"operation {emptied!r} frees more than chunk {chunk} may hold of a microbatch by then: let it "
+                    "come after what takes that, or free less"
+                )
+
+    def _emptied(self, chunk: int, microbatch: int, ops: Iterable[Op]) -> str | None:
+        """An operation whose end, in some order in which a pair's tasks can run, leaves less than nothing."""
+        frees = {op.letter for op in ops if op.frees}
+        if not frees:
+            return None
+        kinds = [kind for kind in self._order(chunk) if self.has(kind, chunk, microbatch)]
+        tasks = [Task(kind, chunk, microbatch) for kind in kinds]
+        before = {t.kind: {needed.kind for needed in self._needed(t)} for t in tasks}
+        change = {t.kind: takes - gives for t in tasks for takes, gives in [self.effect(t)]}
+        done, seen = [frozenset[TaskKind]()], set[frozenset[TaskKind]]()
+        while done:
+            ended = done.pop()
+            for kind in kinds:
+                after = ended | {kind}
+                if kind not in ended and before[kind] <= ended and after not in seen:
+                    if kind in frees and sum(change[k] for k in after) < 0:
+                        return kind
+                    seen.add(after)
+                    done.append(after)
+        return None
+
+    def _check_once(self, chunk: int) -> None:
+        """What runs once per chunk or step comes before all microbatches there or after them, and names what exists."""
+        graph = self.graph
+        own = {op.letter: op for op in graph.ops if op.per is not Per.MICROBATCH and op.is_on(chunk, graph.num_chunks)}
+        if not own:
+            return
+        backward = ("B", "I", "W") if graph.has_backward(chunk) else ()
+        with_microbatch = {*self._order(chunk), *backward}
+        known = {*own, *with_microbatch, *(_ONCE if graph.trains(chunk) else ())}
+        follows: dict[str, set[str]] = {letter: set() for letter in (_MICROBATCHES, *known)}
+        follows[_MICROBATCHES].add("R")
+        follows.setdefault("R", set()).add("U")
+        for letter, op in own.items():
+            for name in (*op.after, *op.before):
+                if name not in known:
+                    raise ValueError(
+                        f"operation {letter!r} names {name!r}, which chunk {chunk} does not have: "
+                        f"name some of {', '.join(sorted(known - {letter}))}"
+                    )
+            for name in op.after:
+                follows[_MICROBATCHES if name in with_microbatch else name].add(letter)
+            follows[letter] |= {_MICROBATCHES if name in with_microbatch else name for name in op.before}
+        for letter, op in own.items():
+            reached, left = set[str](), [letter]
+            while left:
+                new = follows.get(left.pop(), set()) - reached
+                reached |= new
+                left += new
+            if letter in reached:
+                raise ValueError(
+                    f"operation {letter!r} runs once per {op.per}, and on chunk {chunk} it would come both after and "
+                    "before the tasks of all microbatches, or after and before R or U: leave out one of the two"
+                )
 
     def _on_chunk(self, chunk: int) -> tuple[Op, ...]:
         """The operations per microbatch, with ``after`` and ``before`` in the kinds that this chunk has."""
         graph = self.graph
-        first, last = graph.input_gradient_kind(chunk), graph.accumulating_kind(chunk)
-
-        def fitted(kind: str, backward: TaskKind) -> str:
-            return backward if kind == TaskKind.B or (kind in "IW" and first is last) else kind
-
         return tuple(
-            replace(
-                op,
-                after=tuple(fitted(kind, last) for kind in op.after),
-                before=tuple(fitted(kind, first) for kind in op.before),
-            )
+            replace(op, after=self._after_kinds(op, chunk), before=self._before_kinds(op, chunk))
             for op in graph.ops
             if op.per is Per.MICROBATCH and op.is_on(chunk, graph.num_chunks)
         )
+
+    def _after_kinds(self, op: Op, chunk: int) -> tuple[str, ...]:
+        """What it comes after, in the kinds of this chunk."""
+        return self._fitted(op.after, chunk, self.graph.accumulating_kind(chunk))
+
+    def _before_kinds(self, op: Op, chunk: int) -> tuple[str, ...]:
+        return self._fitted(op.before, chunk, self.graph.input_gradient_kind(chunk))
+
+    def _fitted(self, letters: tuple[str, ...], chunk: int, backward: TaskKind) -> tuple[str, ...]:
+        is_one = self.graph.input_gradient_kind(chunk) is self.graph.accumulating_kind(chunk)
+        return tuple(backward if kind == "B" or (is_one and kind in "IW") else kind for kind in letters)
 
     def _kinds(self, chunk: int) -> tuple[TaskKind, ...]:
         try:
@@ -128,7 +199,7 @@ class GraphOperations:
         for op in self.graph.ops:
             if op.per is Per.MICROBATCH or not op.is_on(chunk, self.graph.num_chunks) or op.letter == kind:
                 continue
-            if kind in _fitted(op.before, self.graph.input_gradient_kind(chunk)):
+            if kind in self._before_kinds(op, chunk):
                 yield Task(TaskKind(op.letter), chunk)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
@@ -140,9 +211,17 @@ class GraphOperations:
             after = (Task(TaskKind(k), chunk, m) for k in own.after if self.has(TaskKind(k), chunk, m))
             return (*after, *self.before(task), *self._anchors(task))
         found: list[Task] = list(self._anchors(task))
-        for letter in _fitted(op.after, self.graph.accumulating_kind(chunk)):
+        for letter in self._after_kinds(op, chunk):
             found += self._all_of(TaskKind(letter), chunk)
         return (*found, *self.before(task))
+
+    def _needed(self, task: Task) -> tuple[Task, ...]:
+        """What a task waits for on its own chunk and of its own microbatch."""
+        if task.kind in self.by_letter:
+            return tuple(needed for needed in self.dependencies(task) if needed[1:] == task[1:])
+        built_in = self.graph.built_in_kinds(task.chunk)
+        before = (*(task._replace(kind=kind) for kind in built_in[: built_in.index(task.kind)]), *self.before(task))
+        return tuple(needed for needed in before if needed.microbatch >= 0)
 
     def _anchors(self, task: Task) -> Iterator[Task]:
         """What it waits for besides, as far as it is there."""
@@ -179,10 +258,6 @@ class GraphOperations:
     def _forward_takes(self, chunk: int, microbatch: int) -> int:
         moved = sum((_part(op.holds) - _part(op.frees) for op in self._existing(chunk, microbatch)), Fraction(0))
         return int((1 - moved) * self.unit)
-
-
-def _fitted(kinds: tuple[str, ...], backward: TaskKind) -> tuple[str, ...]:
-    return tuple(backward if kind == TaskKind.B else kind for kind in kinds)
 
 
 def _part(value: float) -> Fraction:

@@ -30,7 +30,7 @@ def random_rows(graph: PipelineGraph, placement: Placement, random: Random, *, o
 
 
 def _dependencies(graph, task, *, ordered):
-    before = set(graph.dependencies(task))
+    before = {needed for needed in graph.dependencies(task) if needed.microbatch >= 0}
     if ordered and graph.has_backward(task.chunk) and task.kind is graph.accumulating_kind(task.chunk):
         earlier = [m for m in graph.microbatches(task.chunk) if m < task.microbatch]
         before |= {Task(task.kind, task.chunk, m) for m in earlier[-1:]}

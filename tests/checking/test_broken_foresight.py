@@ -247,7 +247,7 @@ def test_a_footprint_that_does_not_follow_the_row_deadlocks(broken):
     setting = guided(graph, placement, random_rows(graph, placement, Random(5)), foresight=False)
     explore(setting)
     with pytest.raises(CheckError, match="deadlock: stages"):
-        explore(replace(setting, arbiter=broken))
+        explore(replace(setting, arbiter=broken), demand_work=False)
 
 
 def test_the_same_settings_pass_with_a_sound_arbiter():

@@ -75,6 +75,11 @@ def test_an_operation_that_means_nothing_is_refused(fields, words):
         ((Op("O", after="F", chunks=frozenset({7})),), "on chunk 7: there are 2"),
         ((Op("O", after="F", pairs=frozenset({(0, 9)})),), "no chunk 0 with microbatch 9"),
         ((Op("O", after="F", holds=2.0),), "take more memory"),
+        ((Op("O", before="F", frees=0.5),), "frees more than chunk 0 may hold"),
+        ((*offload(), Op("P", after="F", frees=1.0), Op("Q", after="P", before="B", holds=1.0)), "frees more than"),
+        ((Op("S", after="F", before="B", per="chunk"),), "both after and before the tasks of all microbatches"),
+        ((Op("S", after="U", before="R", per="chunk"),), "after and before R or U"),
+        ((Op("S", after="X", per="chunk"),), "names 'X', which chunk 0 does not have"),
     ],
 )
 def test_an_operation_that_does_not_fit_the_graph_is_refused(ops, words):

@@ -1,0 +1,301 @@
+"""Every interleaving of small pipelines with operations: engines beside compute, and memory that they take and free."""
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from rrfp_jax.arbitration import HINTS, Agreement, StepRules
+from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.checking import Explorer, Setting, explore
+from rrfp_jax.checking.operations import Operations
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names, with_operations
+from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear, looped, v_shaped
+from tests.checking.guided import random_rows
+from tests.checking.operated import ONE, TWO, by_hint, by_row, offload, recompute, strictly, with_ops
+from tests.checking.test_reductions import check_same
+
+LANES = pytest.mark.parametrize("lanes", [TWO, ONE], ids=["two engines", "one engine"])
+SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+WAYS = [strictly, by_row]
+"""The row is kept to, or ranks what is ready, with every hold that foresight might choose."""
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def tables(size, ops, names=None):
+    """The graph, placement and rows of registered schedules of this size, with operations."""
+    num_stages, per_stage, num_microbatches = size
+    request = ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=per_stage)
+    for name in names or schedule_names():
+        try:
+            table = with_operations(build_schedule(name, request), ops)
+        except ValueError:
+            continue
+        yield table.graph, table.placement, table.orders
+
+
+def table(name, num_stages, num_microbatches, ops):
+    built = build_schedule(name, ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches))
+    made = with_operations(built, ops)
+    return made.graph, made.placement, made.orders
+
+
+def drawn(graph, placement, number):
+    return graph, placement, random_rows(graph, placement, Random(number))
+
+
+SIZES = [(1, 1, 3), (2, 1, 2), (2, 1, 3), (3, 1, 2), (3, 1, 3), (2, 1, 4), (1, 2, 3), (2, 2, 2), (2, 2, 3), (3, 2, 2)]
+"""Stages, chunks of each, microbatches."""
+
+
+# -- activations that go elsewhere and come back -----------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_schedule_from_its_own_peak_up(name, lanes):
+    for lead, extra, way in product((0, 1), (0, 1), WAYS):
+        (given,) = tables((2, 1, 2), offload(lanes=lanes, lead=lead), [name])
+        explore(way(*given, extra=extra))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@LANES
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_schedule_from_its_own_peak_up(size, lanes):
+    found = [given for lead in (0, 1, 2) for given in tables(size, offload(lanes=lanes, lead=lead))]
+    assert len(found) >= 9
+    for number, (given, way) in enumerate(product(found, WAYS)):
+        explore(way(*given))
+        if size[0] < 3 or not number % 3:
+            explore(way(*given, extra=1))
+
+
+@LANES
+@SPLIT_OR_NOT
+@pytest.mark.parametrize("size", [(2, 1, 2), *slow((2, 1, 3), (3, 1, 3), (2, 2, 2))], ids=str)
+def test_any_row_with_copies_of_some_microbatches(size, split, lanes):
+    """Rows drawn at random, in which copies stand anywhere between what they come after and before."""
+    num_stages, per_stage, num_microbatches = size
+    placement = looped(num_stages, per_stage)
+    plain = chain(placement.num_chunks, num_microbatches, split=split)
+    every = [(c, m) for c in range(plain.num_chunks) for m in range(num_microbatches)]
+    for number in range(4):
+        pairs = frozenset(Random(number).sample(every, len(every) // 2 + number % 2))
+        graph = with_ops(plain, offload(pairs if number else None, lanes=lanes, part=(1.0, 0.5)[number % 2]))
+        for way in WAYS:
+            explore(way(*drawn(graph, placement, number)))
+
+
+@LANES
+@SPLIT_OR_NOT
+@pytest.mark.parametrize("name", ["bf", "f-priority", *slow(*sorted(HINTS.keys() - {"bf", "f-priority"}))])
+def test_hints_reserve_memory_microbatch_by_microbatch(name, split, lanes):
+    for ops in (
+        offload(lanes=lanes),
+        offload(lanes=lanes, part=0.5),
+        offload(frozenset({(0, 0), (1, 1)}), lanes=lanes),
+    ):
+        for window in (1, 2):
+            explore(by_hint(with_ops(chain(2, 2 + (not split), split=split), ops), linear(2), name, window=window))
+
+
+@LANES
+def test_hints_with_two_chunks_on_a_stage(lanes):
+    for name, placement in product(("bf", "fb"), (looped(1, 2), v_shaped(1))):
+        explore(by_hint(with_ops(chain(2, 3), offload(lanes=lanes)), placement, name))
+    explore(by_hint(with_ops(chain(4, 2), offload(lanes=lanes)), looped(2, 2), "bf-deep"))
+
+
+@pytest.mark.slow
+@LANES
+@SPLIT_OR_NOT
+@pytest.mark.parametrize("name", list(HINTS))
+@pytest.mark.parametrize("size", [(2, 1, 4), (3, 1, 3), (2, 2, 2), (2, 2, 3)], ids=str)
+def test_hints_in_larger_pipelines(size, name, split, lanes):
+    num_stages, per_stage, num_microbatches = size
+    for placement, window in product({looped(num_stages, per_stage), linear(num_stages)}, (1, 2)):
+        graph = with_ops(chain(placement.num_chunks, num_microbatches, split=split), offload(lanes=lanes))
+        explore(by_hint(graph, placement, name, window=window))
+
+
+# -- other operations --------------------------------------------------------------------------------------------------
+
+
+SCRATCH = (Op("S", after="F", holds=0.5, frees=0.5),)
+BESIDE = (Op("S", after="F", lane="net", holds=0.5, frees=0.5),)
+PREFETCH = (Op("P", before="F", lane="net", holds=0.5),)
+CHAINED = (Op("L", after="F", before="B", lane="h2d", holds=1.0), Op("X", after="L", before="B", frees=0.5))
+TWICE = (*offload(part=0.5), Op("OO", after="F", lane="d2h", frees=0.5), Op("LL", after="OO", before="B", holds=0.5))
+
+
+@SPLIT_OR_NOT
+@pytest.mark.parametrize(
+    "ops",
+    [recompute(), SCRATCH, BESIDE, PREFETCH, CHAINED, *slow(TWICE)],
+    ids=lambda ops: "".join(op.letter for op in ops),
+)
+def test_what_takes_memory_waits_for_it_on_any_lane(ops, split):
+    graph = with_ops(chain(2, 2, split=split), ops)
+    for number, way in product(range(2), WAYS):
+        explore(way(*drawn(graph, linear(2), number)))
+    for name, window in product(("bf", "f-priority"), (2, 3)):
+        explore(by_hint(graph, linear(2), name, window=window))
+
+
+def test_forwards_that_take_unlike_parts_pass_each_other():
+    """What a microbatch with little of its own takes may fit where another one, before it in the row, does not."""
+    graph = with_ops(chain(2, 3), recompute(0.75)[:1])
+    (again,) = graph.ops
+    graph = with_ops(chain(2, 3), (replace(again, pairs=frozenset({(0, 2)})),))
+    row = tuple(map(Task.parse, ["0F0", "0B0", "0F1", "0F2", "0B1", "0C2", "0B2"]))
+    other = tuple(map(Task.parse, ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]))
+    setting = by_row(graph, linear(2), (row, other), foresight=False)
+    explore(setting)
+    explore(replace(setting, footprints=(setting.footprints[0] + 1, setting.footprints[1])))
+
+
+ONCE = [
+    *(Op("G", before="F", per="chunk", lane=lane) for lane in ("net", "compute")),
+    *(Op("E", after="B", per="step", lane=lane) for lane in ("net", "compute")),
+    Op("E", after="R", before="U", per="chunk"),
+    Op("E", after="U", per="chunk", lane="net"),
+    Op("E", before="U", per="chunk", lane="net"),
+]
+
+
+@pytest.mark.parametrize("op", ONCE, ids=lambda op: f"{op.letter} {op.lane} {op.per} {op.after} {op.before}")
+@pytest.mark.parametrize("agreement", [Agreement.ALL, *slow(Agreement.LOSS, Agreement.NONE)])
+def test_operations_once_per_chunk_or_step(op, agreement):
+    rules = StepRules(agreement=agreement)
+    graph, placement, rows = table("1f1b", 2, 2, (op, *offload(frozenset({(0, 1)}))))
+    for way in WAYS:
+        explore(way(graph, placement, rows, rules=rules))
+    explore(by_hint(with_ops(chain(2, 2), (op,)), linear(2), "bf", rules=rules, absences=((), ())))
+
+
+@pytest.mark.parametrize("lane", ["net", "compute"])
+def test_operations_without_memory_leave_the_window_as_it_is(lane):
+    ops = (Op("P", before="F", lane=lane), Op("S", after="F", lane=lane), Op("T", after="B", lane=lane))
+    for name, window in product(("bf", "fb"), (1, 2)):
+        explore(by_hint(with_ops(chain(2, 3), ops), linear(2), name, window=window))
+
+
+# -- whatever else a step may have -------------------------------------------------------------------------------------
+
+
+@LANES
+def test_steps_that_lack_pairs(lanes):
+    lacking = ((), absences({(0, 0), (1, 0)}))
+    graph, placement, rows = table("1f1b", 2, 2, offload(lanes=lanes))
+    for way in WAYS:
+        explore(way(graph, placement, rows, absences=lacking))
+    explore(by_hint(graph, placement, "bf", absences=lacking, rules=StepRules()))
+
+
+def test_a_step_that_lacks_a_reader_of_what_an_operation_comes_before():
+    graph = with_ops(PipelineGraph(3, 2, (Edge(0, 1), Edge(0, 2))), PREFETCH)
+    for number, way in product(range(2), WAYS):
+        explore(way(*drawn(graph, linear(3), number), absences=(absences({(2, 0)}),)))
+
+
+@LANES
+@pytest.mark.parametrize("dispatch_ahead", [0, *slow(1)])
+def test_early_decisions(lanes, dispatch_ahead):
+    """What is about to end has freed its memory for the queue behind it, and not yet for engines."""
+    more = {"decides_early": True, "dispatch_ahead": dispatch_ahead}
+    for way in WAYS:
+        explore(way(*table("1f1b", 2, 2, offload(lanes=lanes)), **more))
+    for name, window in product(("bf", "f-priority"), (1, 2)):
+        explore(by_hint(with_ops(chain(2, 2), offload(lanes=lanes)), linear(2), name, window=window, **more))
+    explore(by_row(*table("1f1b", 2, 3, recompute()), **more))
+
+
+@pytest.mark.slow
+@LANES
+@SPLIT_OR_NOT
+def test_early_decisions_in_larger_pipelines(lanes, split):
+    for number, (size, dispatch_ahead) in enumerate(product([(2, 1, 3), (3, 1, 2), (2, 2, 2)], (0, 1))):
+        placement = looped(*size[:2])
+        graph = with_ops(chain(placement.num_chunks, size[2], split=split), offload(lanes=lanes))
+        more = {"decides_early": True, "dispatch_ahead": dispatch_ahead}
+        for way in WAYS:
+            explore(way(*drawn(graph, placement, number), **more))
+        explore(by_hint(graph, placement, "bf", window=2, **more))
+
+
+@LANES
+def test_tasks_dispatched_ahead_and_accumulation_in_order(lanes):
+    for way in WAYS:
+        explore(way(*table("1f1b", 2, 3, offload(lanes=lanes)), dispatch_ahead=1))
+        explore(way(*table("1f1b", 2, 3, offload(lanes=lanes)), rules=StepRules(ordered=True)))
+
+
+def test_replicas():
+    graph = replicated_graph(with_ops(chain(2, 1), (*offload(), Op("E", after="U", per="chunk", lane="net"))), 2)
+    placement = replicated_placement(linear(2), 2)
+    explore(by_hint(graph, placement, "bf", rules=StepRules(agreement=Agreement.LOSS)))
+    explore(by_row(*drawn(graph, placement, 1), rules=StepRules(agreement=Agreement.LOSS)))
+
+
+def test_a_group_runs_operations_of_its_compute_lane():
+    graph, placement, rows = table("1f1b", 2, 2, recompute())
+    for collective in (True, False):
+        explore(by_row(graph, placement, rows, groups=(2, 1), collective=collective))
+
+
+# -- what is explored --------------------------------------------------------------------------------------------------
+
+
+def test_copies_run_beside_tasks_and_hold_them_up():
+    setting = by_hint(with_ops(chain(2, 3), offload()), linear(2), "bf", window=1)
+    search = Explorer().search(setting)
+    frontier = [search.start]
+    while frontier:
+        frontier, _ = search.advance(frontier)
+    running = [set(a.running(n)) for a in search.automata for n in range(a.num_states)]
+    kinds = [{str(task.kind) for task in tasks} for tasks in running]
+    assert {"F", "O"} not in kinds, "one microbatch alone is held"
+    roomy = Explorer().search(replace(setting, footprints=(2, 2)))
+    frontier = [roomy.start]
+    while frontier:
+        frontier, _ = roomy.advance(frontier)
+    kinds = [{str(task.kind) for task in a.running(n)} for a in roomy.automata for n in range(a.num_states)]
+    assert {"F", "O"} in kinds
+    assert {"L", "F"} in kinds
+
+
+def test_same_visible_states_without_the_reductions():
+    check_same(by_row(*table("1f1b", 2, 2, offload())))
+    check_same(by_row(*table("1f1b", 2, 2, offload(lanes=ONE)), decides_early=True))
+    check_same(by_hint(with_ops(chain(2, 2), offload()), linear(2), window=2, decides_early=True))
+    check_same(strictly(*table("1f1b", 2, 2, offload()), dispatch_ahead=1))
+
+
+def test_the_checker_and_the_graph_read_operations_alike():
+    """The checker derives what operations demand from their records; it must come to what the graph says."""
+    for ops, split in product((offload(), CHAINED, TWICE, PREFETCH, tuple(ONCE[:1]), tuple(ONCE[2:3])), (False, True)):
+        graph = with_ops(chain(2, 2, split=split), ops)
+        own = Operations(graph)
+        for task in graph.tasks():
+            assert {*own.bare_dependencies(task), *own.needs.get(task, ())} == {*graph.dependencies(task)}
+            takes, frees = own.effect(task)
+            assert graph.memory_effect(task) == (takes / own.unit, frees / own.unit)
+            assert own.lane(task) == graph.lane(task.kind)
+        assert own.once == [*graph.operations.once(range(2))]
+
+
+def test_a_setting_says_what_its_operations_are():
+    setting = Setting(
+        graph=with_ops(chain(1, 1), (Op("S", after="F", lane="net"),)),
+        placement=linear(1),
+        windows=(1,),
+        policies=(HINTS["bf"],),
+    )
+    assert "operations S on net" in str(setting)
+    assert TaskKind("S") in {task.kind for task in setting.graph.tasks()}
