@@ -293,10 +293,10 @@ class Ordering:
         limits = [window * each for window, each in zip(self._windows(placement.num_stages), passes, strict=True)]
         for stage, (peak, limit, each) in enumerate(zip(peaks, limits, passes, strict=True)):
             if limit < peak:
+                ways = "or leave window out" if moves_memory else "leave window out, or switch footprint off"
                 raise ValueError(
                     f"window {limit // each} of stage {stage} is less than the {peak / each:g} microbatches that "
-                    f"schedule {table.name!r} holds there: give at least {-(-peak // each)}, leave window out, or "
-                    "switch footprint off"
+                    f"schedule {table.name!r} holds there: give at least {-(-peak // each)}, {ways}"
                 )
         return tuple(limits) * num_replicas
 

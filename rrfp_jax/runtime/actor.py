@@ -144,7 +144,7 @@ class StageActor:
             self._start_coming()
 
     def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
-        outgoing, announced = [], []
+        outgoing, announced, ended = [], [], False
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._submit(instruction)
@@ -159,7 +159,7 @@ class StageActor:
                 self._wake_no_more()
                 self._wake = self._wake_later(instruction.time_s, partial(self._woken, instruction))
             elif isinstance(instruction, FinishStep):
-                self._finish(instruction.step, time_s)
+                ended = True
             else:
                 assert self._tell is not None
                 self._tell(self.stage, instruction.member, instruction.step, instruction.note)
@@ -167,6 +167,8 @@ class StageActor:
             self._transport.send(*item)
         for step, message, stage in announced:  # which no data should wait for
             self._announce(stage, step, message)
+        if ended:  # others wait for what was sent, and nobody for the record of the step
+            self._finish(instructions[-1].step, time_s)
 
     def _wake_no_more(self) -> None:
         if self._wake is not None:

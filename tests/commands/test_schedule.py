@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands import emulate, levels, schedule, simulate
+from rrfp_jax.commands import levels, schedule, simulate
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, read_csv
+from tests.commands.running import run_command
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "8")
 FILE = """
@@ -91,9 +92,11 @@ def test_a_schedule_of_ones_own_in_simulate_and_levels(capsys, own) -> None:
     assert rows[f"{own}:mine"]["strict"] == rows["1f1b"]["strict"]
 
 
-def test_a_schedule_of_ones_own_in_emulate(capsys, own) -> None:
+def test_a_schedule_of_ones_own_in_emulate(own) -> None:
     sizes = ("--num-stages", 2, "--num-microbatches", 4, "--durations-ms", "1,1,1", "--steps", 1)
-    ran = printed(capsys, emulate, *sizes, "--schedule", f"{own}:mine", "--consume", "strict")
+    found = run_command("emulate", *sizes, "--schedule", f"{own}:mine", "--consume", "strict", "--json")
+    assert found.returncode == 0, found.stderr
+    ran = json.loads(found.stdout.splitlines()[-1])
     assert ran["order"][1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
 
 
