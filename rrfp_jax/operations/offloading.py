@@ -15,7 +15,7 @@ round trips of the copy: it would be on its way for most of the time.
 What is moved
 -------------
 What only the stash holds (:mod:`rrfp_jax.operations.stash_copies`), as two operations of the schedule's language: ``O``
-behind a forward, ``L`` one task ahead of its backward, on one copy engine of the stage.
+behind a forward, ``L`` a task ahead of its backward, on one copy engine of the stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,6 @@ from rrfp_jax.tasks import Op, Task, TaskKind
 COPY = "copy"
 """The engine that copies in both directions, one activation at a time."""
 OUT, BACK = "O", "L"
-_LEAD = 1
 _ROUND_TRIPS = 3
 """That must fit into an activation's wait for its backward."""
 
@@ -41,6 +40,7 @@ def offload(
     *,
     copy_ms: float | None = None,
     lengths: SlotLengths = EQUAL,
+    lead: int = 1,
     lanes: tuple[str, str] = (COPY, COPY),
 ) -> ScheduleTable:
     """The table with operations by which no stage holds more than ``slots`` microbatches' activations on its devices.
@@ -49,6 +49,7 @@ def offload(
         slots: counted as in :meth:`rrfp_jax.schedules.ScheduleTable.peak_activations`.
         copy_ms: how long one activation takes, one way; None: half as long as its forward and backward together.
         lengths: of the other tasks of one chunk, in milliseconds, or relative to each other where ``copy_ms`` is None.
+        lead: how many tasks ahead of its backward an activation is asked back.
         lanes: the engines for the way out and the way back.
 
     Raises ValueError, with the fewest slots that would do, where these are too few.
@@ -62,13 +63,13 @@ def offload(
         raise ValueError(f"copy_ms is {one_way}: give 0 or more milliseconds")
     pairs = frozenset[tuple[int, int]]()
     for rows in filter(None, (table, table.hint)):
-        pairs |= _pairs_to_move(rows, slots, one_way, lengths)
+        pairs |= _pairs_to_move(rows, slots, one_way, lengths, lead)
     if not pairs:
         return table
     common: dict[str, Any] = {"ms": one_way, "pairs": pairs}
     out = Op(OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, keeps_on_host=True, run=_StashToHost(), **common)
     back = Op(
-        BACK, after=(OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=_LEAD, run=_stash_to_device, **common
+        BACK, after=(OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, run=_stash_to_device, **common
     )
     return with_operations(table, (out, back))
 
@@ -119,14 +120,14 @@ class _Stay:
 
 
 def _pairs_to_move(
-    table: ScheduleTable, slots: int, one_way: float, lengths: SlotLengths
+    table: ScheduleTable, slots: int, one_way: float, lengths: SlotLengths, lead: int
 ) -> frozenset[tuple[int, int]]:
     spans = execute(table, lengths).spans
     pairs: set[tuple[int, int]] = set()
     fewest = {}
     for stage, row in enumerate(table.orders):
         passes = table.graph.passes_per_microbatch(table.placement.chunks_of_stage[stage])
-        stays = _stays(table, row, spans, 2 * _ROUND_TRIPS * one_way)
+        stays = _stays(table, row, spans, 2 * _ROUND_TRIPS * one_way, lead)
         held = _held(len(row), stays)
         if max(held) > slots * passes:
             moved, left = _fewest(held, stays, max(1, slots * passes - 1))
@@ -143,7 +144,7 @@ def _pairs_to_move(
 
 
 def _stays(
-    table: ScheduleTable, row: Sequence[Task], spans: dict[Task, tuple[float, float]], least: float
+    table: ScheduleTable, row: Sequence[Task], spans: dict[Task, tuple[float, float]], least: float, lead: int
 ) -> list[_Stay]:
     graph, place = table.graph, {task: n for n, task in enumerate(row)}
     stays = []
@@ -153,7 +154,7 @@ def _stays(
             continue
         first, last = (Task(k, chunk, m) for k in (graph.input_gradient_kind(chunk), graph.accumulating_kind(chunk)))
         wait = spans[first][0] - spans[task][1]
-        stays.append(_Stay((chunk, m), place[task], place[first] - _LEAD, place[last], wait >= least * (1 - 1e-9)))
+        stays.append(_Stay((chunk, m), place[task], place[first] - lead, place[last], wait >= least * (1 - 1e-9)))
     return stays
 
 

@@ -78,6 +78,17 @@ def test_what_waits_for_less_than_three_round_trips_stays() -> None:
         offload(plain, 7, copy_ms=100.0, lengths=lengths)
 
 
+@pytest.mark.parametrize("lead", [0, 2, 3])
+def test_activations_may_be_asked_back_earlier(lead: int) -> None:
+    schedule = offload(table("1f1b", p=8, m=32), 4, copy_ms=0.01, lead=lead)
+    assert max(schedule.peak_activations()) <= 4
+    row = schedule.orders[0]
+    computed = [task for task in row if task.kind in "FB"]
+    chunk, m = max(moved(schedule), key=lambda pair: (pair[0] == 0, pair[1] == 16))
+    ahead = row[row.index(Task.parse(f"{chunk}L{m}")) : row.index(Task.parse(f"{chunk}B{m}"))]
+    assert len([task for task in ahead if task in computed]) == lead
+
+
 @pytest.mark.parametrize(("slots", "copy_ms", "words"), [(0, 1.0, "0 slots"), (2, -1.0, "copy_ms is -1")])
 def test_bad_numbers_are_refused(slots: int, copy_ms: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
