@@ -263,7 +263,7 @@ def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
         num_stages=arguments.num_stages,
         num_microbatches=num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
-        lengths_ms=_profile_ms(arguments, workload) if ordering.offload else None,
+        lengths_ms=_profile_ms(arguments, workload) if ordering.offload or ordering.recompute is not None else None,
         placement=model and model.placement,
         graph=model and model.graph,
         num_replicas=arguments.data,

@@ -84,6 +84,9 @@ class PipelineConfig:
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices; what its schedule holds beyond that waits for its
     backward in host memory; None: nothing is moved."""
+    recompute: int | None = None
+    """How many tasks ahead of a backward what its forward did not keep is computed again, in a task of its own, 0 for
+    right before it; None: forwards keep it."""
     remat: str = "none"
     """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
     memory_limit: int | str | None = None
@@ -113,6 +116,9 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size", "offload")
         check_fields(self, AT_LEAST_1, "encoder_stages")
+        check_fields(self, NOT_NEGATIVE, "recompute")
+        if self.recompute is not None and self.remat == "full":
+            raise ValueError("recompute and remat full both compute forwards again: leave one of them out")
         check_fields(self, _PROJECTOR, "projector_in")
         if self.stage_of_chunk is not None:
             self._check_placement(self.stage_of_chunk)

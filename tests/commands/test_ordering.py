@@ -241,3 +241,26 @@ def test_offload_bounds_what_stages_hold_on_their_devices():
 def test_an_offload_that_cannot_be_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         resolve(**words)
+
+
+def test_recompute_stands_ahead_of_backwards_that_wait():
+    for consume in ("strict", "ready"):
+        resolved = resolve({"lengths_ms": (7.0, 10.0, 10.0)}, schedule="1f1b", consume=consume, recompute=0)
+        assert [(op.letter, op.ms) for op in resolved.graph.ops] == [("C", 7.0)]
+        assert max(resolved.table.peak_activations()) < 1.4
+    assert resolve({"num_replicas": 2}, schedule="1f1b", recompute=1, window=3).bounds == ("3",) * 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"recompute": 0}, "give a schedule that the stages follow"),
+        ({"recompute": 0, "schedule": "1f1b", "hint": "bf"}, "give a schedule that the stages follow"),
+        ({"recompute": -1, "schedule": "1f1b"}, "recompute is -1: give 0 or more"),
+        ({"recompute": 0, "schedule": "1f1b", "offload": 2}, "leave one of them out"),
+        ({"recompute": 0, "schedule": "1f1b", "adaptive": "on"}, "leave it or recompute out"),
+    ],
+)
+def test_a_recompute_that_cannot_be_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(**words)

@@ -25,6 +25,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.commands.common.options import offer
 from rrfp_jax.operations.offloading import device_slots, offload
+from rrfp_jax.operations.recomputing import recomputed
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.schedules.slots import SlotLengths
@@ -33,8 +34,11 @@ from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 ON, OFF = "on", "off"
 _NAMES = (
     *("schedule", "group_size", "consume", "hint", "window", "backward"),
-    *("footprint", "foresight", "read_ahead", "adaptive", "offload", "copy_ms"),
+    *("footprint", "foresight", "read_ahead", "adaptive", "offload", "copy_ms", "recompute"),
 )
+
+_PART_REMADE = 0.9
+"""Of what a chunk keeps of a microbatch, as recompute counts it: for the bound of activations, not for forecasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class Ordering:
     """Microbatches whose activations a stage holds on its devices; what a schedule holds beyond goes to the host."""
     copy_ms: float | None = None
     """How long moving one activation takes, one way; None: half as long as its forward and backward."""
+    recompute: int | None = None
+    """How many tasks ahead of a backward what it needs is computed again, in a task of its own; None: it is kept."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
@@ -66,13 +72,14 @@ class Ordering:
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
         self._check_offload()
+        self._check_recompute()
 
     def _check_offload(self) -> None:
         if self.offload is None:
             if self.copy_ms is not None:
                 raise ValueError("copy_ms is what offload's copies take: give offload too, or leave it out")
             return
-        if self.schedule is None or (self.consume == READY and self.hint not in (None, SCHEDULE)):
+        if not self._follows_table:
             raise ValueError(
                 "offload moves what a schedule holds for long: give one that the stages follow, for example 1f1b"
             )
@@ -80,6 +87,25 @@ class Ordering:
             raise ValueError("offload says what stages hold on their devices: leave window and footprint out")
         if self.adaptive:
             raise ValueError("adaptive plans tables whose activations stay where they are: leave it or offload out")
+
+    def _check_recompute(self) -> None:
+        if self.recompute is None:
+            return
+        if self.recompute < 0:
+            raise ValueError(f"recompute is {self.recompute}: give 0 or more tasks ahead of the backward")
+        if not self._follows_table:
+            raise ValueError(
+                "recompute puts a task ahead of backwards that wait: give a schedule that the stages follow, for "
+                "example 1f1b"
+            )
+        if self.offload is not None:
+            raise ValueError("recompute makes again what offload would move: leave one of them out")
+        if self.adaptive:
+            raise ValueError("adaptive plans tables of built-in tasks: leave it or recompute out")
+
+    @property
+    def _follows_table(self) -> bool:
+        return self.schedule is not None and (self.consume != READY or self.hint in (None, SCHEDULE))
 
     def resolve(
         self,
@@ -100,7 +126,7 @@ class Ordering:
             num_stages, num_microbatches, chunks_per_stage: the sizes; ``chunks_per_stage`` None leaves the choice to
                 the schedule, and is 1 without one.
             durations_ms, comm_ms: F, I and W of one chunk and a transfer, for schedules made from profiled times.
-            lengths_ms: F, I and W of one chunk as they really are, by which ``offload`` judges; None: as above.
+            lengths_ms: F, I and W of one chunk as they really are, for ``offload`` and ``recompute``; None: as above.
             placement, graph: those of a model that brings its own; the schedule must fit them. The graph's ``split``
                 is set here. None: the schedule's, or a chain of looped chunks.
             num_replicas: data-parallel replicas of all that is said above, each with its own ``num_microbatches``.
@@ -133,6 +159,9 @@ class Ordering:
             graph = table.graph if table else chain(placement.num_chunks, num_microbatches)
         if graph.num_microbatches != num_microbatches:
             raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
+        if table is not None and self.recompute is not None:
+            forward_ms = (lengths_ms or durations_ms)[0]
+            table = recomputed(table, _PART_REMADE, lead=self.recompute, ms=forward_ms)
         ordering = self.on(table)
         if table is not None and self.offload is not None:
             lengths = SlotLengths(*(lengths_ms or durations_ms))
@@ -205,6 +234,7 @@ def parse_ordering(
     adaptive: str | bool | None = None,
     offload: int | None = None,
     copy_ms: float | None = None,
+    recompute: int | None = None,
 ) -> Ordering:
     """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
     if isinstance(window, str):
@@ -224,6 +254,7 @@ def parse_ordering(
         adaptive=bool(parse_switch(adaptive, "adaptive")),
         offload=offload,
         copy_ms=copy_ms,
+        recompute=recompute,
     )
 
 
@@ -325,4 +356,11 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar="MS",
         help="with --offload, how long it takes to move what a chunk keeps of one microbatch, one way, on an engine "
         "beside compute (default: half as long as its forward and backward)",
+    )
+    group.add_argument(
+        "--recompute",
+        type=int,
+        metavar="N",
+        help="keep of a microbatch only what forwards read, and compute the rest again in a task of its own, N tasks "
+        "ahead of its backward, 0 for right before it (default: it is kept)",
     )

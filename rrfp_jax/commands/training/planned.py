@@ -85,6 +85,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         read_ahead=layout.read_ahead,
         adaptive=layout.adaptive,
         offload=layout.offload,
+        recompute=layout.recompute,
     )
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
