@@ -37,6 +37,7 @@ ROW = {
     "skipped",
     "num_skipped",
     "peak_memory_bytes",
+    "peak_host_bytes",
 }
 
 
