@@ -20,6 +20,7 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
     table's graph.
     """
     added = tuple(ops)
+    _check_waits(added, table)
     graph = replace(table.graph, ops=(*table.graph.ops, *added))
     rows = []
     for chunks, order in zip(table.placement.chunks_of_stage, table.orders, strict=True):
@@ -30,6 +31,17 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
         rows.append(tuple(row))
     hint = None if table.hint is None else with_operations(table.hint, added)
     return replace(table, graph=graph, rows=tuple(rows), hint=hint).validate()
+
+
+def _check_waits(ops: Iterable[Op], table: ScheduleTable) -> None:
+    stage_of, chunks = table.placement.stage_of_chunk, range(table.graph.num_chunks)
+    for op in ops:
+        for task, other in sorted(op.waits):
+            if other.chunk not in chunks or task.chunk not in chunks or stage_of[task.chunk] != stage_of[other.chunk]:
+                raise ValueError(
+                    f"operation {op.letter!r}: {task} waits for {other}, which is not on its stage: name a task of its "
+                    "own stage"
+                )
 
 
 def _in_turn(ops: tuple[Op, ...]) -> list[Op]:

@@ -11,11 +11,11 @@ import pytest
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.operations import gathered, most_gathered, recomputed
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
 from rrfp_jax.simulation.result import peak_memory
-from rrfp_jax.tasks import looped
+from rrfp_jax.tasks import Op, Task, looped
 from rrfp_jax.testing import DelayedStage
 from tests.environment import of_child
 from tests.operations.deep_chunks import NUM_MICROBATCHES, assert_same_bits, make_batch, pipeline, train
@@ -104,6 +104,12 @@ def test_the_row_that_gathers_wait_along_is_needed():
         gathered(table("1f1b", 2, 2), prefetch=-1)
 
 
+def test_an_anchor_on_another_stage_is_refused():
+    op = Op("G", before="F", lane="net", waits=frozenset({(Task.parse("0G1"), Task.parse("1F0"))}))
+    with pytest.raises(ValueError, match="0G1 waits for 1F0, which is not on its stage"):
+        with_operations(table("1f1b", 2, 2), [op])
+
+
 def test_a_stage_that_spans_processes_refuses():
     plan = gathered(table("1f1b", 2, 2))
     order = Ordering(schedule=plan).resolve(plan.placement, replace(plan.graph, ops=()))
@@ -141,7 +147,7 @@ def test_tables_with_gathers_and_recompute_need_no_jax():
     program = """
 import sys
 from rrfp_jax.operations import gathered, recomputed
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
 gathered(recomputed(build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=4)), 0.9))
 assert "jax" not in sys.modules
 """
