@@ -25,7 +25,7 @@ from typing import Any
 
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
-from rrfp_jax.tasks import Op, Task, TaskKind
+from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind
 
 COPY = "copy"
 """The engine that copies in both directions, one activation at a time."""
@@ -81,6 +81,11 @@ def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
     """
     rows = [table.peak_activations()] + ([] if table.hint is None else [table.hint.peak_activations()])
     return tuple(min(slots, ceil(max(peaks))) for peaks in zip(*rows, strict=True))
+
+
+def moves_activations(graph: PipelineGraph) -> bool:
+    """Whether an offloaded table's graph moves any: none do where all stages hold few enough anyway."""
+    return any(isinstance(op.run, _StashToHost) for op in graph.ops)
 
 
 class _StashToHost:

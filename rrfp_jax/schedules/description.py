@@ -9,11 +9,12 @@ stage, and what both calls give must be equal.
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rrfp_jax.schedules.language.choice import Quickest
 from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, some
@@ -24,18 +25,6 @@ from rrfp_jax.schedules.with_operations import with_operations
 from rrfp_jax.tasks import Per
 
 Description = Callable[[Stage], Described]
-
-
-@dataclass(frozen=True)
-class Quickest(Described):
-    """The alternative that strict execution ends first with the profiled times; as a hint the first one ranks."""
-
-    alternatives: tuple[Described, ...]
-
-
-def quickest(*alternatives: Described) -> Quickest:
-    """Of these orders the one that takes least time with the profiled times; of equal ones the first."""
-    return Quickest(alternatives)
 
 
 def table_of(name: str, describe: Description, stages: Sequence[Stage]) -> ScheduleTable:
@@ -59,7 +48,7 @@ def _called(name: str, describe: Description, stage: Stage) -> Described:
         raise _located(name, mistake) from mistake
     except ValueError:
         raise  # a sentence of the description itself
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"schedule {name!r}, stage {stage.i}: {told(error)}") from error
     if isinstance(made, Described):
         return made
@@ -106,6 +95,10 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         rows = first.orders(stages, made)
     except Mistake as mistake:
         raise _located(name, mistake) from mistake
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # of a function that the description gives to a stream, slots or a rule
+        raise ValueError(f"schedule {name!r}: {told(error)}") from error
     named = {task.kind for row in rows for task in row}
     unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]
     graph = replace(graph, ops=tuple(op for op in graph.ops if op not in unnamed))

@@ -123,7 +123,10 @@ class PipelineConfig:
         if self.stage_of_chunk is not None:
             self._check_placement(self.stage_of_chunk)
         if self.offload is not None and self.window is not None:  # which may be in bytes
-            raise ValueError("offload says what stages hold on their devices: make window null")
+            raise ValueError(
+                f"window {self.window} and offload {self.offload} both bound what stages hold on devices: make window "
+                "null (--window null)"
+            )
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:

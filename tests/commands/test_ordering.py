@@ -221,6 +221,9 @@ def test_offload_bounds_what_stages_hold_on_their_devices():
         assert max(resolved.table.peak_activations()) <= 3
     assert resolve(schedule="1f1b", offload=8).bounds == ("4", "3", "2", "1")
     assert resolve({"num_replicas": 2}, schedule="1f1b", offload=3).bounds == ("3", "3", "2", "1") * 2
+    within = resolve(schedule="zb-v", consume="strict", offload=8)  # 8 microbatches are begun, 4 activations held
+    assert within.bounds == resolve(schedule="zb-v", consume="strict").bounds
+    assert not within.graph.ops
     quick = resolve({"lengths_ms": (10.0, 10.0, 10.0)}, schedule="1f1b", offload=2, copy_ms=1.0)
     assert {op.ms for op in quick.graph.ops} == {1.0}
 
@@ -228,8 +231,12 @@ def test_offload_bounds_what_stages_hold_on_their_devices():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"offload": 2}, "offload moves what a schedule holds for long: give one that the stages follow"),
-        ({"offload": 2, "schedule": "1f1b", "hint": "bf"}, "give one that the stages follow"),
+        ({"offload": 2}, "give one, for example --schedule 1f1b$"),
+        ({"offload": 2, "hint": "bf"}, "for example --schedule 1f1b --hint schedule$"),
+        (
+            {"offload": 2, "schedule": "1f1b", "hint": "bf"},
+            "in place of 1f1b: give --hint schedule or --consume strict",
+        ),
         ({"offload": 2, "schedule": "1f1b", "window": 4}, "leave window and footprint out"),
         ({"offload": 2, "schedule": "1f1b", "footprint": "off"}, "leave window and footprint out"),
         ({"offload": 2, "schedule": "1f1b", "adaptive": "on"}, "leave it or offload out"),
@@ -254,8 +261,8 @@ def test_recompute_stands_ahead_of_backwards_that_wait():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"recompute": 0}, "give a schedule that the stages follow"),
-        ({"recompute": 0, "schedule": "1f1b", "hint": "bf"}, "give a schedule that the stages follow"),
+        ({"recompute": 0}, "give one, for example --schedule 1f1b"),
+        ({"recompute": 0, "schedule": "1f1b", "hint": "bf"}, "give --hint schedule or --consume strict"),
         ({"recompute": -1, "schedule": "1f1b"}, "recompute is -1: give 0 or more"),
         ({"recompute": 0, "schedule": "1f1b", "offload": 2}, "leave one of them out"),
         ({"recompute": 0, "schedule": "1f1b", "adaptive": "on"}, "leave it or recompute out"),

@@ -1,5 +1,6 @@
 """Mistakes in descriptions: each is refused in one sentence that names the stage, the place and the remedy."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -18,6 +19,7 @@ from rrfp_jax.schedules.language import (
     given,
     nothing,
     owed,
+    quickest,
     rounds,
     rule,
     slots,
@@ -120,7 +122,7 @@ MISTAKES: dict[str, tuple[Callable[[Stage], object], list[str]]] = {
     ),
     "fewer than no repetitions": (
         lambda s: F * (s.i - 1) + F.rest + B.rest,
-        ["stage 0", "cannot be repeated -1 times: give 0 or more"],
+        ["stage 0", "cannot be repeated -1 times: give a whole number, 0 or more"],
     ),
     "every no rounds": (of_stage_1(lambda s: rounds(F.every(0), B)), ["stage 1", "F cannot run every 0 rounds"]),
     "a phase among streams": (
@@ -149,6 +151,16 @@ MISTAKES: dict[str, tuple[Callable[[Stage], object], list[str]]] = {
         of_stage_1(lambda s: rule(F, B, F="age").frozen()),
         ["stage 1", "the key has the word 'age'", "microbatch"],
     ),
+    "a fraction of a repetition": (lambda s: F * 1.5 + B.rest, ["stage 0", "repeated 1.5 times: give a whole number"]),
+    "rounds that are no number": (of_stage_1(lambda s: rounds(F.ahead("1"), B)), ["stage 1", "'1' rounds ahead"]),
+    "a repetition until an order": (of_stage_1(lambda s: F.until(nothing)), ["stage 1", "write .until(F[0])"]),
+    "slots of a mapping": (of_stage_1(lambda s: slots({F: 0})), ["stage 1", "write block(...).every(n)"]),
+    "a choice of nothing": (of_stage_1(lambda s: quickest()), ["stage 1", "nothing to choose from"]),
+    "an error within a filter": (
+        of_stage_1(lambda s: rounds(F.only(lambda task: 1 // 0), B)),
+        ["'mine': ZeroDivisionError in line", "test_mistakes.py"],
+    ),
+    "an exit": (of_stage_1(lambda s: sys.exit(3)), ["stage 1", "SystemExit in line"]),
     "something else added": (of_stage_1(lambda s: F.rest + "B"), ["stage 1", "'B' is no order"]),
     "a task of another stage": (of_stage_1(lambda s: given("0F0") + F.rest), ["stage 1", "chunk 0 is none"]),
     "a task that there is not": (of_stage_1(lambda s: given("1F9")), ["stage 1", "1F9 names microbatch 9", "0..3"]),
@@ -193,6 +205,12 @@ def test_a_rule_whose_limits_admit_nothing_more_leaves_tasks_out() -> None:
     message = refusal(lambda s: rule(B, F).frozen(holding=0))
     assert "stage 0 leaves out 0F0" in message
     assert "a larger limit" in message
+
+
+def test_more_repetitions_than_there_are_microbatches_add_nothing() -> None:
+    entry = ScheduleEntry(name="mine", describe=lambda s: F * 10**9 + B.rest, shape=ONE_EACH)
+    table = entry.table(ScheduleRequest(num_stages=2, num_microbatches=3))
+    assert [str(task) for task in table.orders[0]] == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
 
 
 def test_what_owes_nothing_adds_nothing() -> None:

@@ -79,10 +79,7 @@ class Ordering:
             if self.copy_ms is not None:
                 raise ValueError("copy_ms is what offload's copies take: give offload too, or leave it out")
             return
-        if not self._follows_table:
-            raise ValueError(
-                "offload moves what a schedule holds for long: give one that the stages follow, for example 1f1b"
-            )
+        self._check_follows_table("offload moves what a schedule holds for long")
         if self.window is not None or self.footprint is False:
             raise ValueError("offload says what stages hold on their devices: leave window and footprint out")
         if self.adaptive:
@@ -93,19 +90,22 @@ class Ordering:
             return
         if self.recompute < 0:
             raise ValueError(f"recompute is {self.recompute}: give 0 or more tasks ahead of the backward")
-        if not self._follows_table:
-            raise ValueError(
-                "recompute puts a task ahead of backwards that wait: give a schedule that the stages follow, for "
-                "example 1f1b"
-            )
+        self._check_follows_table("recompute puts a task ahead of a schedule's backwards")
         if self.offload is not None:
             raise ValueError("recompute makes again what offload would move: leave one of them out")
         if self.adaptive:
             raise ValueError("adaptive plans tables of built-in tasks: leave it or recompute out")
 
-    @property
-    def _follows_table(self) -> bool:
-        return self.schedule is not None and (self.consume != READY or self.hint in (None, SCHEDULE))
+    def _check_follows_table(self, why: str) -> None:
+        """Raise ValueError, with the options to give, unless there is a schedule that the stages follow."""
+        if self.schedule is None:
+            hint = "" if self.hint is None else f" --hint {SCHEDULE}"
+            raise ValueError(f"{why}: give one, for example --schedule 1f1b{hint}")
+        if self.consume == READY and self.hint not in (None, SCHEDULE):
+            raise ValueError(
+                f"{why}, and stages follow hint {self.hint} in place of {self.schedule}: give --hint {SCHEDULE} or "
+                f"--consume {STRICT}"
+            )
 
     def resolve(
         self,
@@ -166,7 +166,8 @@ class Ordering:
         if table is not None and self.offload is not None:
             lengths = SlotLengths(*(lengths_ms or durations_ms))
             moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths)
-            ordering = replace(ordering, schedule=moved, window=device_slots(table, self.offload))
+            if moved is not table:
+                ordering = replace(ordering, schedule=moved, window=device_slots(table, self.offload))
         return ordering.resolve(placement, graph, num_replicas=num_replicas)
 
     def on(self, table: ScheduleTable | None) -> arbitration.Ordering:

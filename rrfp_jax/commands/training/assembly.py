@@ -17,6 +17,7 @@ from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.data import prefetched
 from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.operations.offloading import moves_activations
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import mirrored
@@ -207,7 +208,9 @@ def assemble(planned: PlannedRun) -> Run:
         edges=None if planned.cut is None else planned.cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
-        ordering=replace(ordering.on(order.table), window=layout.window if layout.offload is None else order.windows),
+        ordering=replace(
+            ordering.on(order.table), window=order.windows if moves_activations(order.graph) else layout.window
+        ),
         updates=UpdateRules(
             clip_norm=layout.clip_norm,
             skip_nonfinite=layout.skip_nonfinite,

@@ -1,5 +1,6 @@
 """The language of schedules: a description is a pure function of a stage to an order (docs/schedules.md)."""
 
+from rrfp_jax.schedules.language.choice import quickest as quickest
 from rrfp_jax.schedules.language.order import Order as Order
 from rrfp_jax.schedules.language.order import given as given
 from rrfp_jax.schedules.language.order import nothing as nothing

@@ -77,12 +77,23 @@ class Order(Described):
         return _one_after_another(self, other)
 
     def __mul__(self, times: int) -> "Order":
-        if times < 0:
-            raise Mistake(f"an order cannot be repeated {times} times: give 0 or more")
-        return _one_after_another(*(self,) * times)
+        if times < 0 or times != int(times):
+            raise Mistake(f"an order cannot be repeated {times} times: give a whole number, 0 or more")
+
+        def write(row: Row) -> None:
+            for _ in range(int(times)):
+                before = len(row.places)
+                self.write(row)
+                if len(row.places) == before:  # nor would any further repetition add something
+                    return
+
+        return Order(write)
 
     def until(self, stream: Any) -> "Order":
         """Again and again until all tasks of this kind and chunk are there."""
+
+        if not hasattr(stream, "own_chunk"):
+            raise Mistake("an order is repeated until a stream is there, such as F[0]: write .until(F[0])")
 
         def write(row: Row) -> None:
             chunk = stream.own_chunk(row.stage)

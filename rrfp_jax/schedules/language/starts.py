@@ -35,6 +35,8 @@ def _by_start(at: Callable[[Stage], Starts]) -> Order:
 
 def slots(at: Callable[[Task], float]) -> Order:
     """All tasks of the stage by the slot that ``at`` gives each."""
+    if not callable(at):
+        raise Mistake(f"slots take a function of a task, not {at!r}: write block(...).every(n) for a mapping")
     return _by_start(lambda stage: {task: at(task) for task in stage.graph.tasks(stage.chunks)})
 
 

@@ -10,6 +10,8 @@ round, forwards go by ascending chunk and all else by descending chunk, as a mic
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Real
+from typing import Any
 
 from rrfp_jax.schedules.language.order import Order, Row
 from rrfp_jax.schedules.language.stage import Mistake, Stage
@@ -44,11 +46,18 @@ class Stream(Order):
 
     def ahead(self, rounds: Shift) -> "Stream":
         """So many rounds earlier; a function gives the rounds of each chunk."""
-        return replace(self, shifts=(*self.shifts, (-1, rounds)))
+        return self._shifted(-1, rounds)
 
     def behind(self, rounds: Shift) -> "Stream":
         """So many rounds later; a function gives the rounds of each chunk."""
-        return replace(self, shifts=(*self.shifts, (1, rounds)))
+        return self._shifted(1, rounds)
+
+    def _shifted(self, sign: int, rounds: Any) -> "Stream":
+        if not (callable(rounds) or isinstance(rounds, Real)):
+            raise Mistake(
+                f"{self} cannot run {rounds!r} rounds ahead or behind: give a number, or a function of the chunk"
+            )
+        return replace(self, shifts=(*self.shifts, (sign, rounds)))
 
     def every(self, rounds: int) -> "Stream":
         """One pass in so many rounds."""

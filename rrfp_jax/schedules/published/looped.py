@@ -36,9 +36,8 @@ none the stages wait for each other in a circle (unless all those F are of the f
 g = 1 are). Hence g >= p/2.
 """
 
-from rrfp_jax.schedules.description import quickest
 from rrfp_jax.schedules.entry import schedule
-from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, rounds, rule
+from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, quickest, rounds, rule
 from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.schedules.shapes import LOOPED
 
