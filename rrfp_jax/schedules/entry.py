@@ -105,6 +105,9 @@ def schedule(name: str, **facts: Any) -> Callable[[D], D]:
     def register(describe: D) -> D:
         if name in _collecting[-1]:
             raise ValueError(f"schedule {name!r} is registered twice: give one of them another name")
+        wrong = next((op for op in facts.get("ops", ()) if not isinstance(op, Op)), None)
+        if wrong is not None:
+            raise ValueError(f"schedule {name!r} has {wrong!r} among its operations: give Op(...)")
         entry = ScheduleEntry(name=name, describe=describe, **{"any_graph": "shape" not in facts} | facts)
         _collecting[-1][name] = entry
         return describe

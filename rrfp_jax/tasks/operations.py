@@ -22,6 +22,7 @@ where it is issued, or without memory; an offload that is taken back too soon ga
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -95,15 +96,20 @@ class Op:
             raise ValueError(f"{where} comes after or before itself: name another kind")
         object.__setattr__(self, "per", Per(self.per))
         object.__setattr__(self, "keeps_inputs", self.keeps_inputs or self.remakes_stash)
-        for name in ("holds", "frees", "ms"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
-        if self.lead < 0:
-            raise ValueError(f"{where}: lead is {self.lead}, give 0 or more tasks")
+        self._check_values(where)
         if self.remakes_stash and not {"B", "I"}.intersection(self.before):
             raise ValueError(f"{where} makes what the backward needs: let it come before B")
         if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
             raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
+
+    def _check_values(self, where: str) -> None:
+        for name in ("holds", "frees", "ms"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
+        if self.lead < 0 or self.lead != int(self.lead):
+            raise ValueError(f"{where}: lead is {self.lead}, give a whole number of tasks, 0 or more")
+        if not (self.run is None or callable(self.run)):
+            raise ValueError(f"{where}: run is {self.run!r}, give a function of its context, or None")
 
     @property
     def is_beside(self) -> bool:

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest
+from rrfp_jax.schedules import ScheduleRequest, schedule
 from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.entry import ScheduleEntry
 from rrfp_jax.schedules.language import (
@@ -205,6 +205,11 @@ def test_a_rule_whose_limits_admit_nothing_more_leaves_tasks_out() -> None:
     message = refusal(lambda s: rule(B, F).frozen(holding=0))
     assert "stage 0 leaves out 0F0" in message
     assert "a larger limit" in message
+
+
+def test_what_is_no_operation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"schedule 'mine' has 'O' among its operations: give Op\(...\)"):
+        schedule("mine", ops=("O",), source="a test")(alternating)
 
 
 def test_more_repetitions_than_there_are_microbatches_add_nothing() -> None:
