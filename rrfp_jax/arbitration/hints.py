@@ -13,6 +13,7 @@ stands for B, and where neither I nor F can run one W runs and the next round be
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rrfp_jax.arbitration.plan import LANE, NUM_LANES
 from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
@@ -52,16 +53,22 @@ class Hint:
             return _last_rank(task) if task.kind in (TaskKind.R, TaskKind.U) else ranking.key(task)
 
         named = [[(LANE[TaskKind(kinds[0])], turn) for kinds, turn in lanes] for lanes in ranking.by_turn()]
-        by_turn = [[*lanes, *((n, ROUND_START) for n in range(NUM_LANES) if n not in dict(lanes))] for lanes in named]
+        rest = [[(n, ROUND_START) for n in range(NUM_LANES) if n not in dict(lanes)] for lanes in named]
+        return cls(name, rank, _in_lanes(tuple((*lanes, *last) for lanes, last in zip(named, rest, strict=True))))
 
-        def choose(state: int, heads: Heads) -> Choice:
-            for lane, turn in by_turn[state]:
-                head = heads[lane]
-                if head is not None:
-                    return head, turn
-            return None, ROUND_START
 
-        return cls(name, rank, choose)
+@cache  # so that hints which choose alike do so by one function
+def _in_lanes(by_turn: tuple[tuple[tuple[int, int], ...], ...]) -> Callable[[int, Heads], Choice]:
+    """For each turn, the lanes in which to look for a head, the best first, and whose turn is next."""
+
+    def choose(state: int, heads: Heads) -> Choice:
+        for lane, turn in by_turn[state]:
+            head = heads[lane]
+            if head is not None:
+                return head, turn
+        return None, ROUND_START
+
+    return choose
 
 
 def _last_rank(task: Task) -> Rank:

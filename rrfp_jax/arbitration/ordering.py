@@ -174,6 +174,11 @@ class Ordering:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
         if any(op.waits for op in self.ops):
             raise ValueError("ops that wait for tasks of a row need that row: take the table that they were made with")
+        if self.schedule is not None and self.schedule.graph.ops and not self.follows_table:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} has operations, and hint {self.hint} does not follow it: "
+                f"give hint {SCHEDULE}, or consume {STRICT}"
+            )
         if self.adaptive and self.schedule is not None and self.schedule.graph.ops:
             raise ValueError("adaptive plans tables of built-in tasks: leave it out where the schedule has operations")
         if isinstance(self.window, str):

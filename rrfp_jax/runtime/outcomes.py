@@ -19,8 +19,9 @@ from rrfp_jax.timeline import Sums
 from rrfp_jax.tree import children, parent
 
 _TOPIC = "outcome"
-_PEAK = struct.Struct("<IQQ")
-"""A unit, and the most bytes that it held on its devices and in host memory."""
+_PEAK = struct.Struct("<IQ")
+"""Twice a unit's number, and the most bytes that it held on its devices; or one more, and those in host memory, where
+there were any."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ class Summary:
 
     def peak_memory_bytes(self) -> dict[int, int]:
         """The most bytes that each unit held on its devices during the step, ascending by unit."""
-        return {unit: peak for unit, peak, _ in sorted(_PEAK.iter_unpack(self.peaks))}
+        return {number // 2: peak for number, peak in sorted(_PEAK.iter_unpack(self.peaks)) if not number % 2}
 
     def peak_host_bytes(self) -> dict[int, int]:
         """And in host memory."""
-        return {unit: peak for unit, _, peak in sorted(_PEAK.iter_unpack(self.peaks))}
+        peaks = dict(_PEAK.iter_unpack(self.peaks))
+        return {number // 2: peaks.get(number + 1, 0) for number in sorted(peaks) if not number % 2}
 
 
 class Outcomes:
@@ -62,8 +64,12 @@ class Outcomes:
     def add(self, step: int, sums: Sums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """The units of this rank have ended a step; given are the peaks of those of which it is the first rank, on
         their devices and in host memory."""
-        peaks = b"".join(_PEAK.pack(unit, *peaks) for unit, peaks in peaks_of_units.items())
-        self._add(self._epoch, step, Summary(sums, peaks))
+        told = []
+        for unit, (on_devices, in_host_memory) in peaks_of_units.items():
+            told.append(_PEAK.pack(2 * unit, on_devices))
+            if in_host_memory:
+                told.append(_PEAK.pack(2 * unit + 1, in_host_memory))
+        self._add(self._epoch, step, Summary(sums, b"".join(told)))
 
     def _receive(self, child: int, header: dict[str, Any], frames: list[memoryview]) -> None:
         if child not in self._children or len(frames) != 1 or frames[0].nbytes % _PEAK.size:

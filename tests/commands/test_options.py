@@ -22,7 +22,7 @@ def test_the_choices_that_are_shown_are_accepted() -> None:
         for choice in choices:
             if name not in ("pipeline.schedule", "pipeline.hint"):
                 load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, {name: choice})
-            if name == "pipeline.hint":
+            if name == "pipeline.hint" and choice != "FILE.py:NAME":
                 check_words("ready", choice, None, has_schedule=choice == "schedule")
 
 

@@ -142,6 +142,11 @@ def test_a_group_refuses_an_engine_beside_compute():
         order.arbiters(RULES, members={0: (0, 2)})
 
 
+def test_a_hint_that_would_drop_a_tables_operations_is_refused():
+    with pytest.raises(ValueError, match="has operations, and hint bf does not follow it: give hint schedule"):
+        Ordering(schedule=offloaded(1, p=2, m=2), hint="bf")
+
+
 # -- simulation --------------------------------------------------------------------------------------------------------
 
 
