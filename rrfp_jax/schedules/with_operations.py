@@ -66,8 +66,8 @@ def _tasks_of(op: Op, graph: PipelineGraph, chunks: Iterable[int]) -> list[Task]
 
 
 def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:
-    here = set(row)
-    earliest = 1 + max((row.index(needed) for needed in graph.dependencies(task) if needed in here), default=-1)
+    needed = set(graph.dependencies(task))
+    earliest = 1 + max((place for place, other in enumerate(row) if other in needed), default=-1)
     if not op.before:
         return earliest
     followers = (

@@ -72,8 +72,11 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
-        """Run the task to its end, on the thread that launches it."""
+        """Run the task to its end, on the thread that launches it. An operation has no program and takes its time."""
         begun_s = time.perf_counter()
+        if task.kind in self._sleepers:
+            self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
+            return Launched(begun_s)
         value: Any = self._source
         for message in self._present(step, self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)
