@@ -12,6 +12,8 @@ it decides, simulated. ``foresight``: tables with foresight beside the same cons
 ``fidelity``: emulated against simulated step times. ``multimodal``: workloads of images and text, real beside
 forecast. ``deterministic``: what accumulating in microbatch order costs.
 ``offload``: half of 1F1B's memory beside the whole, emulated and real.
+``plan``: forecasts of step and memory beside real training (``experiments.bench_plan``).
+``orders``: searched orders beside named tables, simulated.
 ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
 bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
 second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
@@ -35,6 +37,8 @@ from experiments.bench_fidelity import bench_fidelity
 from experiments.bench_foresight import bench_foresight
 from experiments.bench_multimodal import bench_multimodal
 from experiments.bench_offload import bench_offload
+from experiments.bench_orders import bench_orders
+from experiments.bench_plan import bench_plan
 from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
@@ -85,7 +89,9 @@ def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
         "multimodal": bench_multimodal,
         "deterministic": bench_deterministic,
         "offload": bench_offload,
+        "plan": bench_plan,
         "split": bench_split,
+        "orders": bench_orders,
         "device": bench_device,
         "transport": bench_transport,
         "throughput": lambda console: bench_throughput(console, torch_python),

@@ -31,6 +31,7 @@ from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
 from rrfp_jax.programs.buckets import Buckets, leaves_to_lack
 from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs, trained_specs
+from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
@@ -369,6 +370,11 @@ class Pipeline:
     def forecast(self) -> tuple[StageForecast, ...]:
         """The predicted memory of every unit, once the pipeline is prepared."""
         return self._running().forecast
+
+    @property
+    def chunk_sizes(self) -> Mapping[int, ChunkSizes]:
+        """What each chunk that this process hosts holds, once the pipeline is prepared."""
+        return self._running().sizes
 
     @property
     def runtime(self) -> PipelineRuntime:

@@ -9,7 +9,7 @@ from rrfp_jax.planning.layout import Layout
 
 
 def make_pipeline(chunks: Sequence[Any], **options: Any) -> Any:
-    """A pipeline with these options, its own or those of its records; ``data`` and ``tensor`` lay it out."""
+    """A pipeline with these options, its own or those of its records; ``data``, ``tensor`` and ``mesh`` lay it out."""
     from rrfp_jax.pipeline import Pipeline  # not before the caller has chosen the devices
     from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
     from rrfp_jax.runtime.process import Process
@@ -18,7 +18,7 @@ def make_pipeline(chunks: Sequence[Any], **options: Any) -> Any:
         name: record(**take(options, *(field.name for field in fields(record))))  # type: ignore[arg-type]
         for name, record in (("ordering", Ordering), ("updates", UpdateRules), ("options", RuntimeOptions))
     }
-    degrees = take(options, "data", "tensor")
+    degrees = take(options, "data", "tensor", "mesh")
     if degrees:
         options["process"] = Process(Layout(num_stages=options["placement"].num_stages, **degrees))
     return Pipeline(chunks, **options, **records)

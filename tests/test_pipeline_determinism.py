@@ -1,7 +1,5 @@
 """Deterministic mode: identical bits whatever the order of tasks, their timing, and the devices of the process."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Task
 from rrfp_jax.testing import DelayedStage
-from tests.environment import of_child
+from tests.commands.running import ROOT, run_code
 from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline, train
 
 NUM_STEPS = 10
@@ -88,12 +86,6 @@ def test_without_deterministic_mode_losses_agree_to_rounding(expected: tuple[lis
 def test_processes_with_other_devices_compute_the_same_bits(
     expected: tuple[list[float], dict[str, Any]], num_devices: int, hint: str
 ) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.long_sums", str(num_devices), hint],
-        env=of_child(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    result = run_code(f"from tests.long_sums import main; main({num_devices}, {hint!r})", ROOT)
+    assert result.returncode == 0, result.stderr
     assert result.stdout.split()[-1] == digest(*expected)

@@ -1,7 +1,8 @@
 """With some layers frozen a pipeline trains what a plain loop trains that takes these layers for constants."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def named(chunk: Chunk, prefix: str, name: str | None = None) -> Chunk:
     def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
         return chunk.apply({own: params[new] for new, own in names.items()}, inputs, leaves, key=key)
 
-    def partition(params: Any, num_shards: int) -> Any:
+    def partition(params: Any, axes: Mapping[str, int]) -> Any:
         assert chunk.partition is not None
-        specs = chunk.partition({own: params[new] for new, own in names.items()}, num_shards)
+        specs = chunk.partition({own: params[new] for new, own in names.items()}, axes)
         return {new: specs[own] for new, own in names.items()}
 
     cut = None if chunk.partition is None else partition
@@ -121,9 +122,14 @@ def table(name: str, num_stages: int = 4) -> ScheduleTable:
     return build_schedule(name, ScheduleRequest(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES))
 
 
+@cache
+def case_of(name: str) -> Case:
+    return Case(FREEZES[name])
+
+
 @pytest.fixture(scope="module", params=FREEZES)
 def case(request: pytest.FixtureRequest) -> Case:
-    return Case(FREEZES[request.param])
+    return case_of(request.param)
 
 
 @pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
@@ -138,7 +144,7 @@ def test_tables(case: Case, name: str, consume: str) -> None:
 
 
 def test_two_chunks_per_stage() -> None:
-    case = Case(FREEZES["in the middle"])
+    case = case_of("in the middle")
     looped_case = Pipeline(case.chunks, placement=looped(2, 2), optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS)
     case.check(looped_case)
     order = Ordering(schedule=table("interleaved-1f1b-split", 2))
@@ -151,13 +157,13 @@ def test_two_chunks_per_stage() -> None:
 @pytest.mark.parametrize("name", ["all but the projector", "first layers of chunks"])
 def test_replicas(name: str, shard_optimizer: bool) -> None:
     options = {"data": 2, "clip_norm": 1.0, "shard_optimizer": shard_optimizer, "progress_deadline_s": 60}
-    case = Case(FREEZES[name])
+    case = case_of(name)
     case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, hint="bfw", **options))
 
 
 @pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.slow), "in the middle"])
 def test_tensor_parallel_stages(name: str) -> None:
-    case = Case(FREEZES[name])
+    case = case_of(name)
     options = {"tensor": 2, "clip_norm": 1.0, "progress_deadline_s": 60}
     case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, backward="split", **options))
 

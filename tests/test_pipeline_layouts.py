@@ -84,7 +84,7 @@ def check(case: Case, *, clip_norm: float | None = 1.0, **options: Any) -> None:
     assert_same_training(*train(pipeline, make_batches()), *expected)
 
 
-@pytest.mark.parametrize("layout", [{"data": 2, "shard_optimizer": True}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"data": 2, "shard_optimizer": True}, {"mesh": {"tensor": 2, "fsdp": 2}}], ids=str)
 def test_replicas_and_tensor_parallel_stages_train_what_the_plain_loop_does(tied: Case, layout: dict[str, Any]) -> None:
     check(tied, **layout)
 
@@ -102,6 +102,13 @@ def test_replicas_and_tensor_parallel_stages_train_what_the_plain_loop_does(tied
         {"tensor": 2, "backward": "split"},
         {"data": 2, "tensor": 2, "shard_optimizer": True, "dispatch_ahead": "just-in-time"},
         {"data": 2, "backward": "split", "hint": "bfw", "dispatch_ahead": 1},
+        {"tensor": 2},
+        {"mesh": {"fsdp": 4}, "hint": "bfw"},
+        {"mesh": {"expert": 2, "fsdp": 2}},
+        {"mesh": {"tensor": 2, "context": 2}, "hint": "bfw"},
+        {"mesh": [{"fsdp": 4}, {"tensor": 2, "context": 2}], "hint": "bfw"},
+        {"data": 2, "mesh": {"fsdp": 2}, "shard_optimizer": True},
+        {"data": 2, "mesh": {"fsdp": 2}, "deterministic": True},
     ],
     ids=str,
 )
@@ -152,3 +159,25 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     chunks = make_chunks(2, tied=False)
     with pytest.raises(ValueError, match=message):
         train(make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, **options), make_batches())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}, {"context": 2, "fsdp": 2}], ids=str)
+def test_fsdp_holds_a_part_of_parameters_accumulators_and_optimizer_state(mesh: dict[str, int]) -> None:
+    """As forecast, and as the arrays lie."""
+    chunks = make_chunks(2, tied=False)
+    held = []
+    for axes in ({"tensor": 1}, mesh):
+        with make_pipeline(chunks, placement=linear(2), mesh=axes, optimizer=OPTIMIZER) as pipeline:
+            before = {id(array) for array in jax.live_arrays()}
+            state = pipeline.init(jax.random.key(0))
+            assert state.step == 0
+            new = [array for array in jax.live_arrays() if id(array) not in before]
+            on_device: dict[Any, int] = {}
+            for shard in (shard for array in new for shard in array.addressable_shards):
+                on_device[shard.device] = on_device.get(shard.device, 0) + shard.data.nbytes
+            pipeline.prepare(make_batches()[0])
+            held.append((max(forecast.fixed for forecast in pipeline.forecast), max(on_device.values())))
+    parts = mesh["fsdp"] * mesh.get("tensor", 1)
+    for whole, part in zip(*held, strict=True):
+        assert part <= 1.05 * whole / parts

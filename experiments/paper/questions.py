@@ -12,6 +12,7 @@ from experiments.paper import (
     ladder,
     never_slower,
     others,
+    plan,
     prediction,
     real,
     small_models,
@@ -20,6 +21,7 @@ from experiments.paper import (
 
 _IN_ORDER = (
     ladder,
+    plan,
     real,
     never_slower,
     endtoend,

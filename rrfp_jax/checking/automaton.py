@@ -141,7 +141,7 @@ class PlaceAutomaton:
                         raise Fault("the order of arrivals shows in the arbiter's state", self.stimuli(move))
         for packets, before in silent.items():
             moves += self._moves_of_tasks(packets, before, in_flight)
-        leads_to = {_what(move): move.target for move in moves}
+        leads_to = {_what(move, move.packets): move.target for move in moves}
         return [move for move in moves if not self._is_contained(move, leads_to)]
 
     def _moves_of_tasks(self, packets: int, before: int, in_flight: int) -> list[Move]:
@@ -180,7 +180,7 @@ class PlaceAutomaton:
     def _is_contained(self, move: Move, leads_to: dict[Hashable, int]) -> bool:
         """Whether one of the move's packets may as well arrive, silently, after it."""
         for bit in _bits(move.packets & ~move.last_packet):
-            sooner = leads_to.get(_what(move._replace(packets=move.packets & ~bit)))
+            sooner = leads_to.get(_what(move, move.packets & ~bit))
             if sooner is not None and self._is_due(sooner, bit):
                 outcomes = self._deliver(sooner, bit)
                 if any(o.target == move.target and not o.is_visible for o in outcomes):
@@ -295,9 +295,9 @@ class PlaceAutomaton:
         return number
 
 
-def _what(move: Move) -> Hashable:
-    """All of a move but where it leads; what happens last may be equal as tuples."""
-    return (move.packets, move.last_packet, move.last, type(move.last), move.choices)
+def _what(move: Move, packets: int) -> Hashable:
+    """All of a move but where it leads, with these packets; what happens last may be equal as tuples."""
+    return (packets, move.last_packet, move.last, type(move.last), move.choices)
 
 
 def _targets(outcomes: Iterable[Outcome]) -> set[int]:

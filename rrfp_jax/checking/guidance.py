@@ -104,10 +104,13 @@ class Guidance:
     def wrong_announcement(self, account: Account, instructions: Sequence[Instruction]) -> str | None:
         """What is wrong with the announcements of an answer, if anything is."""
         runs = [i.task for i in instructions if isinstance(i, RunTask)]
-        made = Counter((i.message, i.stage) for i in instructions if isinstance(i, Announce))
-        wanted = Counter(entry for task in runs for entry in self._announced[account.step].get(task, ()))
-        if self.rules is None or (self.rules.shortest_s > 0 and not made):
-            wanted.clear()
+        told = [(i.message, i.stage) for i in instructions if isinstance(i, Announce)]
+        if not told and (self.rules is None or self.rules.shortest_s > 0):
+            return None
+        due = [entry for task in runs for entry in self._announced[account.step].get(task, ())]
+        if told == due and self.rules is not None:
+            return None
+        made, wanted = Counter(told), Counter(due if self.rules is not None else ())
         when = f"as it starts {', '.join(map(str, runs))}" if runs else "and starts nothing"
         for message, stage in (made - wanted) + (wanted - made):
             times = made[message, stage], wanted[message, stage]

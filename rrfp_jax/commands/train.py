@@ -17,6 +17,7 @@ run saves at the next step boundary and ends with exit code 7.
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
+from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
@@ -48,10 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments))
+        cut = resolved(config, fresh=arguments.fresh)
     if arguments.print_config:
-        print(config.as_yaml(), end="")
+        print("".join(f"# {line}\n" for line in cut.lines) + cut.config.as_yaml(), end="")
         return DONE
-    return train(config, name=Path(arguments.config).stem, fresh=arguments.fresh, force=arguments.force)
+    name = Path(arguments.config).stem
+    return train(cut.config, name=name, fresh=arguments.fresh, force=arguments.force, to_say=cut.lines)
 
 
 def make_parser() -> CommandParser:
@@ -75,8 +79,10 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False) -> int:
-    """Check everything, then train; returns the exit code."""
+def train(
+    config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False, to_say: Sequence[str] = ()
+) -> int:
+    """Check everything, then train; returns the exit code. ``to_say`` is printed before the stages."""
     with checking_input():
         planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
         check_plugin(config.run.platform)
@@ -84,6 +90,8 @@ def train(config: TrainConfig, *, name: str, fresh: bool = False, force: bool = 
         from rrfp_jax.commands.training.assembly import assemble
 
         run = assemble(planned)
+    for line in to_say:
+        run.console.say(line)
     try:
         return _train(run, name, fresh=fresh, force=force)
     finally:

@@ -5,6 +5,7 @@ from rrfp_jax.models.config import RopeScaling as RopeScaling
 from rrfp_jax.models.encoder_config import AudioConfig as AudioConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig as ProjectorConfig
 from rrfp_jax.models.encoder_config import VisionConfig as VisionConfig
+from rrfp_jax.models.experts_config import ExpertsConfig as ExpertsConfig
 from rrfp_jax.models.model import LanguageModel as LanguageModel
 from rrfp_jax.models.model import language_model as language_model
 from rrfp_jax.models.vision_language import ChunkGraph as ChunkGraph

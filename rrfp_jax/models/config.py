@@ -7,6 +7,7 @@ checkpoint whatever layout it was trained in.
 from dataclasses import dataclass
 
 from rrfp_jax.field_rules import Rule, check_fields
+from rrfp_jax.models.experts_config import ExpertsConfig
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
@@ -55,7 +56,7 @@ class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
-    and Mistral.
+    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -84,6 +85,8 @@ class LanguageModelConfig:
     """Whether queries and keys pass an RMSNorm over each head before they are turned, as in Qwen 3."""
     sliding_window: int | None = None
     """Number of tokens that a token looks at, itself and those before it; None: all before it."""
+    experts: ExpertsConfig | None = None
+    """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
     norm_eps: float = 1e-5
     """What RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
@@ -101,6 +104,8 @@ class LanguageModelConfig:
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
         self._check_heads()
+        if self.experts is not None:
+            self.experts.check_layers(self.num_layers)
         check_dtypes(self)
 
     def _check_heads(self) -> None:
@@ -131,15 +136,45 @@ class LanguageModelConfig:
         """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    def num_layer_params(self) -> int:
-        """Number of parameters of one decoder layer."""
+    def is_sparse(self, layer: int) -> bool:
+        """Whether decoder layer ``layer``, counted from 0, has experts."""
+        return self.experts is not None and self.experts.is_sparse(layer)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of decoder layers that have experts."""
+        return sum(map(self.is_sparse, range(self.num_layers)))
+
+    @property
+    def expert_dim(self) -> int:
+        """Inner width of an expert."""
+        return self.mlp_dim if self.experts is None or self.experts.mlp_dim is None else self.experts.mlp_dim
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether routers add to the loss; what passes between chunks then has their sum beside the residual stream."""
+        return self.experts is not None and self.experts.has_loss
+
+    def num_layer_params(self, layer: int = 0, *, active: bool = False) -> int:
+        """Number of parameters of a decoder layer; ``active``: of those that a token is multiplied with."""
         queries = self.num_heads * self.size_per_head
         keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
         attention = self.hidden * (2 * queries + keys_and_values)
         attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
-        return attention + 3 * self.hidden * self.mlp_dim + 2 * self.hidden
+        return attention + self._num_mlp_params(layer, active=active) + 2 * self.hidden
 
-    def num_params(self) -> int:
-        """Number of parameters of the whole model, tied embeddings counted once."""
+    def _num_mlp_params(self, layer: int, *, active: bool) -> int:
+        if self.experts is None or not self.experts.is_sparse(layer):
+            return 3 * self.hidden * self.mlp_dim
+        count = self.experts.experts_per_token if active else self.experts.num_experts
+        matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
+        return self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
+
+    def num_params(self, *, active: bool = False) -> int:
+        """Number of parameters of the whole model, tied embeddings counted once.
+
+        ``active`` counts of the experts of each layer only as many as compute a token, as names like 30B-A3B do.
+        """
+        layers = sum(self.num_layer_params(layer, active=active) for layer in range(self.num_layers))
         tables = 1 if self.tie_embeddings else 2
-        return self.num_layers * self.num_layer_params() + tables * self.vocab_size * self.hidden + self.hidden
+        return layers + tables * self.vocab_size * self.hidden + self.hidden

@@ -5,7 +5,7 @@ cast to ``compute_dtype`` where they are used.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 
 from rrfp_jax.models.attention import causal_attention, segment_bias
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
+from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.parts import learned, projection, rms_norm
 
 
@@ -152,6 +153,25 @@ class DecoderLayer(nnx.Module):
         """``[batch, length, hidden]`` to the same shape and dtype."""
         x = x + self.attention(self.attention_norm(x), packed)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class SparseDecoderLayer(nnx.Module):
+    """Attention, then the mixture of experts, likewise."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.attention_norm = residual_norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = residual_norm(config, rngs)
+        self.mlp = MixtureOfExperts(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, packed: PackedRows | None = None, *, is_token: Any = None, counts: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """The stream, and what the router adds to the loss; see :class:`rrfp_jax.models.experts.MixtureOfExperts`."""
+        x = x + self.attention(self.attention_norm(x), packed)
+        y, loss = self.mlp(self.mlp_norm(x), is_token=is_token, counts=counts)
+        return x + y, loss
 
 
 class Head(nnx.Module):

@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.decoder import DecoderLayer, Embedding, Head, packed_rows, residual_norm, token_loss
+from rrfp_jax.models.decoder import (
+    DecoderLayer,
+    Embedding,
+    Head,
+    SparseDecoderLayer,
+    packed_rows,
+    residual_norm,
+    token_loss,
+)
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.tensor_cut import partition
@@ -63,6 +71,12 @@ class LanguageModel:
         chunks travels the residual stream, ``[batch, length, hidden]`` in the compute dtype. With tied embeddings in
         two chunks both hold ``embedding`` and list it in ``shared``.
 
+        Where routers of experts add to the loss, a pair travels: the residual stream, and a float32 scalar beside it,
+        the sum of what they add so far, over the number of sparse layers. The last chunk adds this times the
+        microbatch's weight to ``loss_sum``: the loss of a step is the mean over tokens, and of each microbatch's router
+        loss by its weight. Chunks with sparse layers then also read ``weights``, unless rows are packed: tokens of
+        weight 0, or of segment 0, do not count in it.
+
         ``packed`` is for rows that hold several samples: every chunk with decoder layers also reads ``positions`` and
         ``segments``, int32 ``[batch, length]``. A token looks only at tokens with its own segment id, and positions
         begin anew in each segment; padding is segment 0.
@@ -98,12 +112,15 @@ def decoder_chunk(
     layers = _layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
+    has_router_loss = config.has_router_loss and not gives_logits
+    counts_weights = has_router_loss and not packed and any(map(config.is_sparse, plan.layers))
     run = partial(
         _run,
         embeds=plan.embedding,
         is_last=plan.head,
         gives_logits=gives_logits,
         packed=packed and len(plan.layers) > 0,
+        num_sparse=config.num_sparse_layers if has_router_loss else 0,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
     )
     indices = tuple(merge.index_leaf for merge in merges)
@@ -114,7 +131,8 @@ def decoder_chunk(
         leaves=("tokens",) * plan.embedding
         + indices
         + ("positions", "segments") * (packed and len(plan.layers) > 0)
-        + ("targets", "weights") * (plan.head and not gives_logits),
+        + ("targets",) * (plan.head and not gives_logits)
+        + ("weights",) * (counts_weights or (plan.head and not gives_logits)),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
         partition=partial(partition, config) if cut_over_devices is None else cut_over_devices,
@@ -140,7 +158,12 @@ def _layers(config: LanguageModelConfig, plan: ChunkPlan, prefix: str) -> list[N
     if plan.embedding or (plan.head and config.tie_embeddings):
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     layers += [
-        NamedLayer(layer_name(own), prefix + layer_name(layer), DecoderLayer, config)
+        NamedLayer(
+            layer_name(own),
+            prefix + layer_name(layer),
+            SparseDecoderLayer if config.is_sparse(layer) else DecoderLayer,
+            config,
+        )
         for own, layer in enumerate(plan.layers)
     ]
     if plan.head:
@@ -159,23 +182,34 @@ def _run(
     is_last: bool,
     gives_logits: bool,
     packed: bool,
+    num_sparse: int,
     merges: tuple[tuple[str, str | None], ...],
 ) -> Any:
-    hidden = inputs
+    """``num_sparse`` is how many layers of the model add to the router's loss; 0: it is not computed."""
+    hidden, router_loss = inputs if num_sparse and not embeds else (inputs, jnp.zeros((), jnp.float32))
     if embeds:
         hidden = modules[EMBEDDING](leaves["tokens"])
         for (index, projector), features in zip(merges, inputs if len(merges) > 1 else [inputs], strict=False):
             if features is not None:
                 hidden = merged(hidden, features if projector is None else modules[projector](features), leaves, index)
-    layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
+    layers = [module for module in modules.values() if isinstance(module, DecoderLayer | SparseDecoderLayer)]
     rows = packed_rows(layers[0].config, leaves["positions"], leaves["segments"]) if packed else None
+    is_token = leaves["segments"] != 0 if packed else None
     for layer in layers:
-        hidden = layer(hidden, rows)
+        if isinstance(layer, DecoderLayer):
+            hidden = layer(hidden, rows)
+            continue
+        counts = None if not num_sparse else is_token if packed else leaves["weights"] != 0
+        hidden, added = layer(hidden, rows, is_token=is_token, counts=counts)
+        router_loss = router_loss + added / num_sparse if num_sparse else router_loss
     if not is_last:
-        return hidden
+        return (hidden, router_loss) if num_sparse else hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     logits = head.logits(modules[FINAL_NORM](hidden))
-    return logits if gives_logits else token_loss(logits, leaves["targets"], leaves["weights"])
+    if gives_logits:
+        return logits
+    loss_sum, weight = token_loss(logits, leaves["targets"], leaves["weights"])
+    return (loss_sum + router_loss * weight, weight) if num_sparse else (loss_sum, weight)
 
 
 def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:

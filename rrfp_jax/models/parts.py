@@ -64,22 +64,25 @@ def projection(
 
     ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
     """
-    std = config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
     return nnx.Linear(
         in_dim,
         out_dim,
         use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
         param_dtype=jnp.dtype(config.param_dtype),
-        kernel_init=nnx.initializers.normal(std),
+        kernel_init=_initial(config, to_residual=to_residual),
         rngs=rngs,
     )
 
 
-def learned(config: Initial, shape: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Param:
-    """A table of learned vectors, such as positions."""
-    init = nnx.initializers.normal(config.init_std)
+def learned(config: Initial, shape: tuple[int, ...], rngs: nnx.Rngs, *, to_residual: bool = False) -> nnx.Param:
+    """A table of learned vectors, such as positions, or matrices side by side; ``to_residual`` as above."""
+    init = _initial(config, to_residual=to_residual)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+def _initial(config: Initial, *, to_residual: bool) -> Callable[..., jax.Array]:
+    return nnx.initializers.normal(config.init_std / math.sqrt(2 * config.num_layers) ** to_residual)
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The models of the paper's evaluation, by name.
+"""The models of the paper's evaluation, and some with experts, by name.
 
 The paper (section 5) names decoder and encoder and gives their sizes, no dimensions. Published elsewhere, and taken as
 they are:
@@ -10,6 +10,14 @@ they are:
 * InternViT-6B: 48 layers of 3200, MLP 12800, 25 heads, RMSNorm, normed queries and keys (Chen et al. 2024, table 1);
 * ViT-22B: 48 layers of 6144, MLP 24576, 48 heads (Dehghani et al. 2023, table 1).
 
+With experts, not in the paper:
+
+* Mixtral 8x7B and 8x22B (Jiang et al. 2024, table 1, and the models' configurations): 8 experts, 2 for each token;
+* Qwen3-30B-A3B (Qwen3 technical report, table 2, and the model's configuration): 128 experts of 768, 8 for each token.
+
+The coefficients of their load-balancing losses are those of the configurations. No token is dropped; who trains them on
+GPUs adds a ``capacity_factor`` (:mod:`rrfp_jax.models.experts`).
+
 Ours: ViT-5B, of which no dimensions are published, has 64 layers of 2560, MLP 10240 and 20 heads. ViT-22B computes
 attention and MLP side by side and norms queries and keys by head; here they follow each other, with norms over the
 whole width. All images are equal, 224 pixels wide in patches of 14, of InternViT 448; four patches make one feature, as
@@ -20,6 +28,7 @@ from typing import Any
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.models.experts_config import ExpertsConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 _QWEN3: dict[str, Any] = {
@@ -37,6 +46,7 @@ _LLAMA3: dict[str, Any] = {
     "rope_theta": 5e5,
     "compute_dtype": "bfloat16",
 }
+_MIXTRAL: dict[str, Any] = {"num_kv_heads": 8, "rope_theta": 1e6, "compute_dtype": "bfloat16"}
 _VIT: dict[str, Any] = {"patch_dim": 14 * 14 * 3, "num_patches": 256, "compute_dtype": "bfloat16"}
 
 DECODERS = {
@@ -49,6 +59,32 @@ DECODERS = {
     "qwen3-32b": LanguageModelConfig(**_QWEN3, hidden=5120, num_layers=64, num_heads=64, mlp_dim=25_600),
     "llama3-8b": LanguageModelConfig(**_LLAMA3, hidden=4096, num_layers=32, num_heads=32, mlp_dim=14_336),
     "llama3-70b": LanguageModelConfig(**_LLAMA3, hidden=8192, num_layers=80, num_heads=64, mlp_dim=28_672),
+    "mixtral-8x7b": LanguageModelConfig(
+        **_MIXTRAL,
+        vocab_size=32_000,
+        hidden=4096,
+        num_layers=32,
+        num_heads=32,
+        mlp_dim=14_336,
+        experts=ExpertsConfig(num_experts=8, experts_per_token=2, balance_coefficient=0.02),
+    ),
+    "mixtral-8x22b": LanguageModelConfig(
+        **_MIXTRAL,
+        vocab_size=32_768,
+        hidden=6144,
+        num_layers=56,
+        num_heads=48,
+        mlp_dim=16_384,
+        experts=ExpertsConfig(num_experts=8, experts_per_token=2, balance_coefficient=0.001),
+    ),
+    "qwen3-30b-a3b": LanguageModelConfig(
+        **(_QWEN3 | {"num_kv_heads": 4}),
+        hidden=2048,
+        num_layers=48,
+        num_heads=32,
+        mlp_dim=6144,
+        experts=ExpertsConfig(num_experts=128, experts_per_token=8, mlp_dim=768, balance_coefficient=0.001),
+    ),
 }
 """Language models."""
 

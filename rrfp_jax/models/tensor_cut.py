@@ -5,12 +5,16 @@ gate, up and ``fc1`` are cut by columns, and their biases with them; attention o
 attention and MLP need one sum over the devices each. Norms, the biases of what is summed, patches and positions are
 whole.
 
+Experts are dealt out over ``expert``, and cut inside over ``tensor`` as the MLP is; the router is whole, and a shared
+expert is cut over ``tensor`` alone.
+
 What does not divide: key and value heads, or a vocabulary, that the number of devices does not divide are held whole,
 and their part of the work is done on every device; so is the attention of an encoder with an odd number of heads, such
-as InternViT-6B's 25, and an odd projector. Query heads of the decoder and MLP columns must divide; otherwise nearly all
-of the work would be repeated.
+as InternViT-6B's 25, and an odd projector. Query heads of the decoder, MLP columns and experts must divide; otherwise
+nearly all of the work would be repeated.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,40 +23,45 @@ from jax.sharding import PartitionSpec
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import EncoderConfig
 from rrfp_jax.models.vision_language_config import Modality, VisionLanguageConfig
+from rrfp_jax.planning.unit_axes import EXPERT, TENSOR
 
-COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None), PartitionSpec()
-BIAS = PartitionSpec("tensor")
+COLUMNS, ROWS, WHOLE = PartitionSpec(None, TENSOR), PartitionSpec(TENSOR, None), PartitionSpec()
+BIAS = PartitionSpec(TENSOR)
 """Of a product that is cut by columns."""
 
 Cut = dict[tuple[str, ...], PartitionSpec]
 """Where the parameters of a layer lie, by their path in it; those not named are whole."""
 
 
-def partition(config: LanguageModelConfig, params: Any, num_shards: int) -> Any:
+def partition(config: LanguageModelConfig, params: Any, axes: Mapping[str, int]) -> Any:
     """A ``PartitionSpec`` for every parameter of a chunk, ``params`` being their shapes by layer name.
 
-    Raises ValueError where query heads or the MLP do not divide by ``num_shards``.
+    Raises ValueError where query heads or an MLP do not divide over ``tensor``, or experts over ``expert``.
     """
-    check_divides(config, num_shards)
-    return _placed(_decoder_cut(config, num_shards), params)
+    return _placed(_checked_cut(config, axes), params)
 
 
-def partition_vision_language(config: VisionLanguageConfig, params: Any, num_shards: int) -> Any:
+def partition_vision_language(config: VisionLanguageConfig, params: Any, axes: Mapping[str, int]) -> Any:
     """The same for a chunk of a model with encoders."""
-    check_divides(config.decoder, num_shards)
-    cuts = {"decoder": _decoder_cut(config.decoder, num_shards)}
-    for modality in config.modalities:
+    num_shards = axes.get(TENSOR, 1)
+    cuts = {"decoder": _checked_cut(config.decoder, axes)}
+    for modality in config.modalities if num_shards > 1 else ():
         check_encoder_divides(modality, num_shards)
         cuts[modality.name] = _encoder_cut(modality.encoder, num_shards)
         inner = modality.projector.mlp_dim or config.decoder.hidden
         cuts[modality.projector_name] = {} if inner % num_shards else _product_pair("linear_1", "linear_2")
-    return {name: _placed(cuts[name.partition(".")[0]], {name: layer})[name] for name, layer in params.items()}
+    return {name: _placed(cuts.get(name.partition(".")[0], {}), {name: layer})[name] for name, layer in params.items()}
 
 
-def check_divides(config: LanguageModelConfig, num_shards: int) -> None:
-    """Raise ValueError unless ``num_shards`` devices can share the model's layers."""
-    for name in ("num_heads", "mlp_dim"):
-        _check_size(name, getattr(config, name), num_shards)
+def check_divides(config: LanguageModelConfig, num_shards: int, num_expert_shards: int = 1) -> None:
+    """Raise ValueError unless ``num_shards`` devices can share the model's layers, and so many others its experts."""
+    _check_size("num_heads", config.num_heads, num_shards)
+    if config.num_sparse_layers < config.num_layers:
+        _check_size("mlp_dim", config.mlp_dim, num_shards)
+    if config.experts is not None:
+        _check_size("mlp_dim" if config.experts.mlp_dim is None else "experts.mlp_dim", config.expert_dim, num_shards)
+        _check_size("experts.shared_mlp_dim", config.experts.shared_mlp_dim or 0, num_shards)
+        _check_size("experts.num_experts", config.experts.num_experts, num_expert_shards, EXPERT)
 
 
 def check_encoder_divides(modality: Modality, num_shards: int) -> None:
@@ -60,12 +69,34 @@ def check_encoder_divides(modality: Modality, num_shards: int) -> None:
     _check_size(f"{modality.name}.mlp_dim", modality.encoder.mlp_dim, num_shards)
 
 
-def _check_size(name: str, size: int, num_shards: int) -> None:
+def _check_size(name: str, size: int, num_shards: int, axis: str = TENSOR) -> None:
     if size % num_shards:
+        degree = "tensor degree" if axis == TENSOR else f"degree of {axis}"
         raise ValueError(
-            f"{name} {size} does not divide over tensor {num_shards}: give a tensor degree that divides {size}, "
+            f"{name} {size} does not divide over {axis} {num_shards}: give a {degree} that divides {size}, "
             f"or {name} {size + -size % num_shards}"
         )
+
+
+def _checked_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> Cut:
+    num_shards, num_expert_shards = axes.get(TENSOR, 1), axes.get(EXPERT, 1)
+    check_divides(config, num_shards, num_expert_shards)
+    cut = _decoder_cut(config, num_shards) if num_shards > 1 else {}
+    return cut if config.experts is None else cut | _experts_cut(num_shards > 1, num_expert_shards > 1)
+
+
+def _experts_cut(is_tensor_cut: bool, is_dealt_out: bool) -> Cut:
+    inner, first = TENSOR if is_tensor_cut else None, EXPERT if is_dealt_out else None
+    by_columns, by_rows = PartitionSpec(first, None, inner), PartitionSpec(first, inner, None)
+    cut: Cut = {
+        ("mlp", "experts", "gate"): by_columns,
+        ("mlp", "experts", "up"): by_columns,
+        ("mlp", "experts", "down"): by_rows,
+    }
+    if not is_tensor_cut:
+        return cut
+    shared = _by_columns("mlp", "shared", "gate") | _by_columns("mlp", "shared", "up")
+    return cut | shared | {("mlp", "shared", "down", "kernel"): ROWS}
 
 
 def _decoder_cut(config: LanguageModelConfig, num_shards: int) -> Cut:

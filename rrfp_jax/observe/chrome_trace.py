@@ -9,13 +9,14 @@ without its digits, hence by kind.
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import first_start_s, require_drawable
 from rrfp_jax.observe.style import IDLE_LOOKS, task_looks
-from rrfp_jax.tasks import COMPUTE
-from rrfp_jax.timeline import Span, Timeline, Wait
+from rrfp_jax.tasks import COMPUTE, Task
+from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 Event = dict[str, Any]
 
@@ -39,7 +40,34 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-_IDLE = "idle"
+def read_trace(path: str | os.PathLike[str]) -> Timeline:
+    """The timeline that :func:`write_trace` wrote, on a clock whose zero is its first start.
+
+    Raises ValueError, with the file's name, where there is none or it is something else.
+    """
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        boxes = [event for event in events if event["ph"] == "X"]
+        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        timeline = Timeline(max(event["pid"] for event in boxes))
+        for event in boxes:
+            start_s, end_s = event["ts"] / 1e6, round(event["ts"] + event["dur"], 3) / 1e6
+            place = event["args"]["step"], event["pid"] - 1
+            if event["cat"].startswith("task,"):
+                lane = lanes[event["pid"], event["tid"]]
+                task = Task.parse(event["name"])
+                timeline.spans.append(Span(*place, task, start_s, end_s, COMPUTE if lane == _TASKS else lane))
+            else:
+                timeline.waits.append(Wait(*place, start_s, end_s, IdleReason(event["args"]["reason"])))
+    except OSError as error:
+        raise ValueError(f"trace {path} cannot be read ({error.strerror}): name the directory of a run") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of a run ({error}): take the trace.json of a run directory") from None
+    return timeline
+
+
+_IDLE, _TASKS = "idle", "tasks"
+"""Names of tracks; the others are those of engines."""
 
 
 class _Tracks:
@@ -62,7 +90,7 @@ class _Tracks:
         yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
         for number, track in enumerate(self._of_stage[stage]):
             thread = {"ph": "M", **self.place(stage, track)}
-            yield {**thread, "name": "thread_name", "args": {"name": "tasks" if track == COMPUTE else track}}
+            yield {**thread, "name": "thread_name", "args": {"name": _TASKS if track == COMPUTE else track}}
             yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 

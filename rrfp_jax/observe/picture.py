@@ -7,20 +7,17 @@ timelines always give the same bytes (with one version of matplotlib).
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
-import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rrfp_jax.observe.figure_files import check_format, plain_look, write_figure
 from rrfp_jax.observe.legend import Legend
-from rrfp_jax.observe.measure import FONT, text_width
-from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.observe.measure import text_width
 from rrfp_jax.observe.panels import Panel, panels
-from rrfp_jax.observe.rows import DIGIT, DPI, POINTS, Rows, label_points, row_label
+from rrfp_jax.observe.rows import DIGIT, POINTS, Rows, label_points, row_label
 from rrfp_jax.observe.style import PAPER
 from rrfp_jax.timeline import Timeline
 
@@ -28,14 +25,6 @@ _RIGHT, _AXIS, _MARGIN = 0.7, 0.6, 0.12
 _TITLE, _TITLE_OF_STEPS = 0.4, 0.55
 _TIME_WIDTH = (9.5, 15.0)
 """Least and greatest width of the time axis."""
-_FORMATS: Mapping[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
-"""Format -> metadata; what changes from run to run is left out."""
-_SETTINGS = {
-    **matplotlib.rcParamsDefault,
-    "font.family": FONT,
-    "hatch.linewidth": 0.6,
-    "svg.hashsalt": "rrfp",
-}
 
 
 def draw_timelines(timelines: Iterable[tuple[str, Timeline]], path: str | os.PathLike[str]) -> None:
@@ -44,15 +33,10 @@ def draw_timelines(timelines: Iterable[tuple[str, Timeline]], path: str | os.Pat
     A timeline may hold several steps; its title then gives their means. Raises ValueError for another suffix and for a
     timeline without tasks, before anything is written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in _FORMATS:
-        raise ValueError(f"a picture cannot be written to {os.fspath(path)!r}: let the name end in .png or .svg")
+    check_format(path)
     drawn = panels(timelines)
-    settings = {key: value for key, value in _SETTINGS.items() if not key.startswith("backend")}
-    with matplotlib.rc_context(settings):
-        figure = figure_of(drawn)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, dpi=DPI, metadata=_FORMATS[suffix])
+    with plain_look():
+        write_figure(figure_of(drawn), path)
 
 
 def figure_of(drawn: list[Panel]) -> Figure:

@@ -78,7 +78,10 @@ def _attention(num_pairs: float, query_dim: int) -> Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """A decoder with grouped-query attention and a gated MLP."""
+    """A decoder with grouped-query attention and gated MLPs, or experts in place of some of these.
+
+    Of the experts of a sparse layer those count that compute a token, and the router.
+    """
 
     hidden: int
     num_layers: int
@@ -87,15 +90,22 @@ class DecoderSizes:
     head_dim: int
     mlp_dim: int
     vocab_size: int
+    num_sparse_layers: int = 0
+    num_experts: int = 0
+    expert_dims: int = 0
+    """Inner widths of all experts that compute a token, shared ones included, together."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
+        of_experts = ("num_sparse_layers", "num_experts", "expert_dims")
+        names = [name for name in self.__dataclass_fields__ if self.num_sparse_layers or name not in of_experts]
+        check_fields(self, AT_LEAST_1, *names)
 
-    def layer(self, num_tokens: float, num_pairs: float) -> Flops:
+    def layer(self, num_tokens: float, num_pairs: float, *, is_sparse: bool = False) -> Flops:
         """One layer, for tokens whose attention looks at so many pairs (see :func:`pairs`)."""
         query_dim, key_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         projections = product(num_tokens, self.hidden, 2 * query_dim + 2 * key_dim)
-        return projections + product(num_tokens, self.hidden, 3 * self.mlp_dim) + _attention(num_pairs, query_dim)
+        widths = 3 * self.expert_dims + self.num_experts if is_sparse else 3 * self.mlp_dim
+        return projections + product(num_tokens, self.hidden, widths) + _attention(num_pairs, query_dim)
 
     def head(self, num_tokens: float) -> Flops:
         """The logits. (The embedding is a look-up and counts nothing.)"""
@@ -103,7 +113,9 @@ class DecoderSizes:
 
     def whole(self, num_tokens: float, num_pairs: float) -> Flops:
         """All layers and the head."""
-        return self.layer(num_tokens, num_pairs) * self.num_layers + self.head(num_tokens)
+        sparse = self.layer(num_tokens, num_pairs, is_sparse=True) * self.num_sparse_layers
+        dense = self.layer(num_tokens, num_pairs) * (self.num_layers - self.num_sparse_layers)
+        return sparse + dense + self.head(num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

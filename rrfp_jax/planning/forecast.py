@@ -9,9 +9,10 @@ A stage's peak is the sum of
   microbatches differ in size and the window is given in bytes, it is that many bytes;
 * where operations move activations, what each of those that are away leaves on the device: the gradient that may wait
   for it, and what its stash refers to beside inputs;
-* its inboxes: activations that wait for their F and gradients that wait for their backward, at most one of each per
-  microbatch that the sender may have in flight. A chunk that runs F only holds nothing in flight, but all microbatches
-  may wait for it;
+* its inboxes: activations that wait for their F, and gradients that wait for their backward, at most one of the latter
+  per microbatch in flight. How many microbatches may reach the stage, in flight or waiting, the senders bound
+  (:func:`rrfp_jax.planning.order_memory.reached`). A chunk that runs F only holds nothing in flight, but all
+  microbatches may wait for it;
 * the temporaries of its largest program, and one output on its way out.
 
 All of it is an upper bound: not everything peaks at once. What lies in host memory is a sum of its own.
@@ -74,7 +75,8 @@ class StageForecast:
 
     window: int
     """Microbatches in flight at most: the stage's window, or all microbatches if they are fewer."""
-    num_microbatches: int
+    reached: int
+    """Microbatches that may be here at a time, in flight or waiting."""
     fixed: int
     per_microbatch: int
     """Of each microbatch in flight."""
@@ -85,6 +87,8 @@ class StageForecast:
     """Activations of one chunk and microbatch at most, where these are bounded instead of microbatches."""
     in_footprint: int = 0
     """What so many take at most, with all that waits beside them."""
+    in_row: int | None = None
+    """What microbatches take at most, in flight and waiting, in the very row that the stage keeps to."""
     capacity: int | None = None
     """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
     less_than_waiting: int = 0
@@ -94,6 +98,8 @@ class StageForecast:
 
     @property
     def peak(self) -> int:
+        if self.in_row is not None:
+            return self.fixed + self.in_row + self.temporaries
         if self.footprint is not None:
             return self.fixed + self.in_footprint + self.temporaries
         return self._peak(self.window)
@@ -108,9 +114,9 @@ class StageForecast:
         return f"{self.window} microbatches in flight"
 
     def _peak(self, window: int) -> int:
-        waiting, in_flight = self.num_microbatches - window, window * self.per_microbatch
+        waiting, in_flight = self.reached - window, window * self.per_microbatch
         if self.capacity is not None and window == self.window:  # small ones may take what is left beside large ones
-            in_flight = min(self.capacity, self.num_microbatches * self.per_microbatch)
+            in_flight = min(self.capacity, self.reached * self.per_microbatch)
         in_inbox = waiting * self.per_waiting + window * self.less_than_waiting
         return self.fixed + in_flight + in_inbox + self.temporaries
 
@@ -124,25 +130,30 @@ def forecast_stage(
     window: int,
     num_microbatches: int,
     *,
+    reached: int | None = None,
     footprint: int | None = None,
+    in_row: int | None = None,
     capacity: int | None = None,
     moved: MovedActivations | None = None,
 ) -> StageForecast:
     """The peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the window.
 
-    ``footprint`` is in activations, those on the device where operations move some (``moved``). Activations may wait
-    for every microbatch that is not in flight here yet: the senders' own windows bound them, but may be larger.
+    ``footprint`` is in activations, those on the device where operations move some (``moved``); ``in_row``, where it is
+    known, is what they and all that waits take at most in the very row that the stage keeps to. Activations may wait
+    for every microbatch that is not in flight here yet, of those that may be here (``reached``; None: all).
     """
-    in_flight = min(window, num_microbatches)
+    reached = num_microbatches if reached is None else min(reached, num_microbatches)
+    in_footprint = 0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, reached, moved)
     return StageForecast(
-        window=in_flight,
-        num_microbatches=num_microbatches,
+        window=min(window, reached),
+        reached=reached,
         fixed=sum(chunk.fixed for chunk in chunks),
         per_microbatch=sum(chunk.per_microbatch for chunk in chunks),
         per_waiting=sum(chunk.inputs for chunk in chunks),
         temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
         footprint=footprint,
-        in_footprint=0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, moved),
+        in_footprint=in_footprint,
+        in_row=in_row,
         capacity=capacity,
         less_than_waiting=sum(chunk.less_than_waiting for chunk in chunks),
         host_peak=0 if moved is None else _largest([c.moves for c in chunks], moved.on_host, num_microbatches),
@@ -150,10 +161,11 @@ def forecast_stage(
 
 
 def _in_footprint(
-    chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, moved: MovedActivations | None
+    chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, reached: int, moved: MovedActivations | None
 ) -> int:
-    """All microbatches wait, but for as many activations as the footprint has room for, and those that were moved."""
-    waiting = num_microbatches * sum(chunk.inputs for chunk in chunks)
+    """All that may be here wait, but for as many activations as the footprint has room for, and those that were
+    moved."""
+    waiting = reached * sum(chunk.inputs for chunk in chunks)
     held = _largest([chunk.more_than_waiting for chunk in chunks], footprint, num_microbatches)
     away = 0 if moved is None else max(0, moved.under_way - footprint)
     return waiting + held + _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)

@@ -1,16 +1,18 @@
-"""Which process and device does what: ``num_stages x data x tensor`` devices, dealt out to ranks in order.
+"""Which process and device does what: stages, replicas and the devices of each, dealt out to ranks in order.
 
-A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on ``tensor`` devices. Devices are
-numbered with the tensor axis innermost, then data, then stages, and dealt out to the ranks (processes) in that order,
-the same number to each. So a rank may host several units, and a unit may span several ranks, which then form its
-*group*.
+A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on the devices of a mesh with named
+axes, ``tensor`` and others. Devices are numbered with the first of these axes innermost, then data, then stages, and
+dealt out to the ranks (processes) in that order, the same number to each. So a rank may host several units, and a unit
+may span several ranks, which then form its *group*.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.planning.unit_axes import TENSOR, Axes, checked_axes, describe_axes, num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,26 +23,61 @@ class Layout:
     data: int = 1
     """Replicas of the whole pipeline, each with its own share of the microbatches."""
     tensor: int = 1
-    """Devices that share each layer of a stage."""
+    """Devices that share each layer of a stage: a mesh of this axis alone, or the one in ``mesh``."""
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] = ()
+    """All axes over the devices of a unit with their sizes, innermost first; where stages have different ones, those of
+    each stage, of equally many devices; empty: ``tensor`` alone."""
     num_ranks: int = 1
     """Processes."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "num_ranks")
+        if self.mesh and self.tensor > 1:
+            raise ValueError(f"tensor is {self.tensor} beside a mesh: give it in mesh alone")
+        self._check_sizes()
         if self.num_devices % self.num_ranks:
             raise ValueError(
-                f"{self.num_stages} stages x data {self.data} x tensor {self.tensor} need {self.num_devices} devices, "
+                f"{self.num_stages} stages x data {self.data} x {self.axes} need {self.num_devices} devices, "
                 f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
                 f"divides {self.num_devices}"
+            )
+
+    def _check_sizes(self) -> None:
+        if len(self.axes_of_stage) != self.num_stages:
+            raise ValueError(
+                f"{len(self.axes_of_stage)} meshes are given for {self.num_stages} stages: give one for each"
+            )
+        sizes = [num_devices(axes) for axes in self.axes_of_stage]
+        odd = next((stage for stage, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            raise ValueError(
+                f"stage 0 has {describe_axes(self.axes_of_stage[0])}, {sizes[0]} devices, and stage {odd} "
+                f"{describe_axes(self.axes_of_stage[odd])}, {sizes[odd]}: give all stages equally many"
             )
 
     @property
     def num_units(self) -> int:
         return self.num_stages * self.data
 
+    @cached_property
+    def axes_of_stage(self) -> tuple[Axes, ...]:
+        """The axes over the devices of each stage's units, innermost first."""
+        mesh = self.mesh or {TENSOR: self.tensor}
+        return tuple(map(checked_axes, [mesh] * self.num_stages if isinstance(mesh, Mapping) else mesh))
+
+    @property
+    def unit_size(self) -> int:
+        """Devices of a unit."""
+        return num_devices(self.axes_of_stage[0])
+
+    @property
+    def axes(self) -> str:
+        """The axes of all stages, for messages."""
+        return " or ".join(dict.fromkeys(map(describe_axes, self.axes_of_stage)))
+
     @property
     def num_devices(self) -> int:
-        return self.num_units * self.tensor
+        return self.num_units * self.unit_size
 
     @property
     def devices_per_rank(self) -> int:
@@ -57,9 +94,9 @@ class Layout:
         return unit // self.num_stages
 
     def devices_of(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of a unit's devices, along its tensor axis."""
-        first = (self.stage_of(unit) * self.data + self.replica_of(unit)) * self.tensor
-        return tuple(range(first, first + self.tensor))
+        """The global numbers of a unit's devices, the first axis of its mesh innermost."""
+        first = (self.stage_of(unit) * self.data + self.replica_of(unit)) * self.unit_size
+        return tuple(range(first, first + self.unit_size))
 
     def rank_of_device(self, device: int) -> int:
         return device // self.devices_per_rank
@@ -83,8 +120,8 @@ class Layout:
     def shared_devices(self, rank: int, num_devices: int) -> tuple[int, ...]:
         """For each device that the layout asks of a rank, which of the ``num_devices`` that it has stands for it.
 
-        Where these are fewer, stages share them evenly, consecutive ones together; the replicas and tensor parts of one
-        stage keep to devices of their own. Raises ValueError where they are too few even for that.
+        Where these are fewer, stages share them evenly, consecutive ones together; the devices of one stage are apart.
+        Raises ValueError where they are too few even for that.
         """
         wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
         if num_devices >= len(wanted):
@@ -95,15 +132,15 @@ class Layout:
         num_sets = num_devices // max(stages)
         if not num_sets:
             raise ValueError(
-                f"rank {rank} has {num_devices} devices, and stages may share them, but data {self.data} x tensor "
-                f"{self.tensor} need {max(stages)} of their own: lower these degrees, or give more devices"
+                f"rank {rank} has {num_devices} devices, and stages may share them, but data {self.data} x "
+                f"{self.axes} need {max(stages)} of their own: lower these degrees, or give more devices"
             )
         firsts = [number * num_sets // len(stages) * max(stages) for number in range(len(stages))]
         return tuple(first + i for first, size in zip(firsts, stages, strict=True) for i in range(size))
 
     @property
     def _devices_per_stage(self) -> int:
-        return self.data * self.tensor
+        return self.data * self.unit_size
 
     @cached_property
     def _ranks_of(self) -> tuple[tuple[int, ...], ...]:
@@ -115,4 +152,4 @@ class Layout:
     def describe(self) -> str:
         """For messages: ``2 stages x data 2 x tensor 2 on 4 processes``."""
         processes = "process" if self.num_ranks == 1 else "processes"
-        return f"{self.num_stages} stages x data {self.data} x tensor {self.tensor} on {self.num_ranks} {processes}"
+        return f"{self.num_stages} stages x data {self.data} x {self.axes} on {self.num_ranks} {processes}"

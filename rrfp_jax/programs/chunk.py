@@ -29,7 +29,7 @@ outputs
     summed (not averaged) over the microbatch, and its weight, for example the number of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,10 +42,10 @@ from rrfp_jax.programs.layers import OwnApply, OwnInit, specs_of
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
-Partition = Callable[[Any, int], Any]
-"""``partition(params, num_shards)``: for parameters of these shapes on ``num_shards`` devices a tree with one
-``jax.sharding.PartitionSpec`` per parameter, which may name the mesh axis ``tensor`` at a dimension that ``num_shards``
-divides. It changes where parameters lie, never what is computed."""
+Partition = Callable[[Any, Mapping[str, int]], Any]
+"""``partition(params, axes)``: for parameters of these shapes on a unit whose mesh has these axes, with their sizes, a
+tree with one ``jax.sharding.PartitionSpec`` per parameter. It may name any of the axes at a dimension that they divide;
+what is not named is whole. It changes where parameters lie, never what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ class ChunkPlan:
     """Those of them that get gradients, and accumulators."""
     operands: Specs
     """``(inputs, leaves, (counters, numbers))``; see :class:`rrfp_jax.programs.layers.ForLayers` for the numbers."""
+    outputs: Specs
+    """Of the forward."""
     output_grads: Specs
     """One entry per gradient that the backward gets, ascending."""
     input_grads: Specs
@@ -238,6 +240,7 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
         params=params,
         trained=trained,
         operands=operands,
+        outputs=shapes.outputs,
         output_grads=output_grads,
         input_grads=input_grads,
         split=split,

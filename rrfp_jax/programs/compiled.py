@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.programs.analysis import memory_of
 from rrfp_jax.programs.chunk import Chunk, Params, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
 from rrfp_jax.programs.compiling import count_programs
@@ -28,8 +29,8 @@ from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import OwedBytes
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.shapes import ChunkShapes
-from rrfp_jax.programs.shardings import shardings_of, spread, unit_shardings
-from rrfp_jax.programs.specs import accumulator_spec, num_bytes, pick
+from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
+from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import zeros
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
@@ -134,7 +135,7 @@ class CompiledChunk:
         self.index, self.chunk = index, chunks[index]
         self.variant_of = tuple(range(len(variants)) if variant_of is None else variant_of)
         self.sharding = sharding
-        """Of activations, their gradients, batch leaves and scalars."""
+        """The boundary."""
         self.shardings = unit_shardings(chunks, index, sharding)
         """Of parameters too."""
         self._stage, self._own = stage, self.chunk.own
@@ -245,17 +246,21 @@ class CompiledChunk:
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
             derived_bytes=num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
-            inputs_bytes=num_bytes(variant.shapes.inputs),
-            outputs_bytes=num_bytes(variant.shapes.outputs),
+            inputs_bytes=self._passing_bytes(variant.shapes.inputs),
+            outputs_bytes=self._passing_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((stash.donated, stash.saved)),
             kept_bytes=num_bytes(stash.kept),
             kept_inputs_bytes=num_bytes(kept_inputs),
             kept_others_bytes=num_bytes(stash.kept) - num_bytes(kept_inputs),
-            output_grads_bytes=0 if variant.is_sink else num_bytes(plan.output_grads),
-            input_grads_bytes=num_bytes(plan.input_grads),
+            output_grads_bytes=0 if variant.is_sink else self._passing_bytes(plan.output_grads),
+            input_grads_bytes=self._passing_bytes(plan.input_grads),
             owed=plan.owed.num_bytes,
             temporaries=of_programs,
         )
+
+    def _passing_bytes(self, specs: Specs) -> int:
+        """Of what passes between chunks, on one device."""
+        return num_bytes(spread(specs, all_passing(self.sharding, specs)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -275,5 +280,5 @@ class CompiledChunk:
 
 def temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:
     """Temporary bytes of compiled programs by name, as the backend's memory analysis has them."""
-    analyses = {name: program.memory_analysis() for name, program in compiled.items()}
-    return {name: int(getattr(analysis, "temp_size_in_bytes", None) or 0) for name, analysis in analyses.items()}
+    analyses = {name: memory_of(program) for name, program in compiled.items()}
+    return {name: 0 if analysis is None else analysis.temporaries for name, analysis in analyses.items()}

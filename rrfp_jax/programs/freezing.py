@@ -31,10 +31,10 @@ def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
     if isinstance(patterns, str):
         raise ValueError(f"the layers to freeze are given as the text {patterns!r}: give a list of patterns")
     for pattern in patterns:
-        if not any(_matches(pattern, name) for name in names):
+        if not any(matches(pattern, name) for name in names):
             raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {_nearest(pattern, names)}")
     frozen = [
-        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(_matches(p, name) for p in patterns)))
+        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(matches(p, name) for p in patterns)))
         for chunk, own in zip(chunks, layers, strict=True)
     ]
     if any(chunk.frozen for chunk in frozen):
@@ -53,7 +53,8 @@ def is_frozen(chunk: Chunk) -> bool:
     return not jax.tree.leaves(trained_specs(chunk))
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a layer of this name is one that the pattern stands for."""
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 

@@ -10,6 +10,7 @@ from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk_plan import ChunkPlan
 from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.shardings import all_passing, gathered, passing
 from rrfp_jax.programs.specs import Specs, accumulator_spec, pick
 
 LEAN_FORWARD = "forward_lean"
@@ -26,7 +27,7 @@ class GradientPrograms:
         plan: of the chunks of the kind.
         params: the shapes of parameters, with their shardings.
         derived: those of what is derived from parameters and the plan takes, likewise.
-        boundary: of activations, their gradients, batch leaves and scalars.
+        boundary: of the unit; see :mod:`rrfp_jax.programs.shardings` for what passes between chunks.
         chosen: for results that stay inside the chunk; None lets the compiler choose.
     """
 
@@ -46,22 +47,40 @@ class GradientPrograms:
         """As it was given, laid out for what the forward and the input gradient make where it lies."""
 
     def _compile(self, name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,)) -> Any:
-        """Arguments lie as their specs say, at the boundary where they say nothing."""
-        inputs = jax.tree.map(lambda spec: self._boundary if spec.sharding is None else spec.sharding, specs)
+        """Arguments lie as their specs say; where they say nothing, as what passes between chunks."""
+        at = next(place for place, spec in enumerate(specs) if spec is self._params)
+
+        def program(*arguments: Any) -> Any:
+            whole = self._gathered(arguments[at : at + 2])
+            return function(*arguments[:at], *whole, *arguments[at + 2 :])
+
+        inputs = jax.tree.map(lambda s: passing(self._boundary, s) if s.sharding is None else s.sharding, specs)
         self.compiled[name] = compile_program(
-            name, function, *specs, in_shardings=inputs, out_shardings=results, donate=donate
+            name, program, *specs, in_shardings=inputs, out_shardings=results, donate=donate
         )
         return self.compiled[name]
+
+    def _gathered(self, held: Any) -> Any:
+        """Parameters and what is derived from them as the chunk computes with them: no more cut over ``fsdp``."""
+        return jax.tree.map(
+            lambda leaf, spec: (
+                leaf
+                if (whole := gathered(spec.sharding)) is spec.sharding
+                else jax.lax.with_sharding_constraint(leaf, whole)
+            ),
+            held,
+            (self._params, self._derived),
+        )
 
     def _compile_all(self, plan: ChunkPlan) -> ChunkPlan:
         """Compile the plan's functions; where a program's results lie decides how the next ones are laid out."""
         params, derived, boundary, chosen = self._params, self._derived, self._boundary, self._chosen
         at_params = jax.tree.map(lambda spec: spec.sharding, params)
-        results = (boundary, chosen)
+        outputs, input_grads = all_passing(boundary, plan.outputs), all_passing(boundary, plan.input_grads)
         specs: tuple[Specs, ...] = (params, derived, plan.operands)
-        self.forward = self._compile("forward", plan.forward, *specs, results=results, donate=())
+        self.forward = self._compile("forward", plan.forward, *specs, results=(outputs, chosen), donate=())
         if plan.has_lean_forward:
-            self.lean_forward = self._compile(LEAN_FORWARD, plan.lean_forward, *specs, results=boundary, donate=())
+            self.lean_forward = self._compile(LEAN_FORWARD, plan.lean_forward, *specs, results=outputs, donate=())
         plan = plan.laid_out(boundary, self.forward.output_shardings[1])
         trained = pick(params, plan.trained)
         stash, sums, at_sums = plan.stash.specs, accumulator_spec(trained), pick(at_params, plan.trained)
@@ -70,11 +89,12 @@ class GradientPrograms:
             return plan
         if not plan.is_split:
             specs = ((sums, stash.donated), *rest)
-            at_both = ((at_sums, boundary), boundary)
+            at_both = ((at_sums, input_grads), boundary)
             self.backward = self._compile("backward", _with_token(plan.backward), *specs, results=at_both)
             return plan
         made: Any = ()
         if jax.tree.leaves((plan.input_grads, plan.made)):
+            results = (input_grads, chosen)
             program = self._compile("input_gradient", plan.input_gradient, stash.donated, *rest, results=results)
             self.input_gradient, made = program, program.output_shardings[1]
         plan = plan.owing(boundary, made)

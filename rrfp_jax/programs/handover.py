@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
+from rrfp_jax.programs.shardings import passing
 from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.split import SplitBackward
 
@@ -104,11 +105,11 @@ def lay_out_stash(
     made = [p for p, place in enumerate(places) if place.origin == "made"]
     kept = [p for p, place in enumerate(places) if place.origin != "made"]
     shardings = [
-        boundary if made_shardings is None or place.origin != "made" else made_shardings[place.position]
-        for place in places
+        _passing(boundary, spec) if made_shardings is None or place.origin != "made" else made_shardings[place.position]
+        for place, spec in zip(places, split.stash_specs, strict=True)
     ]
     specs = [_lying(spec, sharding) for spec, sharding in zip(split.stash_specs, shardings, strict=True)]
-    candidates = [p for p in made if p not in owed and _alike(shardings[p], boundary, len(specs[p].shape))]
+    candidates = [p for p in made if p not in owed and _passes_so(boundary, specs[p])]
     donated = _donatable(specs, candidates, results)
     saved = [p for p in made if p not in donated]
     order = [*donated, *saved, *kept]
@@ -156,8 +157,9 @@ def lay_out_owed(
 
     leaves = [leaf(*place) for place in split.owed_places]
     at_stash = [spec.sharding for spec in (*stash.specs.saved, *stash.specs.kept)]
-    at_made = [boundary] * len(made) if made_shardings is None else made_shardings
-    shardings = [*at_stash, *[boundary] * (after_all - num_saved - num_kept), *at_made]
+    at_made = [_passing(boundary, spec) for spec in made] if made_shardings is None else made_shardings
+    at_grads = [_passing(boundary, spec) for spec in jax.tree.leaves((output_grads, input_grads))]
+    shardings = [*at_stash, *at_grads, *at_made]
     specs = tuple(_lying(spec, shardings[place]) for spec, (place, _) in zip(split.owed_specs, leaves, strict=True))
     bytes_by_holder: Counter[str] = Counter()
     for (_, holder), spec in zip(leaves, specs, strict=True):
@@ -187,10 +189,16 @@ def _lying(spec: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
 
-def _alike(sharding: Sharding | None, boundary: Sharding | None, num_dims: int) -> bool:
-    if sharding is None or boundary is None:
-        return sharding is boundary
-    return sharding.is_equivalent_to(boundary, num_dims)
+def _passing(boundary: Sharding | None, spec: Any) -> Sharding | None:
+    return None if boundary is None else passing(boundary, spec)
+
+
+def _passes_so(boundary: Sharding | None, spec: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array lies as one of its shape would that passes between chunks."""
+    sharding, wanted = spec.sharding, _passing(boundary, spec)
+    if sharding is None or wanted is None:
+        return sharding is wanted
+    return bool(sharding.is_equivalent_to(wanted, len(spec.shape)))
 
 
 def _donatable(

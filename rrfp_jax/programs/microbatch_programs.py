@@ -23,6 +23,7 @@ from rrfp_jax.programs.chunk import Chunk, Params, counters
 from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import Owed, Stash
 from rrfp_jax.programs.shapes import ChunkShapes
+from rrfp_jax.programs.shardings import all_passing, passing
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.tasks import PipelineGraph
@@ -63,6 +64,9 @@ class MicrobatchPrograms:
         self._programs, self._seed = programs, seed
         self.prepare, self._derived_places = prepare, tuple(derived)
         self._is_in_order = self._derived_places == tuple(range(len(derived)))
+        cut = {name: at for name, spec in shapes.leaves.items() if (at := passing(sharding, spec)) is not sharding}
+        self._at_leaves = {name: at for name, at in cut.items() if not at.is_fully_addressable}
+        """Where leaves are put, each process its parts, that are cut over several processes; programs place others."""
         self.is_sink = not graph.successors(index)
         """Whether the chunk computes the loss."""
         self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph, sharding)
@@ -80,11 +84,12 @@ class MicrobatchPrograms:
         required = graph.required_predecessors(self._index)
         if len(required) > 1:
             inputs = tuple(
-                zeros(spec, sharding) if p in required else None
+                zeros(spec, all_passing(sharding, spec)) if p in required else None
                 for p, spec in zip(graph.predecessors(self._index), self.shapes.inputs, strict=True)
             )
         if len(graph.successors(self._index)) > 1 and self.plan.output_grads:
-            grads = (zeros(self.plan.output_grads[0], sharding),) * len(self.plan.output_grads)
+            absent = self.plan.output_grads[0]
+            grads = (zeros(absent, all_passing(sharding, absent)),) * len(self.plan.output_grads)
         return inputs, grads
 
     @property
@@ -145,6 +150,8 @@ class MicrobatchPrograms:
     def _operands(self, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int, microbatch: int) -> Any:
         if self._absent_inputs is not None:
             inputs = _fill(inputs, self._absent_inputs)
+        if self._at_leaves:
+            leaves = leaves | {name: _spread(leaves[name], at) for name, at in self._at_leaves.items()}
         counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
         return inputs, leaves, (counted, self._own.numbers)
 
@@ -219,6 +226,10 @@ class MicrobatchPrograms:
         return ValueError(
             f"the backward of chunk {self._index} is {split if self.plan.is_split else 'in one piece: call backward'}"
         )
+
+
+def _spread(leaf: Any, at: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, at, leaf.__getitem__)
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import holders
-from rrfp_jax.programs.shardings import DATA, WHOLE
+from rrfp_jax.programs.shardings import DATA, WHOLE, axes_at, axes_of_spec
 
 _SMALL_BYTES = 64 << 10
 """Up to which one collective that brings more costs less than two."""
@@ -87,7 +87,7 @@ def reduce_function(
     """``reduce(accumulators, others) -> (reduced, squared_norm)`` for one chunk.
 
     Args:
-        mesh: of a unit (axis ``tensor``), or of a stage (axes ``data`` and ``tensor``), whose replicas are added up;
+        mesh: of a unit, or of a stage (with the axis ``data`` too), whose replicas are added up;
             None for a unit of one device.
         partition: how the accumulators are cut, a ``PartitionSpec`` for each.
         partitions_of_others: the same for the shared accumulators of each chunk of ``tie.others``.
@@ -133,7 +133,7 @@ def update_function(optimizer: optax.GradientTransformation) -> Callable[..., tu
 
 def _over_replicas(gradient: jax.Array, share: PartitionSpec, *, ordered: bool) -> jax.Array:
     """The sum over all replicas, or this replica's share of it."""
-    cut = next((dim for dim, axis in enumerate(share) if axis == DATA), None)
+    cut = next((dim for dim in range(len(share)) if DATA in axes_at(share, dim)), None)
     if ordered:
         return _ordered_over_replicas(gradient) if cut is None else _ordered_sum(list(_own_terms(gradient, cut)))
     if cut is None:
@@ -163,7 +163,7 @@ def _squared_norm(layers: Any, partition: Any) -> jax.Array:
     """The float32 sum of the squares of all leaves, leaf by leaf, the same on all devices; not finite if any is not."""
     totals: dict[tuple[str, ...], jax.Array] = {}
     for leaf, spec in zip(jax.tree.leaves(layers), jax.tree.leaves(partition), strict=True):
-        axes = tuple(axis for axis in spec if axis is not None)
+        axes = axes_of_spec(spec)
         totals[axes] = totals.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(leaf)).astype(jnp.float32)
     return _ordered_sum([_sum_over(axes, total) for axes, total in sorted(totals.items())] or [jnp.float32(0)])
 

@@ -1,30 +1,46 @@
 """How the arrays of a chunk are spread over the devices of one unit (one replica of one stage).
 
-What passes between chunks (activations, their gradients), batch leaves and scalars is whole on every device of the
-unit: its sharding is the *boundary*. Parameters, and with them accumulators and optimizer state, are cut along the mesh
-axis ``tensor`` as the chunk's ``partition`` says. What stays inside a chunk, such as a stash, lies as the compiler of
-the program that makes it decides.
+A unit's devices are a mesh with named axes of the user's choice. Some names have a meaning here:
+
+``tensor``
+    what the chunk's ``partition`` cuts over it, usually every layer's matrices;
+``fsdp``
+    rows of a microbatch are cut over it, and all parameters along their first dimension that is free and divides, with
+    their gradients and optimizer state (ZeRO-3, Rajbhandari et al. 2020). Programs gather the parameters that they
+    compute with;
+``expert``
+    rows of a microbatch, and what ``partition`` cuts over it;
+``context``
+    the second dimension of what passes between chunks: the positions of a sequence.
+
+The *boundary* of a unit is the sharding of what is whole on each of its devices: scalars, and what has one dimension.
+What passes between chunks (activations, their gradients, batch leaves) is cut over rows and positions where these
+divide, and whole where not (:func:`passing`). Parameters, and with them accumulators and optimizer state, are cut as
+the chunk's ``partition`` says. What stays inside a chunk, such as a stash, lies as the compiler of the program that
+makes it decides.
 
 A unit of one device has a ``SingleDeviceSharding`` as its boundary, and nothing is cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.shapes import describe_chunk, holders
 from rrfp_jax.programs.specs import Specs, describe
 
 DATA = "data"
 """The mesh axis over the replicas of a stage."""
-TENSOR = "tensor"
-"""The mesh axis over the devices of a unit."""
 WHOLE = PartitionSpec()
 """The partition of an array that every device holds whole."""
+_CUT_BY = ((FSDP, EXPERT), (CONTEXT,))
+"""The axes over which the first dimensions of what passes between chunks are cut."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,7 @@ class UnitShardings:
     """The shardings of one chunk on its unit; made by :func:`unit_shardings`."""
 
     boundary: Sharding
-    """Of activations, their gradients, batch leaves and scalars: whole on every device."""
+    """Of what is whole on every device."""
     partition: Any
     """A ``PartitionSpec`` for every parameter."""
 
@@ -65,64 +81,121 @@ def place(partition: Any, boundary: Sharding) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition)
 
 
+def passing(boundary: Sharding, spec: Any) -> Sharding:
+    """The sharding of an array that passes between chunks, or comes from the batch, given its shape."""
+    mesh = mesh_of(boundary)
+    if mesh is None or len(spec.shape) < 2:
+        return boundary
+    cut = [_dividing(mesh, axes, size) for axes, size in zip(_CUT_BY, spec.shape, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*cut)) if any(cut) else boundary
+
+
+def _dividing(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...] | None:
+    """Those of the axes that the mesh has, if all of them together divide a dimension of this size."""
+    there = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+    return there if there and size and size % prod(mesh.shape[axis] for axis in there) == 0 else None
+
+
+def all_passing(boundary: Sharding, specs: Specs) -> Any:
+    """The shardings of all arrays of a tree that passes between chunks: one for all where none is cut."""
+    shardings = jax.tree.map(lambda spec: passing(boundary, spec), specs)
+    return boundary if all(each is boundary for each in jax.tree.leaves(shardings)) else shardings
+
+
 def unit_shardings(chunks: Sequence[Chunk], index: int, boundary: Sharding) -> UnitShardings:
     """The shardings of chunk ``index`` on a unit; raises ValueError where they are not possible."""
     mesh = mesh_of(boundary)
-    if mesh is not None and (mesh.axis_names != (TENSOR,) or boundary != NamedSharding(mesh, WHOLE)):
+    if mesh is not None and boundary != NamedSharding(mesh, WHOLE):
         raise ValueError(
             f"{describe_chunk(chunks, index)} cannot be placed by {boundary}: give a SingleDeviceSharding, or a "
-            f"NamedSharding that is whole on every device of a mesh with the axis {TENSOR!r}"
+            "NamedSharding that is whole on every device of a mesh"
         )
-    num_shards = 1 if mesh is None else mesh.shape[TENSOR]
-    return UnitShardings(boundary, param_partition(chunks, index, num_shards))
+    return UnitShardings(boundary, param_partition(chunks, index, axes_of(mesh)))
 
 
-def param_partition(chunks: Sequence[Chunk], index: int, num_shards: int) -> Any:
-    """A ``PartitionSpec`` for every parameter of chunk ``index`` on a unit of ``num_shards`` devices.
+def axes_of(mesh: Mesh | None) -> dict[str, int]:
+    """The axes of a unit, or of a stage without that over its replicas, with their sizes."""
+    return {} if mesh is None else {axis: size for axis, size in mesh.shape.items() if axis != DATA}
+
+
+def param_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int]) -> Any:
+    """A ``PartitionSpec`` for every parameter of chunk ``index`` on a unit with these axes.
 
     Raises ValueError, naming the chunk, for one that does not fit the parameter, or differs between two copies.
     """
-    partition = _own_partition(chunks, index, num_shards)
-    for name in chunks[index].shared if num_shards > 1 else ():
+    partition = _own_partition(chunks, index, axes)
+    for name in chunks[index].shared if prod(axes.values()) > 1 else ():
         owner = holders(chunks, name)[0]
-        if _own_partition(chunks, owner, num_shards)[name] != partition[name]:
+        if _own_partition(chunks, owner, axes)[name] != partition[name]:
             raise ValueError(
                 f"{describe_chunk(chunks, owner)} and {describe_chunk(chunks, index)} share {name!r} but cut it "
-                f"differently over {num_shards} devices: let `partition` of both say the same"
+                f"differently over {_words(axes)}: let `partition` of both say the same"
             )
     return partition
 
 
-def _own_partition(chunks: Sequence[Chunk], index: int, num_shards: int) -> Any:
+def _own_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int]) -> Any:
+    """As the chunk says, and what it leaves free cut over ``fsdp``."""
     chunk = chunks[index]
     params = param_specs(chunk)
-    if num_shards == 1 or chunk.partition is None:
+    if prod(axes.values()) == 1:
         return jax.tree.map(lambda _: WHOLE, params)
-    partition = chunk.partition(params, num_shards)
+    partition = jax.tree.map(lambda _: WHOLE, params) if chunk.partition is None else chunk.partition(params, axes)
     if _paths(partition) != _paths(params):
         raise ValueError(
             f"`partition` of {describe_chunk(chunks, index)} returns another tree than its parameters: give one "
             "PartitionSpec for every parameter"
         )
     for (path, spec), leaf in zip(jax.tree.leaves_with_path(partition), jax.tree.leaves(params), strict=True):
-        if not _fits(spec, leaf, num_shards):
+        if not _fits(spec, leaf, axes):
             raise ValueError(
                 f"{describe_chunk(chunks, index)} cannot cut its parameter {jax.tree_util.keystr(path)}, "
-                f"{describe(leaf)}, as {spec} over {num_shards} devices: name the axis {TENSOR!r} once, at a "
-                f"dimension that {num_shards} divides, or leave the parameter whole"
+                f"{describe(leaf)}, as {spec} over {_words(axes)}: name axes of the mesh, each once, at dimensions "
+                "that they divide, or leave the parameter whole"
             )
-    return partition
+    size = axes.get(FSDP, 1)
+    return shared_out(partition, params, size, axis=FSDP) if size > 1 else partition
+
+
+def _words(axes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
 def _paths(tree: Any) -> list[Any]:
     return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _fits(spec: Any, leaf: jax.ShapeDtypeStruct, num_shards: int) -> bool:
+def _fits(spec: Any, leaf: jax.ShapeDtypeStruct, axes: Mapping[str, int]) -> bool:
     if not isinstance(spec, PartitionSpec) or len(spec) > len(leaf.shape):
         return False
-    cut = [dim for dim, axis in enumerate(spec) if axis is not None]
-    return len(cut) <= 1 and all(spec[dim] == TENSOR and leaf.shape[dim] % num_shards == 0 for dim in cut)
+    named = axes_of_spec(spec)
+    return (
+        len(set(named)) == len(named)
+        and axes.keys() >= set(named)
+        and all(leaf.shape[dim] % prod(axes[axis] for axis in axes_at(spec, dim)) == 0 for dim in range(len(spec)))
+    )
+
+
+def axes_of_spec(spec: PartitionSpec) -> tuple[str, ...]:
+    """All axes over which an array is cut, dimension by dimension."""
+    return tuple(axis for dim in range(len(spec)) for axis in axes_at(spec, dim))
+
+
+def axes_at(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The axes over which a dimension is cut."""
+    entry = spec[dim]
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def gathered(sharding: Sharding) -> Sharding:
+    """The sharding of a parameter that is no more cut over ``fsdp``."""
+    mesh = mesh_of(sharding)
+    if mesh is None or mesh.shape.get(FSDP, 1) == 1:
+        return sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = sharding.spec
+    kept = [tuple(axis for axis in axes_at(spec, dim) if axis != FSDP) or None for dim in range(len(spec))]
+    return NamedSharding(mesh, PartitionSpec(*kept))
 
 
 def state_partition(state: Specs, params: Specs, partition: Any) -> Any:
@@ -146,18 +219,18 @@ def state_partition(state: Specs, params: Specs, partition: Any) -> Any:
     return jax.tree.map_with_path(spec_of_state, state)
 
 
-def shared_out(partition: Any, specs: Specs, num_replicas: int) -> Any:
-    """The partition where every array is cut over the axis ``data`` too, along its first free dimension that divides.
+def shared_out(partition: Any, specs: Specs, num_parts: int, axis: str = DATA) -> Any:
+    """The partition where every array is cut over one more axis, along its first free dimension that divides.
 
-    Arrays without such a dimension stay as they are. This is what ZeRO-1 does to the optimizer state (Rajbhandari et
-    al. 2020).
+    Arrays without such a dimension stay as they are. Over ``data`` this is what ZeRO-1 does to the optimizer state
+    (Rajbhandari et al. 2020).
     """
 
     def cut(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         axes = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         for dim, size in enumerate(leaf.shape):
-            if axes[dim] is None and size and size % num_replicas == 0:
-                axes[dim] = DATA
+            if axes[dim] is None and size and size % num_parts == 0:
+                axes[dim] = axis
                 return PartitionSpec(*axes)
         return spec
 

@@ -1,14 +1,16 @@
 """The devices of one stage, and arrays that pass between its units and the stage as a whole.
 
-A stage has ``data`` replicas of ``tensor`` devices each. A unit's programs run on its own devices; what all replicas do
-together (adding up gradients, updating a sharded optimizer state) runs on all of them, as a mesh with the axes ``data``
-and ``tensor``. Joining the units' arrays for that, and taking the result apart, only wraps the buffers that are there.
+A stage has ``data`` replicas of equally many devices each, which are a mesh. A unit's programs run on its own devices;
+what all replicas do together (adding up gradients, updating a sharded optimizer state) runs on all of them, as a mesh
+with the axis ``data`` before those of a unit. Joining the units' arrays for that, and taking the result apart, only
+wraps the buffers that are there.
 
 The first collective of a set of devices makes its processes meet, which takes long and fails differently from later
 ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -16,38 +18,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from rrfp_jax.programs.shardings import DATA, TENSOR, WHOLE
+from rrfp_jax.planning.unit_axes import TENSOR, Axes, describe_axes
+from rrfp_jax.programs.shardings import DATA, WHOLE
 
 
 class StageDevices:
     """The devices of one stage, of this process and of others.
 
     Args:
-        devices: for every replica its devices along the tensor axis, the same number for all.
+        devices: for every replica its devices, the same number for all.
+        axes: those of a unit's mesh with their sizes, innermost first; empty: ``tensor`` alone.
+
+    Raises ValueError where they do not fit together.
     """
 
-    def __init__(self, devices: Sequence[Sequence[jax.Device]]) -> None:
+    def __init__(self, devices: Sequence[Sequence[jax.Device]], axes: Axes = ()) -> None:
         grid = np.array([list(row) for row in devices], dtype=object)
         if grid.ndim != 2 or not grid.size:
             raise ValueError(
                 f"replicas have {[len(row) for row in devices]} devices: give the same number, 1 or more, for each"
             )
-        self.data, self.tensor = grid.shape
-        self.mesh = Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
-        self._unit_meshes = [Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in grid]
+        self.data, self.unit_size = grid.shape
+        names, sizes = zip(*reversed(axes or ((TENSOR, self.unit_size),)), strict=True)
+        if prod(sizes) != self.unit_size:
+            raise ValueError(f"the axes {describe_axes(axes)} do not make {self.unit_size} devices: mend their sizes")
+        self.mesh = _mesh(grid.reshape(self.data, *sizes), (DATA, *names))
+        self._unit_meshes = [_mesh(row.reshape(sizes), names) for row in grid]
         self._replica_of = {device: replica for replica, row in enumerate(grid) for device in row}
         mine = jax.process_index()
         self.local_replicas = tuple(r for r, row in enumerate(grid) if any(d.process_index == mine for d in row))
         """The replicas of which this process holds devices, ascending."""
 
     def unit_mesh(self, replica: int) -> Mesh:
-        """The devices of one unit, with the axis ``tensor``."""
+        """The devices of one unit."""
         return self._unit_meshes[replica]
 
     def unit_sharding(self, replica: int, spec: PartitionSpec = WHOLE) -> Sharding:
         """The sharding of an array on one unit; without ``spec`` it is whole on every device of the unit."""
         mesh = self._unit_meshes[replica]
-        return SingleDeviceSharding(mesh.devices[0]) if self.tensor == 1 else NamedSharding(mesh, spec)
+        return SingleDeviceSharding(mesh.devices.item(0)) if self.unit_size == 1 else NamedSharding(mesh, spec)
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> NamedSharding:
         """The sharding of an array on the whole stage."""
@@ -56,8 +65,8 @@ class StageDevices:
     def join(self, trees: Mapping[int, Any], partition: Any) -> Any:
         """One tree of arrays on the whole stage from one tree for every local replica.
 
-        ``partition`` has a ``PartitionSpec`` over ``tensor`` for every leaf. Where the replicas' contents differ, the
-        result is "replicated" in name only, and only programs that look at each replica's own may take it.
+        ``partition`` has a ``PartitionSpec`` over a unit's axes for every leaf. Where the replicas' contents differ,
+        the result is "replicated" in name only, and only programs that look at each replica's own may take it.
         """
         first, *others = (trees[replica] for replica in self.local_replicas)
         return jax.tree.map(lambda leaf, spec, *rest: self._join((leaf, *rest), spec), first, partition, *others)
@@ -76,7 +85,7 @@ class StageDevices:
         shards: dict[int, list[jax.Array]] = {}
         for shard in array.addressable_shards:
             shards.setdefault(self._replica_of[shard.device], []).append(shard.data)
-        if self.tensor == 1:
+        if self.unit_size == 1:
             return {replica: only for replica, (only,) in shards.items()}
         assert isinstance(array.sharding, NamedSharding)
         spec = array.sharding.spec
@@ -84,6 +93,10 @@ class StageDevices:
             replica: jax.make_array_from_single_device_arrays(array.shape, self.unit_sharding(replica, spec), own)
             for replica, own in shards.items()
         }
+
+
+def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def connect(stages: Sequence[StageDevices]) -> None:
@@ -94,7 +107,7 @@ def connect(stages: Sequence[StageDevices]) -> None:
     """
     for devices in stages:
         for replica in devices.local_replicas:
-            if devices.tensor > 1:
+            if devices.unit_size > 1:
                 _meet(devices.unit_mesh(replica))
         if devices.data > 1 and devices.local_replicas:
             _meet(devices.mesh)

@@ -23,6 +23,7 @@ from rrfp_jax.programs.compiling import shared_program
 from rrfp_jax.programs.layers import OwnInit
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import (
+    axes_of,
     param_partition,
     place,
     shardings_of,
@@ -117,7 +118,7 @@ def optimizer_specs(
     params = spec_of(trained_specs(chunks[index]))
     replicas: int | None = None
     if isinstance(devices, StageDevices):
-        partition, replicas = param_partition(chunks, index, devices.tensor), devices.data
+        partition, replicas = param_partition(chunks, index, axes_of(devices.mesh)), devices.data
         devices = devices.sharding()
     else:
         partition = unit_shardings(chunks, index, devices).partition
@@ -160,7 +161,7 @@ def initial_shared_state(
     """
     trained = trained_specs(chunks[index])
     changing = {replica: pick(layers, trained) for replica, layers in params.items()}
-    joined = devices.join(changing, pick(param_partition(chunks, index, devices.tensor), trained))
+    joined = devices.join(changing, pick(param_partition(chunks, index, axes_of(devices.mesh)), trained))
     specs = optimizer_specs(chunks, index, optimizer, devices)
     groups = layer_groups(chunks[index], joined)
     return _initial_optimizer_state(optimizer, joined, groups, specs, store or ProgramStore())

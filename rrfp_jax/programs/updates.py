@@ -23,7 +23,7 @@ from jax.stages import Compiled
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
-from rrfp_jax.programs.shardings import TENSOR, mesh_of, param_partition, place, shardings_of, shared_out
+from rrfp_jax.programs.shardings import axes_of, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.specs import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
@@ -51,18 +51,16 @@ class _Updates:
         """The compiled programs by name."""
         self._scalar = devices.sharding() if isinstance(devices, StageDevices) else devices
         self._mesh = mesh_of(self._scalar)
-        num_shards = 1 if self._mesh is None else self._mesh.shape[TENSOR]
+        axes = axes_of(self._mesh)
         self._params = spec_of(trained_specs(chunks[index]))
         """Of the layers that train; R and U know no others."""
-        self._partition = pick(param_partition(chunks, index, num_shards), self._params)
+        self._partition = pick(param_partition(chunks, index, axes), self._params)
         self._tie = tie_of(chunks, index, graph.sharing(index))
         others = [(other, tuple(sorted(chunks[other].tied))) for other in self._tie.others]
         self._specs_of_others = tuple(
             accumulator_spec(pick(spec_of(trained_specs(chunks[other])), names)) for other, names in others
         )
-        self._partitions_of_others = tuple(
-            pick(param_partition(chunks, other, num_shards), names) for other, names in others
-        )
+        self._partitions_of_others = tuple(pick(param_partition(chunks, other, axes), names) for other, names in others)
         self.trains = graph.trains(index) and bool(jax.tree.leaves(self._params))
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
         does_update = self.trains and updates_here

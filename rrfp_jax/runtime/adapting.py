@@ -16,6 +16,7 @@ from typing import Any
 
 from rrfp_jax.arbitration import InputArrived, MessageKind, Order
 from rrfp_jax.planning.replanning import MAX_STEPS, Plan, Recording, is_due, replanned, rows_of, with_rows
+from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.prepared import Prepared
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.simulation import Links, recorded
@@ -62,7 +63,7 @@ class Adapting:
         own = Timeline(order.placement.num_stages)
         for timeline in self._timelines:
             own.extend(timeline)
-        arrivals = process.gather("arrivals", self._arrivals(running), to_all=False)
+        arrivals = process.gather("arrivals", arrivals_at(process, running.runtime), to_all=False)
         whole = process.whole_timeline(own)
         plan = None if process.rank else _plan(order, whole, [one for told in arrivals.values() for one in told])
         told = process.gather("table", None if plan is None else _as_plain(plan), to_all=False)[0]
@@ -80,18 +81,18 @@ class Adapting:
         )
         return replace(running, order=planned)
 
-    def _arrivals(self, running: Prepared) -> list[Arrival]:
-        """Of the steps whose events are still kept, on the clock of rank 0, for the units that this rank leads."""
-        process = self._process
-        later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
-        return [
-            (event.step, *event.message, event.time_s + later_s)
-            for unit, log in running.runtime.logs().items()
-            if process.layout.ranks_of(unit)[0] == process.rank
-            for segment in log.segments
-            for event, _ in segment.entries
-            if isinstance(event, InputArrived) and event.message.kind in _TENSORS
-        ]
+
+def arrivals_at(process: Process, runtime: PipelineRuntime) -> list[Arrival]:
+    """Of the steps whose events are still kept, on the clock of rank 0, for the units that this rank leads."""
+    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
+    return [
+        (event.step, *event.message, event.time_s + later_s)
+        for unit, log in runtime.logs().items()
+        if process.layout.ranks_of(unit)[0] == process.rank
+        for segment in log.segments
+        for event, _ in segment.entries
+        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
+    ]
 
 
 def _plan(order: Order, timeline: Timeline, arrivals: Iterable[Arrival]) -> Plan | None:

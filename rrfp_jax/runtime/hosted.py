@@ -25,7 +25,7 @@ from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
-from rrfp_jax.programs.shardings import unit_shardings
+from rrfp_jax.programs.shardings import all_passing, unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
@@ -88,8 +88,8 @@ class HostedModel:
         self._store = ProgramStore()
         layout = process.layout
         self.grids = [
-            StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)])
-            for stage in range(layout.num_stages)
+            StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)], axes)
+            for stage, axes in enumerate(layout.axes_of_stage)
         ]
         """The devices of every stage, those of other processes included."""
         self.copies = Replication(num_chunks=len(self.chunks), num_microbatches=1, num_replicas=layout.data)
@@ -110,7 +110,7 @@ class HostedModel:
         return {replica: self.copies.chunk(base, replica) for replica in self._grid(base).local_replicas}
 
     def boundary(self, chunk: int) -> Sharding:
-        """How the activations of a chunk, by its number among all replicas, lie on its unit."""
+        """The boundary of the unit of a chunk, by its number among all replicas."""
         return self._grid(self.copies.base(chunk)).unit_sharding(self.copies.replica(chunk))
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class HostedModel:
     def connect(self) -> None:
         """Bring up the connections behind collectives; all processes call it at the same point."""
         layout = self.process.layout
-        if layout.data > 1 or layout.tensor > 1:
+        if layout.data > 1 or layout.unit_size > 1:
             connect(self.grids)
 
     def compile(
@@ -336,7 +336,8 @@ class HostedModel:
             carried = gradient_spec(ends[1].outputs)
         if not all(end.exists for end in ends):
             carried = None
-        return Edge(spec=carried, source=self.boundary(source), target=self.boundary(target))
+        at = [all_passing(self.boundary(end), carried) for end in (source, target)]
+        return Edge(spec=carried, source=at[0], target=at[1])
 
     def _tie(self, source: int, target: int, shapes: Sequence[ChunkShapes]) -> Edge | None:
         """Copies in another replica are told only that gradients are complete: these are summed by a collective."""

@@ -8,19 +8,15 @@ What operations put into host memory is counted so on all backends.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.footprint import memory_unit
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
-from rrfp_jax.planning.moved_activations import moved_activations
+from rrfp_jax.planning.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.gradients import LEAN_FORWARD
 from rrfp_jax.runtime.held_bytes import Held
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import Task, TaskKind
 
 _PROGRAM_OF_KIND = {
     TaskKind.F: "forward",
@@ -47,42 +43,6 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
     )
-
-
-def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
-    """The predicted peak of every stage; ``num_microbatches`` is a replica's share."""
-    none = (None,) * len(order.windows)
-    unit = memory_unit(order.graph)
-    footprints = none if order.footprints is None else tuple(-(-limit // unit) for limit in order.footprints)
-    capacities = order.capacities or none
-    return [
-        forecast_stage(
-            [_with_remaking(sizes[c]) if _is_remade(order.graph, c) else sizes[c] for c in chunks],
-            order.windows[stage],
-            num_microbatches,
-            footprint=footprints[stage],
-            capacity=capacities[stage],
-            moved=moved_activations(order.graph, chunks, _row_kept(order, stage)),
-        )
-        for stage, chunks in enumerate(order.placement.chunks_of_stage)
-    ]
-
-
-def _is_remade(graph: PipelineGraph, chunk: int) -> bool:
-    return bool(graph.ops) and graph.operations.remakes_stash(chunk)
-
-
-def _with_remaking(sizes: ChunkBytes) -> ChunkBytes:
-    """The sizes of a chunk whose stash is made again: inputs stay, and gradients may wait, for every microbatch; and
-    a forward may make a stash that is dropped."""
-    waiting = sizes.inputs + sizes.output_grads
-    return replace(sizes, inputs=waiting, temporaries=sizes.temporaries + sizes.stash)
-
-
-def _row_kept(order: Order, stage: int) -> Sequence[Task] | None:
-    """The row that a stage computes in this very order."""
-    is_kept = order.table is not None and order.consumptions[stage].is_strict
-    return order.table.orders[stage] if is_kept and order.table is not None else None
 
 
 def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:

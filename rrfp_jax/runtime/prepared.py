@@ -27,15 +27,18 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
+from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits, forecast_memory
+from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage
+from rrfp_jax.runtime.same_programs import check_same_programs
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.weights import Weights
@@ -57,6 +60,8 @@ class Prepared:
     """How the chunks and microbatches of ``order`` belong to replicas."""
     forecast: tuple[StageForecast, ...]
     """The predicted memory of every unit."""
+    sizes: Mapping[int, ChunkSizes]
+    """What the chunks that this process hosts hold, by number among all replicas."""
     runtime: PipelineRuntime
     weights: Weights
     """Of microbatches, where their bytes are bounded."""
@@ -100,6 +105,7 @@ def prepare(
             [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)],
             is_strict=ordering.consume == STRICT,
         )
+        check_same_programs(model, programs)
         model.connect()
     copies, rules = replication(graph, data), model.updates.step_rules(data)
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
@@ -131,6 +137,7 @@ def prepare(
         order=order,
         copies=copies,
         forecast=tuple(forecast),
+        sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
         weights=Weights(order, programs.chunks, process.units),
         make_arbiters=make_arbiters,

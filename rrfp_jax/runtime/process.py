@@ -130,14 +130,15 @@ class Process:
         spans = any(len(self.layout.ranks_of_stage(stage)) > 1 for stage in range(self.layout.num_stages))
         if platform != "cpu" and self.cluster.processes_per_device > 1 and spans:
             raise ValueError(
-                f"processes_per_device is {self.cluster.processes_per_device}, but a stage's replicas or tensor parts "
+                f"processes_per_device is {self.cluster.processes_per_device}, but a stage's devices "
                 f"lie in several processes ({self.layout.describe()}), whose collectives need devices of their own: "
-                "start fewer processes, or lower data and tensor"
+                "start fewer processes, or fewer devices for each stage"
             )
 
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
-        replica ``tensor`` ones; by default each process's first ones. Raises ValueError on another number.
+        replica those of its mesh, the first axis innermost; by default each process's first ones. Raises ValueError on
+        another number.
         """
         if len(devices) != self.layout.num_devices:
             raise ValueError(
@@ -153,7 +154,7 @@ class Process:
         return self._devices
 
     def devices_of(self, unit: int) -> list[jax.Device]:
-        """A unit's devices along its tensor axis."""
+        """A unit's devices, the first axis of its mesh innermost."""
         return [self.devices[index] for index in self.layout.devices_of(unit)]
 
     def own_device(self, unit: int) -> jax.Device:

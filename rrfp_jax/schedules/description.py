@@ -4,7 +4,7 @@ Operations that a description does not name are put into its rows by their own `
 (:mod:`rrfp_jax.schedules.with_operations`).
 
 A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. It is called twice for every
-stage, and what both calls give must be equal.
+stage, and what both calls give must be equal; who makes many tables of descriptions that are known may leave that out.
 """
 
 import traceback
@@ -27,9 +27,14 @@ from rrfp_jax.tasks import Per
 Description = Callable[[Stage], Described]
 
 
-def table_of(name: str, describe: Description, stages: Sequence[Stage]) -> ScheduleTable:
+def table_of(name: str, describe: Description, stages: Sequence[Stage], *, twice: bool = True) -> ScheduleTable:
     """The validated table. Raises ValueError, naming stage and place, for what is wrong in the description."""
-    table, again = (_table(name, stages, [_called(name, describe, stage) for stage in stages]) for _ in range(2))
+
+    def made() -> ScheduleTable:
+        return _table(name, stages, [_called(name, describe, stage) for stage in stages])
+
+    table = made()
+    again = made() if twice else table
     for stage, (row, other) in enumerate(zip(table.orders, again.orders, strict=True)):
         differing = next((n for n, (a, b) in enumerate(zip_longest(row, other)) if a != b), None)
         if differing is not None:

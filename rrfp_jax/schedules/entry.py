@@ -81,14 +81,15 @@ class ScheduleEntry:
         graph = replace(graph, split=split_chunks, ops=(*graph.ops, *self.ops))
         return [Stage(i, placement, graph, request) for i in range(p)]
 
-    def table(self, request: ScheduleRequest) -> ScheduleTable:
+    def table(self, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
         """The validated table; raises ValueError with the remedy where the sizes do not fit it."""
         try:
-            table = table_of(self.name, self.describe, self.stages(request, split=bool(self.split_backward)))
+            stages = self.stages(request, split=bool(self.split_backward))
+            table = table_of(self.name, self.describe, stages, twice=twice)
         except ValueError as error:
             if self.split_backward is not None or not isinstance(error.__cause__, WholeBackward):
                 raise
-            table = table_of(self.name, self.describe, self.stages(request, split=True))
+            table = table_of(self.name, self.describe, self.stages(request, split=True), twice=twice)
         hint = table.hint and replace(table.hint, weights_fill=self.weights_fill)
         return replace(table, weights_fill=self.weights_fill, hint=hint)
 

@@ -44,8 +44,10 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
     return schedule_entry(name).chunks_for(request)
 
 
-def build_schedule(name: str | Description, request: ScheduleRequest) -> ScheduleTable:
+def build_schedule(name: str | Description, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
     """The validated table of a schedule, as :func:`schedule_entry` finds it.
+
+    ``twice`` calls the description a second time, to see that it gives the same again.
 
     Raises ValueError with the remedy where the sizes do not fit it.
     """
@@ -61,7 +63,7 @@ def build_schedule(name: str | Description, request: ScheduleRequest) -> Schedul
             f"schedule {entry.name!r} makes a chain of chunks and its own placement: leave graph and placement out, or "
             f"take {', '.join(schedules_of_any_graph())}"
         )
-    return entry.table(request)
+    return entry.table(request, twice=twice)
 
 
 def schedules_of_any_graph() -> tuple[str, ...]:

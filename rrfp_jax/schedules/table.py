@@ -5,6 +5,7 @@ in the table breaks ties among ready tasks), and simulated. It says nothing abou
 the construction left a gap, and execution ignores it.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,6 +60,12 @@ class ScheduleTable:
     def orders(self) -> tuple[tuple[Task, ...], ...]:
         """The tasks of each stage, in order, without the empty slots."""
         return tuple(tuple(task for task in row if task is not None) for row in self.rows)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 digits that tell these orders from others: the head of the SHA-256 of their tasks, a line per stage."""
+        lines = "\n".join(" ".join(map(str, order)) for order in self.orders)
+        return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
     def validate(self) -> "ScheduleTable":
         """Return the table itself if every stage can run its row to the end and all tasks appear exactly once.

@@ -28,16 +28,22 @@ class Costs:
     """[steps, chunks, microbatches, 3]."""
     sleeps: InjectedSleeps | None = None
     """Sleeps that depend on what the stage ran before (the RRFP paper's jitter)."""
-    reduce_ms: float = 0.0
-    """Each R, once per chunk and step, where the rules have one."""
-    update_ms: float = 0.0
-    """Each U, once per chunk and step, where the rules have one."""
+    reduce_ms: float | tuple[float, ...] = 0.0
+    """Each R, once per chunk and step, where the rules have one: the same for all chunks, or of each chunk."""
+    update_ms: float | tuple[float, ...] = 0.0
+    """Each U, likewise."""
     operations_ms: Mapping[str, float] = field(default_factory=dict)
     """By the letters of an operation; where one is not named, it takes what it says itself."""
 
     def __post_init__(self) -> None:
         check_durations(self.durations_ms)
-        if self.reduce_ms < 0 or self.update_ms < 0:
+        num_chunks = self.durations_ms.shape[1]
+        once_ms = _by_chunk(self.reduce_ms, num_chunks), _by_chunk(self.update_ms, num_chunks)
+        if {len(each) for each in once_ms} != {num_chunks}:
+            raise ValueError(
+                f"reduce_ms and update_ms are one number, or one for each of {num_chunks} chunks: mend them"
+            )
+        if min(map(min, once_ms)) < 0:
             raise ValueError(f"reduce_ms ({self.reduce_ms}) and update_ms ({self.update_ms}) must not be negative")
         for letters, milliseconds in self.operations_ms.items():
             if not milliseconds >= 0:
@@ -64,7 +70,9 @@ class StageTimes:
     def __init__(self, costs: Costs, ops: Iterable[Op] = ()) -> None:
         self._operations_ms = {op.letter: costs.operations_ms.get(op.letter, op.ms) for op in ops}
         self._durations_ms, self._num_given = of_tasks(costs.durations_ms), len(costs.durations_ms)
-        self._reduce_ms, self._update_ms = costs.reduce_ms, costs.update_ms
+        num_chunks = costs.durations_ms.shape[1]
+        self._reduce_ms = _by_chunk(costs.reduce_ms, num_chunks)
+        self._update_ms = _by_chunk(costs.update_ms, num_chunks)
         self._factors: list[list[list[list[float]]]] = costs.sleeps.factors.tolist() if costs.sleeps else []
         self._base_ms = costs.sleeps.base_ms if costs.sleeps else 0.0
         self._average_ms = 0.0
@@ -83,7 +91,7 @@ class StageTimes:
         if self._operations_ms and kind in self._operations_ms:
             return self._operations_ms[kind]
         if microbatch < 0:
-            return self._reduce_ms if kind is TaskKind.R else self._update_ms
+            return (self._reduce_ms if kind is TaskKind.R else self._update_ms)[chunk]
         compute_ms = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
         if not self._factors or kind is TaskKind.W:
             return compute_ms
@@ -91,6 +99,10 @@ class StageTimes:
         slot = 0 if kind is TaskKind.F else 1
         factor = self._factors[step % len(self._factors)][chunk][microbatch][slot]
         return compute_ms + factor * max(self._base_ms, self._average_ms)
+
+
+def _by_chunk(milliseconds: float | tuple[float, ...], num_chunks: int) -> tuple[float, ...]:
+    return milliseconds if isinstance(milliseconds, tuple) else (milliseconds,) * num_chunks
 
 
 def check_durations(durations_ms: Durations) -> None:

@@ -91,7 +91,10 @@ def emulate(
     graph, placement = arbiters[0].graph, arbiters[0].placement
     if process is None:
         process = Process.alone(placement.num_stages)
-    shardings = [StageDevices([process.devices_of(unit)]).unit_sharding(0) for unit in range(process.layout.num_units)]
+    layout = process.layout
+    axes = [layout.axes_of_stage[layout.stage_of(unit)] for unit in range(layout.num_units)]
+    grids = [StageDevices([process.devices_of(unit)], axes[unit]) for unit in range(layout.num_units)]
+    shardings = [grid.unit_sharding(0) for grid in grids]
     activation = activation_spec(activation_bytes)
 
     accelerated: list[AcceleratedStage] = []
@@ -106,7 +109,7 @@ def emulate(
             ship=ship,
             device=process.own_device(stage),
             activation=activation,
-            num_devices=process.layout.tensor,
+            num_devices=process.layout.unit_size,
         )
         if launch_ms is None:
             return emulated

@@ -9,6 +9,7 @@ from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
+from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
 _PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))
@@ -20,6 +21,8 @@ _CACHE = Rule(
     "auto, none, or the absolute path of a directory",
     lambda value: value in ("auto", "none") or value[:1] in ("/", "~"),
 )
+AUTO_CUT = "auto"
+_CUT = Rule("the layers of each chunk, or auto", lambda value: not isinstance(value, str) or value == AUTO_CUT)
 _PROJECTOR = Rule(", ".join(PROJECTOR_PLACES), lambda value: value in PROJECTOR_PLACES)
 _DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
@@ -34,12 +37,22 @@ class PipelineConfig:
     """Replicas of the whole pipeline, each with an equal part of the microbatches."""
     tensor: int = 1
     """Devices that share every layer of a stage."""
+    mesh: dict[str, int] | None = None
+    """All axes over the devices of a stage with their sizes, innermost first, in place of ``tensor``: ``tensor`` shares
+    matrices; ``fsdp`` cuts parameters, gradients, optimizer state and the rows of a microbatch; ``expert`` rows;
+    ``context`` the positions of sequences. For example ``{tensor: 2, fsdp: 4}``."""
+    encoder_mesh: dict[str, int] | None = None
+    """Those of the encoder's stages where they are others, as many devices; None: as ``mesh``."""
     shard_optimizer: bool = False
     """Share the optimizer state out to the replicas (ZeRO-1); needs ``data`` of at least 2."""
     chunks_per_stage: int | None = None
     """Chunks of the model on every stage; None: as the schedule has it, else 1."""
-    layers_per_chunk: tuple[int, ...] | None = None
-    """Decoder layers of each chunk; None: the same number everywhere."""
+    layers_per_chunk: tuple[int, ...] | str | None = None
+    """Decoder layers of each chunk; ``auto``: as many as give the fullest stage least to do, worked out at the start,
+    and so for an encoder; None: the same number everywhere."""
+    costs: str | None = None
+    """A file of what layers cost (``rrfp profile``), for ``layers_per_chunk: auto``; None: worked out from their
+    operations and bytes."""
     embedding_chunk: int = 0
     """The chunk that holds the embedding."""
     head_chunk: int = -1
@@ -60,6 +73,9 @@ class PipelineConfig:
     """Layers that never change: names, what stands before a dot in names (``vision``), or globs."""
     schedule: str | None = None
     """A schedule's name, ``FILE.py:NAME`` of your own, or the path of a CSV table; None: no table."""
+    schedule_hash: str | None = None
+    """The hash of that table's rows, as ``rrfp plan --write`` notes it: another table is refused; None: whatever the
+    schedule's name or path stands for is taken."""
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one, for schedules with such groups (``gis``); None:
     as few as the schedule allows."""
@@ -120,6 +136,9 @@ class PipelineConfig:
         if self.recompute is not None and self.remat == "full":
             raise ValueError("recompute and remat full both compute forwards again: leave one of them out")
         check_fields(self, _PROJECTOR, "projector_in")
+        check_fields(self, _CUT, "layers_per_chunk")
+        if self.costs is not None and self.layers_per_chunk != AUTO_CUT:
+            raise ValueError("costs are for layers_per_chunk auto: give that too, or leave costs out")
         if self.stage_of_chunk is not None:
             self._check_placement(self.stage_of_chunk)
         if self.offload is not None and self.window is not None:  # which may be in bytes
@@ -127,6 +146,7 @@ class PipelineConfig:
                 f"window {self.window} and offload {self.offload} both bound what stages hold on devices: make window "
                 "null (--window null)"
             )
+        self._check_mesh()
         check_fields(self, _TRANSPORT, "transport")
         check_fields(self, _PROTOCOL, "group_protocol")
         if self.shard_optimizer and self.data == 1:
@@ -135,6 +155,32 @@ class PipelineConfig:
         check_fields(self, SECONDS, "progress_deadline_s")
         check_fields(self, _TASKS, "dispatch_ahead")
         check_fields(self, _NORM, "clip_norm")
+
+    @property
+    def layer_counts(self) -> tuple[int, ...] | None:
+        """``layers_per_chunk`` once it is known; raises ValueError while it is ``auto``."""
+        if isinstance(self.layers_per_chunk, str):
+            raise ValueError("layers_per_chunk is auto, which only rrfp train works out: give the numbers")
+        return self.layers_per_chunk
+
+    def _check_mesh(self) -> None:
+        for mesh in (self.mesh, self.encoder_mesh):
+            checked_axes(mesh or {})
+        if self.mesh is not None and self.tensor > 1:
+            raise ValueError("tensor and mesh both say what a stage's devices are: give tensor in mesh alone")
+        if self.encoder_mesh is not None and self.stage_of_chunk is not None:
+            raise ValueError(
+                "encoder_mesh is for stages of the encoder's own: leave stage_of_chunk or encoder_mesh out"
+            )
+
+    @property
+    def meshes(self) -> list[dict[str, int]]:
+        """The axes of each stage's devices, innermost first."""
+        mesh = self.mesh or {TENSOR: self.tensor}
+        num_own = (
+            0 if self.encoder_mesh is None else self.encoder_stages or len(self.encoder_layers_per_chunk or ()) or 1
+        )
+        return [self.encoder_mesh or mesh] * num_own + [mesh] * (self.num_stages - num_own)
 
     def _check_placement(self, stages: tuple[int, ...]) -> None:
         if self.chunks_per_stage is not None:

@@ -12,13 +12,11 @@ from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear, looped, v_sh
 
 PERMUTATIONS = (12345678901234567, 98765432109876543210)
 SIZES = list(product((1, 2, 3), (1, 2)))
-LINES = {"chain", "frozen first chunk"}
-"""The graphs without forks."""
 
 
 def is_large(num_chunks: int, num_microbatches: int, name: str) -> bool:
     """Whether a pipeline is explored by the slow tests; smaller ones of its graph are explored by the fast ones."""
-    return num_chunks * num_microbatches > (9 if name not in LINES else 12)
+    return num_chunks * num_microbatches > (12 if name == "chain" else 9)
 
 
 def explore_everything(graph: PipelineGraph, placement: Placement, *, numbers=PERMUTATIONS, **rules) -> Report:

@@ -20,7 +20,7 @@ def test_the_choices_that_are_shown_are_accepted() -> None:
 
     for name, choices in choices_of_options().items():
         for choice in choices:
-            if name not in ("pipeline.schedule", "pipeline.hint"):
+            if name not in ("pipeline.schedule", "pipeline.hint") and choice not in ("N,N,...", "FILE.json"):
                 load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, {name: choice})
             if name == "pipeline.hint" and choice != "FILE.py:NAME":
                 check_words("ready", choice, None, has_schedule=choice == "schedule")

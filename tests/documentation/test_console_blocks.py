@@ -80,7 +80,7 @@ def parse(command: str) -> None:
     name, flags = found
     where = "rrfp_jax.commands" if (ROOT / "rrfp_jax" / "commands" / f"{name}.py").exists() else "experiments"
     arguments = importlib.import_module(f"{where}.{name}").make_parser().parse_args(flags)
-    if name == "train":
+    if name == "train" and not arguments.config.startswith("runs/"):  # what a command before it writes
         load_train_config(arguments.config, overrides_of(arguments))
     if name == "launch" and arguments.command:
         parse(" ".join(["python", "-m", *arguments.command]))

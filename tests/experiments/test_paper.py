@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments.paper import emulated, endtoend, fixed_orders
+from experiments.paper import emulated, endtoend, fixed_orders, plan, planned
 from experiments.paper.__main__ import main
 from experiments.paper.again import compared, measure_again
 from experiments.paper.question import Measured, Question, Rows
@@ -21,12 +21,14 @@ from experiments.paper.rows import Cell, RowFile
 from experiments.paper.run import measure_all, row_file
 from experiments.paper.scene import EQUAL, Method, Scene, simulated
 from experiments.paper.tables import geometric_mean, interval
+from rrfp_jax.planning.costs import CostBook, CostEntry
+from rrfp_jax.planning.search.wishes import Wishes
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
 
 MEASURED: list[Cell] = []
 QUIET = Console(quiet=True)
 REAL = ("real", "jitter_real")
-LONG = ("breakdown", "correctness", "others", "small_models")
+LONG = ("breakdown", "correctness", "others", "plan", "small_models")
 SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
 
 
@@ -137,7 +139,7 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def _small(name: str, cell: Cell) -> Mapping[str, str | int | float]:
-    wanted: dict[str, str | int | float] = {"seed": 1}
+    wanted: dict[str, str | int | float] = {"seed": 1, "seeds": 1}
     if name == "breakdown":
         wanted |= {"tensor": 1, "forward_ms": 1.0, "comm_ms": 0.5, "steps": 1}
     elif name == "correctness":
@@ -206,6 +208,27 @@ def test_the_best_fixed_order_of_a_memory_fits_it_and_no_other_that_does_is_fast
     strict = Method({"schedule": "zb-h1", "consume": "strict"})
     each = [simulated(Scene(**(scene.as_cell() | {"seed": seed})), strict).step_ms for seed in (1, 2)]
     assert found[4].fixed.step_ms <= sum(each) / 2
+
+
+@pytest.mark.parametrize("slower", ["slow link", "slow stage", "lognormal:1"])
+def test_what_a_plan_does_not_know_of_costs_time(slower: str) -> None:
+    book = CostBook(layers=("layer",) * 8, entries=(CostEntry(types=planned.CASES["homogeneous"].costs.types),))
+    wishes = Wishes(devices=4, stages=(4,), microbatches=(8,), chunks=(1,))
+    one, *_ = planned.on_even_cuts(planned.CASES["homogeneous"], book, wishes)
+    assert planned.step_ms(one, slower, 2, 1) > 1.05 * planned.step_ms(one, "none", 2, 1)
+    assert planned.step_ms(one, slower, 2, 1) == planned.step_ms(one, slower, 2, 1)
+
+
+@pytest.mark.slow
+def test_what_a_plan_may_choose_grows_and_so_does_its_speed() -> None:
+    cell: Cell = {"model": "Gemma-like", "stages": 2, "microbatches": 4, "sigma": 0.0, "steps": 1, "seeds": 1}
+    rows = {str(row["method"]): row for row in plan.measure(cell) if row["jitter"] == "none"}
+    assert list(rows) == list(planned.METHODS)
+    times_ms = [float(rows[name]["step_ms"]) for name in planned.METHODS[:4]]
+    assert times_ms == sorted(times_ms, reverse=True)
+    assert times_ms[-1] < times_ms[0]
+    assert float(rows["plan, strict"]["step_ms"]) >= float(rows["plan, strict"]["bound_ms"])
+    assert all(float(rows[name]["held"]) <= float(rows[name]["memory"]) for name in planned.METHODS[1:])
 
 
 def noisy_question(*, noise: float, most: int, seed: int = 0) -> Question:

@@ -3,12 +3,13 @@
 import jax
 import pytest
 
-from rrfp_jax.models import vision_language_model
+from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.presets import DECODERS, ENCODERS, MODELS
 from rrfp_jax.programs.chunk import param_specs
 
 PUBLISHED = {
     "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9, "qwen3-32b": 32.8e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9,
+    "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen3-30b-a3b": 30.5e9,
     "vit-h": 632e6, "vit-big": 1.843e9, "vit-5b": 5.0e9, "internvit-6b": 5.903e9, "vit-22b": 21.7e9,
 }  # fmt: skip
 
@@ -17,6 +18,18 @@ PUBLISHED = {
 def test_parameter_counts(name):
     config = (DECODERS | ENCODERS)[name]
     assert config.num_params() == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9), ("qwen3-30b-a3b", 3.35e9)]
+)
+def test_active_parameters_are_those_that_compute_a_token(name, active):
+    config = DECODERS[name]
+    assert config.num_params(active=True) == pytest.approx(active, rel=0.01)
+    (chunk,) = language_model(config).split(1)
+    specs = param_specs(chunk)
+    assert sum(leaf.size for leaf in jax.tree.leaves(specs)) == config.num_params()
+    chunk.partition(specs, {"tensor": 2, "expert": 4})
 
 
 def test_all_presets_are_counted():
@@ -36,4 +49,4 @@ def test_models_have_the_parameters_that_they_count(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(layers)) == config.num_params()
     for chunk, layers in zip(graph.chunks, specs, strict=True):
         assert chunk.partition is not None
-        chunk.partition(layers, 2)
+        chunk.partition(layers, {"tensor": 2})

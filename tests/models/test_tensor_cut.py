@@ -26,7 +26,7 @@ COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", No
 
 
 def partition_of(config: LanguageModelConfig, num_shards: int) -> Any:
-    return param_partition(language_model(config).split(1), 0, num_shards)
+    return param_partition(language_model(config).split(1), 0, {"tensor": num_shards})
 
 
 def test_columns_rows_and_words() -> None:
@@ -73,7 +73,7 @@ def test_the_loss_does_not_depend_on_the_cut(kv_heads: int, vocab_size: int, ten
     def loss(params: Any, leaves: Any) -> Any:
         return chunk.apply(params, None, leaves, key=None)[0]
 
-    at_params = place(param_partition([chunk], 0, tensor), boundary)
+    at_params = place(param_partition([chunk], 0, {"tensor": tensor}), boundary)
     program = jax.jit(loss, in_shardings=(at_params, boundary), out_shardings=boundary).lower(params, leaves).compile()
     np.testing.assert_allclose(program(params, leaves), jax.jit(loss)(params, leaves), rtol=1e-6)
     if kv_heads % tensor == 0:
@@ -84,7 +84,11 @@ def test_the_loss_does_not_depend_on_the_cut(kv_heads: int, vocab_size: int, ten
 
 def graph_partition(config: VisionLanguageConfig, num_shards: int) -> Any:
     graph = vision_language_model(config).split()
-    return {name: cut for index in range(2) for name, cut in param_partition(graph.chunks, index, num_shards).items()}
+    return {
+        name: cut
+        for index in range(2)
+        for name, cut in param_partition(graph.chunks, index, {"tensor": num_shards}).items()
+    }
 
 
 def test_encoder_and_projector_are_cut_with_their_biases() -> None:
@@ -125,6 +129,6 @@ def test_features_do_not_depend_on_the_cut(vision: VisionConfig) -> None:
 
         return jax.value_and_grad(total)(params)
 
-    at_params = place(param_partition(graph.chunks, 0, 2), boundary)
+    at_params = place(param_partition(graph.chunks, 0, {"tensor": 2}), boundary)
     cut = jax.jit(gradients, in_shardings=(at_params, boundary), out_shardings=(boundary, at_params))
     chex.assert_trees_all_close(cut(params, read), jax.jit(gradients)(params, read), rtol=1e-4, atol=1e-4)

@@ -33,6 +33,8 @@ class Case:
     """Patterns of layers that never change."""
     data: int = 1
     tensor: int = 1
+    mesh: dict[str, int] | list[dict[str, int]] = field(default_factory=dict)
+    """Innermost first, of all stages or of each; empty: tensor alone."""
     num_ranks: int
     transport: str = "sockets"
     num_steps: int = 10
@@ -43,7 +45,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(num_stages=self.num_stages, data=self.data, tensor=self.tensor, num_ranks=self.num_ranks)
+        degrees: dict[str, Any] = {"data": self.data, "tensor": self.tensor, "mesh": self.mesh}
+        return Layout(num_stages=self.num_stages, num_ranks=self.num_ranks, **degrees)
 
     @property
     def placement(self) -> Placement:

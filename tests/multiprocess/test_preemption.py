@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands.running import run_command
 from tests.multiprocess.launching import Launched, eventually, launched
 from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, is_saving, outcome_of, training_config
 
@@ -33,6 +34,16 @@ def uninterrupted(folder: Path, num_processes: int, **changes: Any) -> Outcome:
     return outcome_of(folder / "run", NUM_STEPS)
 
 
+def train_alone(folder: Path, **changes: Any) -> str:
+    """What a run of one process, which nobody launches, prints until it has ended."""
+    folder.mkdir(exist_ok=True)
+    result = run_command(
+        "train", "--config", training_config(folder, **EXACT | changes), "--run-dir", folder / "run", timeout_s=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("is_killed_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_killed_first: bool, tmp_path: Path) -> None:
     folder = tmp_path / "interrupted"
@@ -50,10 +61,9 @@ def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_kill
     assert f"told to stop: saved after step {last - 1}; the same command goes on from there" in launcher.text
     assert "not restarted after code 7" in launcher.text
     alike = {"num_layers": 2, "num_stages": 1, "chunks_per_stage": 2}
-    with train(folder, 1, **alike) as launcher:
-        assert launcher.wait() == 0, launcher.text
-    assert f"going on after {last} steps" in launcher.text
-    outcome_of(folder / "run", NUM_STEPS).assert_same(uninterrupted(tmp_path / "whole", 1, **alike))
+    assert f"going on after {last} steps" in train_alone(folder, **alike)
+    train_alone(tmp_path / "whole", **alike)
+    outcome_of(folder / "run", NUM_STEPS).assert_same(outcome_of(tmp_path / "whole" / "run", NUM_STEPS))
 
 
 LAYOUTS = {
@@ -111,9 +121,33 @@ OTHERS = {
     "2 stages, tensor 2": (4, {"num_stages": 2, "tensor": 2}),
     "2 stages of 1 and 3 layers": (2, {"num_stages": 2, "layers_per_chunk": [1, 3]}),
     "1 stage": (1, {"num_stages": 1}),
+    "1 stage, fsdp 4": (4, {"num_stages": 1, "mesh": {"fsdp": 4}}),
     "2 replicas": (4, {"num_stages": 2, "data": 2}),
     "2 replicas, shared optimizer state": (4, {"num_stages": 2, "data": 2, "shard_optimizer": True}),
 }
+
+
+MESHES: list[dict[str, int]] = [
+    {"tensor": 2, "fsdp": 2},
+    {"fsdp": 4},
+    {"expert": 2, "fsdp": 2},
+    {"tensor": 2, "context": 2},
+]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
+    """Each goes on from the middle of the run before."""
+    runs = [tmp_path / str(number) for number in range(len(MESHES))]
+    expected = uninterrupted(runs[0], 4, num_stages=2, mesh=MESHES[0], keep_checkpoints=10)
+    for before, folder, mesh in zip(runs, runs[1:], MESHES[1:], strict=False):
+        shutil.copytree(before / "run", folder / "run")
+        for step in (15, 20):
+            shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
+        with train(folder, 4, num_stages=2, mesh=mesh, keep_checkpoints=10) as launcher:
+            assert launcher.wait(300) == 0, launcher.text
+        assert "going on after 10 steps" in launcher.text
+        outcome_of(folder / "run", NUM_STEPS).assert_close(expected)
 
 
 @pytest.mark.slow

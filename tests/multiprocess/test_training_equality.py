@@ -10,7 +10,7 @@ import pytest
 
 from tests.long_sums import make_pipeline, train
 from tests.multiprocess.cases import Case, train_together
-from tests.multiprocess.models import DRAWN, LONG_SUMS, RAGGED, train_reference
+from tests.multiprocess.models import DRAWN, EXPERTS, LONG_SUMS, RAGGED, train_reference
 from tests.plain_loop import assert_same_training
 
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
@@ -31,8 +31,10 @@ ONE_OF_EACH = [
         options={"schedule": "zb-h1", "adaptive": True},
         delay_ms=8.0,
     ),
-    Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, tensor=2, num_ranks=4),
+    Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, mesh={"fsdp": 2}, num_ranks=4),
 ]
+HAS_FROZEN_SIBLING = ("4 stages", "data 2")
+"""In their layouts others train, with frozen layers."""
 LONG = Case(
     name="long sums on 3",
     model=LONG_SUMS,
@@ -119,6 +121,16 @@ VISION = [
         num_steps=20,
         options=SPLIT,
     ),
+    Case(
+        name="an encoder on a mesh of its own",
+        model=DRAWN,
+        stage_of_chunk=(0, 1, 1),
+        mesh=[{"fsdp": 2}, {"tensor": 2}],
+        num_stages=2,
+        num_ranks=4,
+        num_steps=20,
+        options={"schedule": "zb-h1"},
+    ),
 ]
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
@@ -131,10 +143,18 @@ def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
     jax.tree.map(np.testing.assert_array_equal, result[1], params)
 
 
-def test_one_layout_of_each_kind(tmp_path: Path) -> None:
-    results = train_together([*ONE_OF_EACH, *FROZEN, LONG], tmp_path)
-    reference = train_reference(ONE_OF_EACH[0])
-    for case in ONE_OF_EACH:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case for case in ONE_OF_EACH if case.name not in HAS_FROZEN_SIBLING],
+        pytest.param(ONE_OF_EACH, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_one_layout_of_each_kind(cases: list[Case], tmp_path: Path) -> None:
+    results = train_together([*cases, *FROZEN, LONG], tmp_path)
+    reference = train_reference(cases[0])
+    for case in cases:
         assert_same_training(*results[case.name], *reference)
     for case in FROZEN:
         assert_same_training(*results[case.name], *train_reference(case))
@@ -142,7 +162,7 @@ def test_one_layout_of_each_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [MANY_SHAPES[1:3], pytest.param(MANY_SHAPES, marks=pytest.mark.slow)], ids=["two", "all"]
+    "cases", [MANY_SHAPES[2:3], pytest.param(MANY_SHAPES, marks=pytest.mark.slow)], ids=["one", "all"]
 )
 def test_microbatches_of_many_shapes_with_and_without_images(cases: list[Case], tmp_path: Path) -> None:
     results = train_together(cases, tmp_path)
@@ -186,6 +206,13 @@ def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:
     ]
 
 
+def on_mesh(mesh: dict[str, int]) -> list[Case]:
+    """Stages of four devices over four processes, which have two of each stage: strictly and ready, fused and split."""
+    case = Case(name="", cut=(0,) * 2, num_stages=2, mesh=mesh, num_ranks=4)
+    strict = {"schedule": "1f1b", "consume": "strict"}
+    return language_models(case, strict, {"schedule": "zb-h1"} | PROPOSE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
@@ -202,6 +229,11 @@ def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:
             PROPOSE | SHARDED,
         ),
         language_models(Case(name="", cut=(0,) * 4, num_stages=2, data=2, tensor=2, num_ranks=4), {}, SHARDED),
+        on_mesh({"tensor": 2, "fsdp": 2}),
+        on_mesh({"fsdp": 4}),
+        on_mesh({"expert": 2, "fsdp": 2}),
+        on_mesh({"tensor": 2, "context": 2}),
+        [replace(case, model=EXPERTS) for case in on_mesh({"expert": 2, "fsdp": 2})],
     ],
     ids=[
         "4 stages on 4",
@@ -211,6 +243,11 @@ def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:
         "data 2 on 4",
         "2 x 2 x 2 on 8",
         "2 x 2 x 2 on 4, 2 chunks each",
+        "tensor 2 x fsdp 2 on 4",
+        "fsdp 4 on 4",
+        "expert 2 x fsdp 2 on 4",
+        "tensor 2 x context 2 on 4",
+        "experts over expert 2 x fsdp 2 on 4",
     ],
 )
 def test_every_layout_trains_what_the_plain_loop_trains(cases: list[Case], tmp_path: Path) -> None:

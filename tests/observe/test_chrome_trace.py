@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.observe.chrome_trace import chrome_trace, write_trace
+from rrfp_jax.observe.chrome_trace import chrome_trace, read_trace, write_trace
 from rrfp_jax.timeline import Timeline
 from tests.observe.conftest import SampleTimeline
 
@@ -75,6 +75,28 @@ def test_file_is_the_object(sample: SampleTimeline, tmp_path: Path) -> None:
     write_trace(timeline, tmp_path / "new" / "trace.json")
     assert json.loads((tmp_path / "new" / "trace.json").read_text()) == chrome_trace(timeline)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["trace.json"]
+
+
+def test_what_is_written_is_read_again(offloaded: SampleTimeline, tmp_path: Path) -> None:
+    timeline, path = offloaded(4, 6), tmp_path / "trace.json"
+    write_trace(timeline, path)
+    read = read_trace(path)
+    assert read.num_stages == timeline.num_stages
+    assert [s[:3] + s[5:] for s in read.spans] == [s[:3] + s[5:] for s in timeline.spans]
+    first_s = min(s.start_s for s in timeline.spans)
+    for found, written in zip(read.spans, timeline.spans, strict=True):
+        assert found.start_s + first_s == pytest.approx(written.start_s, abs=1e-8)
+        assert found.end_s + first_s == pytest.approx(written.end_s, abs=1e-8)
+    assert [w.reason for w in read.waits] == [w.reason for w in timeline.waits if w.end_s > w.start_s]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": []}'])
+def test_another_file_is_no_trace(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match=r"is no trace of a run .*: take the trace.json of a run directory"):
+        read_trace(tmp_path / "trace.json")
+    with pytest.raises(ValueError, match=r"cannot be read .*: name the directory of a run"):
+        read_trace(tmp_path / "none.json")
 
 
 def test_empty_timeline_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Operations of layers: against a count by hand, and what training, freezing and packing change."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +16,14 @@ def test_a_decoder_layer_is_its_seven_matrices_and_attention() -> None:
     matrices = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 20
     assert DECODER.layer(10, 100) == Flops(2 * 10 * matrices, 4 * 100 * 16)
     assert DECODER.whole(10, 100).forward == 3 * DECODER.layer(10, 100).forward + 2 * 10 * 8 * 50
+
+
+def test_of_experts_those_count_that_compute_a_token_and_the_router() -> None:
+    sparse = replace(DECODER, num_sparse_layers=2, num_experts=16, expert_dims=12)
+    attention = DECODER.layer(10, 100).with_parameters - 2 * 10 * 8 * 3 * 20
+    layer = sparse.layer(10, 100, is_sparse=True)
+    assert layer == Flops(attention + 2 * 10 * 8 * (3 * 12 + 16), 4 * 100 * 16)
+    assert sparse.whole(10, 100).forward == 2 * layer.forward + DECODER.layer(10, 100).forward + 2 * 10 * 8 * 50
 
 
 def test_an_encoder_layer_has_the_usual_form() -> None:

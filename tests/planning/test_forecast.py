@@ -1,10 +1,20 @@
 """Forecasts of memory: the arithmetic, windows in bytes, and what is said when a run cannot fit."""
 
 from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
 import pytest
 
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.planning.forecast import ChunkBytes, check_fits, forecast_stage, window_of_bytes
+from rrfp_jax.planning.order_memory import forecast_memory, reached
+from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.simulation import Costs, simulate
+from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, chain, linear
+from rrfp_jax.timeline import Timeline
 
 CHUNK = ChunkBytes(fixed=1000, stash=100, owed=140, inputs=10, output_grads=20, outputs=10, temporaries=50)
 
@@ -72,3 +82,62 @@ def test_the_largest_window_fits_and_the_next_larger_one_does_not(inputs: int) -
         best = forecast_stage([chunk], 8, 8).largest_window(limit)
         fits = [window for window in range(1, 9) if forecast_stage([chunk], window, 8).peak <= limit]
         assert best == max(fits, default=0)
+
+
+@pytest.mark.parametrize(("backward", "reaches"), [("fused", [4, 4, 3, 2]), ("split", [4, 7, 5, 3])])
+def test_what_waits_is_bounded_by_what_the_sender_holds(backward: str, reaches: list[int]) -> None:
+    order = Ordering(window=(4, 3, 2, 1), backward=backward).resolve(linear(4), chain(4, 16, split=backward == "split"))
+    assert [reached(order, chunk, 16) for chunk in range(4)] == reaches
+    assert [reached(order, chunk, 4) for chunk in range(4)] == [min(4, each) for each in reaches]
+    forecasts = forecast_memory(order, dict.fromkeys(range(4), CHUNK), 16)
+    assert forecasts[3].peak == 1000 + 160 + (reaches[3] - 1) * 10 + 60
+
+
+def test_a_row_that_is_kept_to_holds_its_own_activations() -> None:
+    table = build_schedule("zb-v", ScheduleRequest(num_stages=4, num_microbatches=16))
+    strict = Ordering(schedule=table, consume="strict").resolve(table.placement, table.graph)
+    ranked = Ordering(schedule=table).resolve(table.placement, table.graph)
+    sizes = dict.fromkeys(range(8), CHUNK)
+    by_row = forecast_memory(strict, sizes, 16)
+    assert [each.footprint for each in by_row] == list(ranked.footprints or ()) == [8, 8, 8, 8]
+    assert max(table.peak_in_flight()) > 4
+    for one, other in zip(by_row, forecast_memory(ranked, sizes, 16), strict=True):
+        assert one.peak <= other.peak
+
+
+def test_all_microbatches_may_reach_a_chunk_that_returns_no_gradient() -> None:
+    graph = PipelineGraph(num_chunks=3, num_microbatches=16, edges=(Edge(0, 1, carries_gradient=False), Edge(1, 2)))
+    order = Ordering(window=2, backward="fused").resolve(linear(3), graph)
+    assert [reached(order, chunk, 16) for chunk in range(3)] == [2, 16, 2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"schedule": "1f1b", "consume": "strict"},
+        {"schedule": "zb-h1", "consume": "strict"},
+        {"schedule": "zb-v"},
+        {"schedule": "interleaved-1f1b"},
+        {"schedule": "interleaved-1f1b", "footprint": "off", "foresight": "off", "window": "5,4,3,2"},
+        {"hint": "bf", "window": "4,3,2,1"},
+        {"hint": "bfw", "window": "3,4,2,5"},
+    ],
+    ids=lambda words: " ".join(map(str, words.values())),
+)
+def test_no_more_microbatches_are_at_a_chunk_than_are_foreseen(words: dict[str, str]) -> None:
+    """From the end of the sender's F to the end of the chunk's own backward, in jittered steps."""
+    order = parse_ordering(**words).resolve(num_stages=4, num_microbatches=12)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    durations_ms = rng.lognormal(sigma=1.0, size=(6, order.graph.num_chunks, 12, 3))
+    timeline = simulate(order.arbiters(EMULATED_STEP), Costs(durations_ms=durations_ms), num_steps=6).timeline
+    for chunk in range(1, order.graph.num_chunks):
+        most = max(_most_at(chunk, one, order.graph) for one in timeline.by_step())
+        assert most <= reached(order, chunk, 12)
+
+
+def _most_at(chunk: int, timeline: Timeline, graph: PipelineGraph) -> int:
+    ends_s = {span.task: span.end_s for span in timeline.spans}
+    last, changes = graph.accumulating_kind(chunk), []
+    for m in range(graph.num_microbatches):
+        changes += [(ends_s[Task(TaskKind.F, chunk - 1, m)], 1), (ends_s[Task(last, chunk, m)], -1)]
+    return max(accumulate(change for _, change in sorted(changes)))

@@ -27,7 +27,7 @@ def holder(name: str, *, shared: bool) -> Chunk:
         init=lambda key: {"tied" if shared else name: {"matrix": jnp.ones((8, 6)), "vector": jnp.ones(3)}},
         apply=lambda params, inputs, leaves, *, key: (jnp.float32(0), jnp.float32(0)),
         shared=frozenset({"tied"} if shared else ()),
-        partition=lambda params, num_shards: jax.tree.map(
+        partition=lambda params, axes: jax.tree.map(
             lambda leaf: PartitionSpec(None, "tensor") if len(leaf.shape) == 2 else PartitionSpec(), params
         ),
     )

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -128,7 +128,10 @@ def plain_model(cut: Sequence[int], *, tied: bool = True) -> list[Chunk]:
 def dense(layer: int) -> Chunk:
     """An MLP that may be cut over the devices of a stage."""
     cuts = {"up": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor"), "down": PartitionSpec("tensor")}
-    return replace(mlp(layer), partition=lambda params, _: dict.fromkeys(params, cuts))
+    whole = dict.fromkeys(cuts, PartitionSpec())
+    return replace(
+        mlp(layer), partition=lambda params, axes: dict.fromkeys(params, cuts if "tensor" in axes else whole)
+    )
 
 
 def joined(parts: list[Chunk]) -> Chunk:
@@ -140,11 +143,11 @@ def joined(parts: list[Chunk]) -> Chunk:
             inputs = part.apply({name: params[name] for name in own}, inputs, leaves, key=key)
         return inputs
 
-    def partition(params: Any, num_shards: int) -> Any:
+    def partition(params: Any, axes: Mapping[str, int]) -> Any:
         specs = jax.tree.map(lambda _: PartitionSpec(), params)
         for part, own in zip(parts, names, strict=True):
             if part.partition is not None:
-                specs |= part.partition({name: params[name] for name in own}, num_shards)
+                specs |= part.partition({name: params[name] for name in own}, axes)
         return specs
 
     return Chunk(

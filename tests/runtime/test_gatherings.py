@@ -20,11 +20,12 @@ def gather(num_ranks: int, data_of, *, to_all: bool = True):
     return ranks, network
 
 
-def test_the_sizes_of_4096_ranks_gather() -> None:
+@pytest.mark.parametrize("num_ranks", [512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_the_sizes_of_many_ranks_gather(num_ranks: int) -> None:
     sizes = lambda rank: [[[10 * rank + chunk, 1 << 30, 3 << 30, 1 << 40] for chunk in range(10)], [[rank, None]]]  # noqa: E731
-    ranks, network = gather(4096, sizes)
-    expected = {rank: sizes(rank) for rank in range(4096)}
-    for rank in (0, 1, 2047, 4095):
+    ranks, network = gather(num_ranks, sizes)
+    expected = {rank: sizes(rank) for rank in range(num_ranks)}
+    for rank in (0, 1, num_ranks // 2 - 1, num_ranks - 1):
         assert ranks[rank].result("sizes") == expected
     busiest = max(network.ranks, key=lambda rank: rank.counts.num_sent)
     assert busiest.counts.num_sent <= CONTROL_DEGREE + 1

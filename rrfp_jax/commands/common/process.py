@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.commands.common.errors import end_with
@@ -26,6 +26,7 @@ def enter(
     num_stages: int,
     data: int = 1,
     tensor: int = 1,
+    mesh: Sequence[Mapping[str, int]] = (),
     configuration: Mapping[str, Any],
     cluster: ClusterConfig,
     platform: str | None,
@@ -37,6 +38,7 @@ def enter(
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
     Args:
+        mesh: all axes over the devices of each stage, innermost first; empty: ``tensor`` alone.
         configuration: what must be the same in all processes.
         platform: ``cpu`` for virtual devices, else what JAX finds.
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
@@ -51,7 +53,7 @@ def enter(
 
     membership = membership_from(os.environ, detect=cluster.detect)
     num_ranks = 1 if membership is None else membership.num_ranks
-    layout = Layout(num_stages=num_stages, data=data, tensor=tensor, num_ranks=num_ranks)
+    layout = Layout(num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks)
     if membership is None:
         process = Process(layout, num_devices=devices)
         _use_platform(process.num_devices, platform, pinned=pinned)

@@ -51,7 +51,9 @@ def sizes_of(config: VisionLanguageConfig) -> ModelPair:
 
 
 def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
-    """The sizes of a decoder alone."""
+    """The sizes of a decoder alone; of experts those count that compute a token."""
+    experts = config.experts
+    chosen = 0 if experts is None else experts.experts_per_token * config.expert_dim + (experts.shared_mlp_dim or 0)
     return DecoderSizes(
         hidden=config.hidden,
         num_layers=config.num_layers,
@@ -60,4 +62,7 @@ def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
         head_dim=config.size_per_head,
         mlp_dim=config.mlp_dim,
         vocab_size=config.vocab_size,
+        num_sparse_layers=config.num_sparse_layers,
+        num_experts=0 if experts is None else experts.num_experts,
+        expert_dims=chosen,
     )

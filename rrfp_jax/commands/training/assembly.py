@@ -189,11 +189,11 @@ def assemble(planned: PlannedRun) -> Run:
     """
     config, ordering, order = planned.config, planned.ordering, planned.order
     layout, path = config.pipeline, planned.path
-    cache = _compile_cache(config)
+    cache = compile_cache_of(config)
     process = enter(
         num_stages=layout.num_stages,
         data=layout.data,
-        tensor=layout.tensor,
+        mesh=layout.meshes,
         configuration=planned.agreed,
         cluster=config.cluster,
         platform=config.run.platform,
@@ -230,7 +230,8 @@ def assemble(planned: PlannedRun) -> Run:
     return Run(planned, pipeline, process, RunDirectory(path), cache)
 
 
-def _compile_cache(config: TrainConfig) -> CompileCache | None:
+def compile_cache_of(config: TrainConfig) -> CompileCache | None:
+    """Where compiled programs are kept for later starts, if the configuration says so; before JAX compiles any."""
     size = config.run.compile_cache_size
     return use_compile_cache(
         config.run.compile_cache, parse_bytes(size, "compile_cache_size") if isinstance(size, str) else size

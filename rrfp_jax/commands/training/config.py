@@ -29,7 +29,7 @@ from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.run_config import OptimizerConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import AUTO_CUT, OptimizerConfig, PipelineConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,8 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         **{f"vision.{name}": DTYPES for name in ("param_dtype", "compute_dtype")},
         **{f"{section}.activation": ACTIVATIONS for section in ("vision", "projector")},
         "vision.norm": NORMS,
+        "pipeline.layers_per_chunk": (AUTO_CUT, "N,N,..."),
+        "pipeline.costs": ("FILE.json",),
         "pipeline.projector_in": PROJECTOR_PLACES,
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
@@ -243,7 +245,8 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
 def _one_or_many(kind: Any, value: Any) -> Any:
     """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
     members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    is_list = takes_list(kind) and not {int, str} & set(members)
+    alone = {int, str} & set(members)
+    is_list = takes_list(kind) and (not alone or (alone == {str} and isinstance(value, int)))
     return [value] if is_list and isinstance(value, int | float | str) else value
 
 

@@ -29,8 +29,8 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
     """A decoder alone, in so many chunks."""
     layout = config.pipeline
     chunks = language_model(config.model).split(
-        None if layout.layers_per_chunk else num_chunks,
-        layers_per_chunk=layout.layers_per_chunk,
+        None if layout.layer_counts else num_chunks,
+        layers_per_chunk=layout.layer_counts,
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
         packed=config.data is None,
@@ -67,7 +67,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
         graph = vision_language_model(vision_language_config(config)).split(
             encoder_layers_per_chunk=layout.encoder_layers_per_chunk
             or balanced_counts(config.vision.num_layers_run, num_encoder_chunks),
-            decoder_layers_per_chunk=layout.layers_per_chunk
+            decoder_layers_per_chunk=layout.layer_counts
             or balanced_counts(config.model.num_layers, num_decoder_chunks),
             projector_in=layout.projector_in,
             head_in=layout.head_chunk,
@@ -97,7 +97,7 @@ def _placement(layout: PipelineConfig) -> tuple[Placement, int]:
             "stages, or a stage_of_chunk by which they share some"
         )
     num_encoder_chunks = num_counts or encoder_stages
-    num_decoder_chunks = len(layout.layers_per_chunk or ()) or decoder_stages * (layout.chunks_per_stage or 1)
+    num_decoder_chunks = len(layout.layer_counts or ()) or decoder_stages * (layout.chunks_per_stage or 1)
     for key, num_chunks, num_stages, part in (
         ("encoder_layers_per_chunk", num_encoder_chunks, encoder_stages, "encoder"),
         ("layers_per_chunk", num_decoder_chunks, decoder_stages, "decoder"),

@@ -3,7 +3,6 @@
 Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from rrfp_jax.data import VOCAB_SIZE
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.tasks import Placement
+from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class PlannedRun:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
         agreed = self.training
         if self.order.table is not None:
-            rows = [" ".join(map(str, row)) for row in self.order.table.orders]
-            agreed["pipeline"]["rows"] = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+            agreed["pipeline"]["rows"] = self.order.table.fingerprint
         return agreed
 
 
@@ -72,9 +71,35 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     Raises ValueError, with the remedy, on whatever does not fit.
     """
     RunDirectory(path).check()
-    layout = config.pipeline
-    ordering = parse_ordering(
+    layout, ordering = config.pipeline, ordering_of(config.pipeline)
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
+        )
+    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    if config.vision is not None:
+        return _with_vision(config, path, ordering, share)
+    _refuse_encoder_options(config)
+    order = order_of(layout, ordering, share)
+    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config))
+    counts = layout.layer_counts
+    if counts is not None and len(counts) != run.num_chunks:
+        raise ValueError(f"layers_per_chunk has {len(counts)} numbers for {run.num_chunks} chunks: give one per chunk")
+    plan_cut(
+        config.model.num_layers,
+        num_chunks=None if counts else run.num_chunks,
+        layers_per_chunk=counts,
+        embedding_in=layout.embedding_chunk,
+        head_in=layout.head_chunk,
+    )
+    return run
+
+
+def ordering_of(layout: PipelineConfig) -> Ordering:
+    """What a configuration says about order. Raises ValueError where it contradicts itself."""
+    return parse_ordering(
         schedule=layout.schedule,
+        schedule_hash=layout.schedule_hash,
         group_size=layout.group_size,
         consume=layout.consume,
         hint=layout.hint,
@@ -87,34 +112,16 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         offload=layout.offload,
         recompute=layout.recompute,
     )
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
-        )
-    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
-    if config.vision is not None:
-        return _with_vision(config, path, ordering, share)
-    _refuse_encoder_options(config)
-    order = ordering.resolve(
+
+
+def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) -> Order:
+    """The order of a language model's chunks, with so many microbatches. Raises ValueError where it does not fit."""
+    return ordering.resolve(
         num_stages=layout.num_stages,
-        num_microbatches=share,
+        num_microbatches=num_microbatches,
         chunks_per_stage=layout.chunks_per_stage,
         placement=None if layout.stage_of_chunk is None else Placement(layout.stage_of_chunk),
     )
-    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config))
-    if layout.layers_per_chunk is not None and len(layout.layers_per_chunk) != run.num_chunks:
-        raise ValueError(
-            f"layers_per_chunk has {len(layout.layers_per_chunk)} numbers for {run.num_chunks} chunks: "
-            "give one per chunk"
-        )
-    plan_cut(
-        config.model.num_layers,
-        num_chunks=None if layout.layers_per_chunk else run.num_chunks,
-        layers_per_chunk=layout.layers_per_chunk,
-        embedding_in=layout.embedding_chunk,
-        head_in=layout.head_chunk,
-    )
-    return run
 
 
 def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int) -> PlannedRun:
@@ -136,7 +143,7 @@ def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int
 
 def _refuse_encoder_options(config: TrainConfig) -> None:
     layout = config.pipeline
-    for name in ("encoder_layers_per_chunk", "encoder_stages"):
+    for name in ("encoder_layers_per_chunk", "encoder_stages", "encoder_mesh"):
         if getattr(layout, name) is not None:
             raise ValueError(f"{name} is for models with an encoder: give a section vision, or leave it out")
     if layout.projector_in != ENCODER:

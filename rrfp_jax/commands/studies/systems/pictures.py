@@ -3,13 +3,10 @@
 Colours are Okabe and Ito's, told apart by all kinds of colour vision; markers and letters tell the same in grey print.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -17,9 +14,7 @@ from matplotlib.ticker import NullLocator
 from rrfp_jax.commands.studies.systems.map_picture import draw_map
 from rrfp_jax.commands.studies.systems.questions import RATIO, Line, Panel, Question, questions
 from rrfp_jax.commands.studies.systems.results import Study
-from rrfp_jax.observe.measure import FONT
-from rrfp_jax.observe.output_files import replacing
-from rrfp_jax.observe.rows import DPI
+from rrfp_jax.observe.figure_files import plain_look, write_figure
 from rrfp_jax.observe.style import FAINT_INK, GRID, INK, PAPER, SERIES_COLOURS
 
 if TYPE_CHECKING:
@@ -36,12 +31,12 @@ _TICKS = (-100, -30, -10, -5, 0, 5, 10, 30, 100, 300)
 def draw_study(study: Study, folder: Path) -> list[str]:
     """Draw all pictures; their names."""
     names = []
-    with _look():
+    with plain_look():
         for question in questions(study):
             names.append(f"{question.name}.png")
-            _write(figure_of(question), folder / names[-1])
+            write_figure(figure_of(question), folder / names[-1])
         names.append("fastest.png")
-        _write(draw_map(study), folder / names[-1])
+        write_figure(draw_map(study), folder / names[-1])
     return names
 
 
@@ -115,15 +110,3 @@ def _draw_line(axes: "Axes", line: Line) -> None:
         markersize=size,
         markerfacecolor=PAPER if line.is_dashed else colour,
     )
-
-
-@contextmanager
-def _look() -> Iterator[None]:
-    settings = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
-    with matplotlib.rc_context({**settings, "font.family": FONT}):
-        yield
-
-
-def _write(figure: Figure, path: Path) -> None:
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=DPI, metadata={"Software": None})

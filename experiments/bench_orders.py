@@ -1,0 +1,168 @@
+"""What a search for orders gains over named tables, in the same memory: simulated makespans of one step.
+
+Each case is cut for five placements, with the backward whole and split. *even* is the best named table where layers are
+dealt out evenly, *best cut* the best one where every table has the cut that suits it: the least work of the fullest
+stage, with memory for what the table holds. *found* is what the search finds on these cuts; *bound* is what no order of
+them can beat in this memory. Placements are searched in the order of their bounds, as long as these are below what has
+been found; seconds are of the processor, for all of them, without the time for cuts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import process_time
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.order_cases import CASES, NUM_MICROBATCHES, PLACEMENTS, Case
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.planning.cuts.best import best_cut
+from rrfp_jax.planning.cuts.even import even_cut
+from rrfp_jax.planning.cuts.room import Room
+from rrfp_jax.planning.orders import FoundOrder, named_orders, room_for_activations, search_orders
+from rrfp_jax.planning.orders.bounds import memory_bound
+from rrfp_jax.planning.orders.problem import NS_PER_MS, problem_of
+from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.tasks import TaskKind
+
+_CUTS = 3
+"""Of each placement that are searched."""
+
+
+@dataclass(frozen=True)
+class On:
+    """An order on a cut."""
+
+    placement: str
+    order: FoundOrder
+
+    @property
+    def words(self) -> str:
+        kind = "" if self.order.table.graph.split else ", fused"
+        return f"{self.order.name} {self.order.makespan_ms:.1f} ({self.placement}{kind})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what came of it."""
+
+    case: Case
+    even: On | None
+    best_cut: On | None
+    found: On | None
+    bound_ms: float
+    evaluations: int
+    seconds: float
+
+    @property
+    def gain(self) -> float | None:
+        """How much longer the best named table takes on its best cut."""
+        if self.best_cut is None or self.found is None:
+            return None
+        return self.best_cut.order.makespan_ms / self.found.order.makespan_ms - 1
+
+
+def bench_orders(console: Console | None = None, cases: Sequence[Case] = CASES) -> list[Row]:
+    """Print and return all cases."""
+    rows = [measure(case) for case in cases]
+    table = Table(title="makespans of a step in ms, 8 stages, 32 microbatches", title_justify="left")
+    for heading in ("case", "memory", "even", "best cut", "found", "gain", "bound", "peak", "orders", "s"):
+        table.add_column(heading, justify="left" if heading in {"case", "even", "best cut", "found"} else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    (console or make_console()).print(table)
+    return rows
+
+
+def _cells(row: Row) -> list[str]:
+    on = ["none fits" if each is None else each.words for each in (row.even, row.best_cut, row.found)]
+    peak = "" if row.found is None else f"{max(row.found.order.peak) / row.case.unit:g}"
+    gain = "" if row.gain is None else f"{row.gain:+.1%}"
+    last = [gain, f"{row.bound_ms:.1f}", peak, str(row.evaluations), f"{row.seconds:.1f}"]
+    return [row.case.name, f"{row.case.memory:g}", *on, *last]
+
+
+def measure(case: Case) -> Row:
+    """All placements of a case."""
+    even, best, sites = list[On](), list[On](), list[tuple[float, str, CutModel]]()
+    for name, placement in PLACEMENTS.items():
+        for split in (True, False):
+            dealt = even_cut(case.costs, placement, NUM_MICROBATCHES, split=split)
+            even += [On(name, order) for order in named_orders(dealt, _room(case, dealt))[:1]]
+            cuts = dict.fromkeys([best_cut(case.costs, placement, NUM_MICROBATCHES, split=split).counts])
+            here = list(_on_best_cuts(case, name, next(iter(cuts)), split))
+            best += [on for _, on in here[:1]]
+            cuts |= dict.fromkeys(counts for counts, _ in here)
+            for counts in [*cuts][:_CUTS]:
+                cut = _cut(case, name, counts, split)
+                sites.append((_bound_ms(case, cut), name, cut))
+    begin = process_time()
+    found, evaluations = _searched(case, sites)
+    seconds = process_time() - begin
+    bound_ms = min(each for each, *_ in sites)
+    return Row(case, _quickest(even), _quickest(best), found, bound_ms, evaluations, seconds)
+
+
+def _searched(case: Case, sites: list[tuple[float, str, CutModel]]) -> tuple[On | None, int]:
+    best, evaluations = None, 0
+    for bound_ms, name, cut in sorted(sites, key=lambda site: site[0]):
+        if best is not None and bound_ms >= best.order.makespan_ms:
+            break
+        told = [0]
+
+        def note(number: int, _: float, told: list[int] = told) -> None:
+            told.append(number)
+
+        found = search_orders(cut, _room(case, cut), progress=note)
+        evaluations += told[-1]
+        best = _quickest([*([] if best is None else [best]), *(On(name, order) for order in found[:1])])
+    return best, evaluations
+
+
+def _on_best_cuts(case: Case, name: str, counts: tuple[int, ...], split: bool) -> Iterator[tuple[tuple[int, ...], On]]:
+    """Named tables on the best cut, and on those that memory wants for what each of them holds; the quickest first."""
+    placement, cut = PLACEMENTS[name], _cut(case, name, counts, split)
+    made = [(counts, order) for order in named_orders(cut, _room(case, cut))]
+    for order in named_orders(cut, None):
+        room = Room(limits=(case.limit,) * placement.num_stages, held=_held(order.table))
+        try:
+            other = best_cut(case.costs, placement, NUM_MICROBATCHES, split=split, room=room)
+        except ValueError:  # there is no room, however it is cut
+            continue
+        made += [(other.counts, each) for each in named_orders(other, _room(case, other)) if each.name == order.name]
+    yield from ((cut, On(name, order)) for cut, order in sorted(made, key=lambda one: one[1].makespan_ms))
+
+
+def _held(table: ScheduleTable) -> tuple[float, ...]:
+    """Microbatches that each chunk holds at most."""
+    held = [0.0] * table.graph.num_chunks
+    most = list(held)
+    for task in (task for order in table.orders for task in order):
+        held[task.chunk] += task.kind is TaskKind.F
+        most[task.chunk] = max(most[task.chunk], held[task.chunk])
+        held[task.chunk] -= task.kind in (TaskKind.B, TaskKind.W)
+    return tuple(most)
+
+
+def _cut(case: Case, name: str, counts: tuple[int, ...], split: bool) -> CutModel:
+    return CutModel(
+        costs=case.costs,
+        counts=counts,
+        placement=PLACEMENTS[name],
+        num_microbatches=NUM_MICROBATCHES,
+        split=split,
+    )
+
+
+def _room(case: Case, cut: CutModel) -> tuple[float, ...]:
+    return room_for_activations(cut, [case.limit] * cut.placement.num_stages)
+
+
+def _bound_ms(case: Case, cut: CutModel) -> float:
+    problem = problem_of(cut, _room(case, cut))
+    return max(problem.bound, memory_bound(problem)) / NS_PER_MS
+
+
+def _quickest(orders: list[On]) -> On | None:
+    return min(orders, key=lambda on: on.order.makespan_ms, default=None)

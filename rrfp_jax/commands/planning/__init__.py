@@ -1,0 +1,1 @@
+"""What ``rrfp plan`` and ``rrfp profile`` do: costs and their files, reports, pictures."""

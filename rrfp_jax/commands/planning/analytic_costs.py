@@ -1,0 +1,99 @@
+"""Costs of a run's model on a device that need not be there: from its record, by a roofline."""
+
+from collections.abc import Sequence
+from itertools import product
+
+from rrfp_jax.commands.planning.layer_kinds import BYTES
+from rrfp_jax.commands.planning.microbatches import rows_of
+from rrfp_jax.commands.planning.model_layers import ModelLayers, model_layers
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
+from rrfp_jax.planning.costs.analytic import Roofline
+from rrfp_jax.planning.devices import CUDA, Device, Efficiencies
+
+
+def analytic_book(
+    config: TrainConfig,
+    device: Device,
+    *,
+    microbatch_sizes: Sequence[int],
+    tensors: Sequence[int] = (1,),
+    remats: Sequence[str] = ("none",),
+    efficiencies: Efficiencies | None = None,
+    num_devices: int | None = None,
+) -> CostBook:
+    """The costs of a run's model for each of these ways to run it.
+
+    Links are those of ``num_devices`` (None: as many as the configuration has): between hosts, where one host has not
+    so many.
+
+    Operations of a step, over what the devices could do in its time, are its MFU: those of the model alone, forward and
+    backward, and not what is computed again. For each token of a decoder they are 6 for every parameter of a product,
+    the head's included, and ``12 * layers * length * width of all heads`` for attention, whose squares count whole. The
+    embedding is a look-up and counts nothing.
+
+    Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
+    """
+    found, layout = efficiencies or Efficiencies(), config.pipeline
+    entries, models = [], []
+    rooflines = {tensor: _roofline(config, device, found, tensor) for tensor in tensors}
+    for size in dict.fromkeys(microbatch_sizes):
+        rows = rows_of(config, size)
+        for (tensor, roofline), remat in product(rooflines.items(), dict.fromkeys(remats)):
+            models.append(
+                model_layers(
+                    config, microbatch_size=size, tensor=tensor, remat=remat, is_cuda=device.kind == CUDA, rows=rows
+                )
+            )
+            costs = _costs(models[-1], roofline, config)
+            entries.append(CostEntry(types=costs, microbatch_size=size, tensor=tensor, remat=remat))
+    return CostBook(
+        layers=models[0].layers,
+        entries=tuple(entries),
+        ends=models[0].ends,
+        links=device.links(num_devices or layout.num_stages * layout.data * layout.tensor, found),
+        task_ms=found.launch_ms,
+        tokens_per_sample=models[0].tokens_per_sample,
+        device=device.title,
+        device_bytes=device.num_bytes,
+        device_flops=_roofline(config, device, found, 1).peak_flops,
+        source=f"analytic: {found.compute:.0%} of the peak's operations, {found.memory:.0%} of the memory's bandwidth",
+    )
+
+
+def fitted_efficiencies(
+    config: TrainConfig,
+    device: Device,
+    measured: LayerCosts,
+    *,
+    kind: str = "layer",
+    microbatch_size: int,
+    tensor: int = 1,
+    remat: str = "none",
+) -> Efficiencies:
+    """Those with which one layer of a type takes as long as it was measured to take, without launches."""
+    model = model_layers(
+        config, microbatch_size=microbatch_size, tensor=tensor, remat=remat, is_cuda=device.kind == CUDA
+    )
+    if kind not in model.types:
+        raise ValueError(f"the model has no layer of type {kind!r}: give one of {', '.join(model.types)}")
+    foreseen = _costs(model, _roofline(config, device, Efficiencies(), tensor), config)[kind]
+    return Efficiencies().fitted(foreseen.work_ms(split=True), measured.work_ms(split=True))
+
+
+def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
+    is_float32 = config.model.compute_dtype == "float32"
+    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, is_float32=is_float32)
+
+
+def _costs(model: ModelLayers, roofline: Roofline, config: TrainConfig) -> dict[str, LayerCosts]:
+    return {
+        name: roofline.costs(
+            each.sizes,
+            fixed_bytes=each.fixed_bytes,
+            param_bytes=BYTES[config.model.param_dtype],
+            trains=each.trains,
+            has_backward=each.has_backward,
+        )
+        for name, each in model.types.items()
+    }

@@ -1,0 +1,108 @@
+"""From the options of plan to costs and wishes: everything is read and checked before the search begins."""
+
+import argparse
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.commands.planning.given_costs import check_given, given_costs
+from rrfp_jax.commands.planning.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
+from rrfp_jax.commands.planning.writing import check_writable
+from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.observe.output_files import check_file
+from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.search.wishes import CONSUMPTIONS, Wishes
+from rrfp_jax.planning.unit_axes import TENSOR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be planned."""
+
+    book: CostBook
+    wishes: Wishes
+    config: TrainConfig | None
+    """None: the costs alone tell the model."""
+    title: str
+    """What it is a plan of, for captions."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of a device; None: no limit is known."""
+        return self.wishes.memory_bytes or self.book.device_bytes
+
+
+def read_asked(arguments: argparse.Namespace) -> Asked:
+    """Raises ValueError, in one sentence with the remedy, for what does not fit together."""
+    config = None if arguments.config is None else load_train_config(arguments.config, {})
+    if config is not None:
+        _check_mesh(config)
+    check_given(arguments, has_config=config is not None)
+    _check_outputs(arguments, config)
+    num_devices = _num_devices(arguments, config)
+    batch_size = _batch_size(arguments, config)
+    book = given_costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
+    if arguments.jitter is not None:
+        book = replace(book, noise=parse_noise(arguments.jitter))
+    wishes = Wishes(
+        devices=num_devices,
+        batch_size=batch_size,
+        microbatch_sizes=parse_counts(arguments.microbatch_size, "--microbatch-size"),
+        microbatches=parse_counts(arguments.microbatches, "--microbatches"),
+        memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "memory"),
+        stages=parse_counts(arguments.stages, "--stages"),
+        data=parse_counts(arguments.data, "--data"),
+        tensor=parse_counts(arguments.tensor, "--tensor"),
+        chunks=parse_counts(arguments.chunks_per_stage, "--chunks-per-stage"),
+        schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
+        consumptions=parse_words(arguments.consume, "--consume", CONSUMPTIONS) or CONSUMPTIONS,
+        window=arguments.window,
+        remats=parse_words(arguments.remat, "--remat", REMATS),
+        objective=arguments.objective,
+        draws=arguments.draws,
+        effort=arguments.effort,
+        top=arguments.top,
+    )
+    what = arguments.config or arguments.costs
+    return Asked(book=book, wishes=wishes, config=config, title=f"{what} on {num_devices} {_many(book)}")
+
+
+def _check_mesh(config: TrainConfig) -> None:
+    """Raise ValueError where devices of a stage do more than share its layers."""
+    others = [axis for axis, size in (config.pipeline.mesh or {}).items() if axis != TENSOR and size > 1]
+    if others:
+        raise ValueError(f"plan knows devices that share layers (tensor), and none along {others[0]}: leave mesh out")
+
+
+def _many(book: CostBook) -> str:
+    return f"x {book.device}" if book.device else "devices"
+
+
+def _check_outputs(arguments: argparse.Namespace, config: TrainConfig | None) -> None:
+    if arguments.write is not None:
+        if config is None:
+            raise ValueError("--write completes a configuration: give --config FILE.yaml too")
+        check_writable(config, Path(arguments.write))
+    if arguments.picture is not None:
+        if Path(arguments.picture).suffix.lower() not in (".png", ".svg"):
+            raise ValueError(f"picture {arguments.picture!r}: let the name end in .png or .svg")
+        check_file(Path(arguments.picture), "picture")
+    if arguments.seed < 0:
+        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
+
+
+def _num_devices(arguments: argparse.Namespace, config: TrainConfig | None) -> int:
+    if arguments.devices is not None:
+        return int(arguments.devices)
+    if config is None:
+        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
+    layout = config.pipeline
+    return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
+
+
+def _batch_size(arguments: argparse.Namespace, config: TrainConfig | None) -> int | None:
+    if arguments.batch_size is not None:
+        return int(arguments.batch_size)
+    return None if config is None else config.data_set.batch_size

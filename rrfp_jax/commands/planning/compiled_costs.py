@@ -1,0 +1,162 @@
+"""Costs of a run's model from its compiled programs: the backend's operations and bytes, on a device's roofline.
+
+Programs of a few layers are compiled, those of :mod:`rrfp_jax.commands.planning.small_cut`; nothing is allocated or
+run, so that a layer of any size will do. What chunks hold is exact. Times are as good as the device's record and
+efficiencies; with ``measured``, costs of one way to run the stages, they are fitted to those of one layer, which is the
+only way on a device without a record, such as a CPU.
+
+XLA counts loops and kernels of libraries in part or not at all. Its operations are compared with those of the layers'
+sizes; where they differ by more than a tenth that is told, and the larger number counts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import jax
+
+from rrfp_jax.commands.planning.compiled_work import CompiledWay, compiled_way
+from rrfp_jax.commands.planning.setting import Setting
+from rrfp_jax.commands.planning.small_cut import LAYER, named
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.planning.costs import CostBook, CostEntry
+from rrfp_jax.planning.costs.analytic import Roofline
+from rrfp_jax.planning.devices import Device, Efficiencies, device_like, fitted_device
+from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.runtime.process import Process
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """What runs the programs."""
+
+    title: str
+    device: Device
+    efficiencies: Efficiencies
+    num_bytes: int | None
+
+
+def compiled_book(
+    config: TrainConfig,
+    settings: Iterable[Setting],
+    *,
+    device: Device | None = None,
+    efficiencies: Efficiencies | None = None,
+    measured: CostBook | None = None,
+    num_devices: int | None = None,
+    progress: CompileProgress = lambda done, total: None,
+) -> CostBook:
+    """The costs of a run's model for each of these ways to run it, compiled for the devices that JAX finds here.
+
+    Args:
+        device: on whose roofline times are read; None: that of the devices here, if there is a record of it.
+        efficiencies: of it; None: the defaults, or fitted to ``measured``.
+        measured: costs of one way to run the stages or more, of which the first gives the time of a layer. Its links
+            and noise are taken over.
+        num_devices: of the run, for the links; None: as many as the configuration has.
+        progress: told how many programs of a way are compiled, and of how many.
+
+    Raises ValueError, with the remedy, where nothing says how quick the devices are, where there are fewer devices than
+    share a layer, or where model and data do not fit.
+    """
+    settings = list(dict.fromkeys(settings))
+    here = jax.local_devices()[0].device_kind
+    device = device or device_like(here)
+    if device is None and measured is None:
+        raise ValueError(
+            f"nothing is known of how quick a device {here!r} is: give a device by name, or costs that rrfp profile "
+            "has measured on it"
+        )
+    first = None if measured is None else _first(measured)
+    every = list(dict.fromkeys([*settings, *([] if first is None else [first])]))
+    ways = {s: compiled_way(config, s, _process(s.tensor), progress=progress) for s in every}
+    if measured is not None and first is not None:
+        machine = _fitted(config, ways[first], measured, device)
+    else:
+        assert device is not None
+        machine = _Machine(
+            title=device.title,
+            device=device,
+            efficiencies=efficiencies or Efficiencies(),
+            num_bytes=device.num_bytes,
+        )
+    entries = [
+        CostEntry(types=ways[s].costs(_roofline(config, machine.device, machine.efficiencies, s.tensor)), **s._asdict())
+        for s in settings
+    ]
+    model = ways[settings[0]].model
+    book = CostBook(
+        layers=model.layers,
+        ends=model.ends,
+        entries=tuple(entries),
+        tokens_per_sample=model.tokens_per_sample,
+        device=machine.title,
+        device_bytes=machine.num_bytes,
+    )
+    return _beside(book, config, machine, measured, num_devices)
+
+
+def _process(tensor: int) -> Process:
+    devices = jax.local_devices()
+    if len(devices) < tensor:
+        raise ValueError(f"tensor {tensor} needs as many devices, and JAX finds {len(devices)}: give a smaller one")
+    process = Process(Layout(num_stages=1, tensor=tensor), num_devices=tensor)
+    process.use_devices(devices[:tensor])
+    return process
+
+
+def _first(measured: CostBook) -> Setting:
+    entry = measured.entries[0]
+    return Setting(entry.microbatch_size, entry.tensor, entry.remat)
+
+
+def _fitted(config: TrainConfig, way: CompiledWay, measured: CostBook, device: Device | None) -> _Machine:
+    """A device with a record gets the efficiencies at which a layer takes what was measured; of another it is said how
+    much of a layer it does in a second."""
+    types = measured.entries[0].types
+    if not any(each.partition(" ")[0] == LAYER for each in types):
+        raise ValueError(f"the measured costs have no layer of type {LAYER!r}, to which times are fitted: measure one")
+    layer_ms = types[named(LAYER, types)].work_ms(split=True)
+    work, tensor = way.works[LAYER], way.setting.tensor
+    if device is None:
+        tasks = [(work[kind].flops, work[kind].moved_bytes) for kind in "FIW"]
+        device = fitted_device(measured.device or "measured", tasks, layer_ms)
+        whole = Efficiencies(compute=1.0, memory=1.0)
+        return _Machine(title=measured.device, device=device, efficiencies=whole, num_bytes=measured.device_bytes)
+    roofline = _roofline(config, device, Efficiencies(), tensor)
+    foreseen_ms = sum(roofline.task_ms(work[kind].flops * tensor, work[kind].moved_bytes) for kind in "FIW")
+    return _Machine(
+        title=device.title,
+        device=device,
+        efficiencies=Efficiencies().fitted(foreseen_ms, layer_ms),
+        num_bytes=device.num_bytes,
+    )
+
+
+def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
+    is_float32 = config.model.compute_dtype == "float32"
+    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, is_float32=is_float32)
+
+
+def _beside(
+    book: CostBook, config: TrainConfig, machine: _Machine, measured: CostBook | None, num_devices: int | None
+) -> CostBook:
+    """With what is beside the layers: links, launches, peaks and the source."""
+    if measured is not None:
+        return replace(
+            book,
+            links=measured.links,
+            noise=measured.noise,
+            task_ms=measured.task_ms,
+            device_flops=measured.device_flops,
+            source=f"compiled for {jax.default_backend()}, at the speed of a layer {measured.source}",
+        )
+    layout, device, found = config.pipeline, machine.device, machine.efficiencies
+    return replace(
+        book,
+        links=device.links(num_devices or layout.num_stages * layout.data * layout.tensor, found),
+        task_ms=found.launch_ms,
+        device_flops=_roofline(config, device, found, 1).peak_flops,
+        source=f"compiled for {jax.default_backend()}: {found.compute:.0%} of the peak's operations, "
+        f"{found.memory:.0%} of the memory's bandwidth",
+    )

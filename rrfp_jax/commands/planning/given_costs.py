@@ -1,0 +1,97 @@
+"""The costs that plan works with: of a file, worked out for a device, or from programs compiled here."""
+
+import argparse
+from math import gcd
+
+from rrfp_jax.commands.planning.cost_file import read_costs
+from rrfp_jax.commands.planning.options import parse_counts, parse_words
+from rrfp_jax.commands.planning.setting import every_setting
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.planning.devices import device_of
+from rrfp_jax.planning.layer_sizes import REMATS
+
+_SIZES = (1, 2, 4, 8)
+"""Of microbatches, and devices that share a layer, where the user does not say."""
+
+
+def check_given(arguments: argparse.Namespace, *, has_config: bool) -> None:
+    """Raise ValueError unless it is clear where costs come from."""
+    if (arguments.costs is None) == (arguments.device is None):
+        raise ValueError("costs come from --device NAME or from --costs FILE.json: give one of them")
+    if not has_config and (arguments.costs is None or arguments.compile):
+        flag = "--device" if arguments.costs is None else "--compile"
+        raise ValueError(f"{flag} needs a model: give --config FILE.yaml too")
+
+
+def given_costs(
+    arguments: argparse.Namespace, config: TrainConfig | None, *, num_devices: int, batch_size: int | None
+) -> CostBook:
+    """Raises ValueError, with the remedy, where files, devices and model do not fit together."""
+    measured = None if arguments.costs is None else read_costs(arguments.costs)
+    if config is not None and arguments.compile:
+        return _compiled(arguments, config, measured, num_devices)
+    if measured is not None:
+        return measured
+    assert config is not None
+    return _analytic(arguments, config, num_devices, batch_size)
+
+
+def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: int, batch_size: int | None) -> CostBook:
+    """For each way to run the model that was asked for, or is worth a try."""
+    from rrfp_jax.commands.planning.analytic_costs import analytic_book  # loads JAX
+
+    sizes, tensors, remats = _ways(arguments)
+    if sizes is None:
+        every = sorted({config.data_set.microbatch_size, *_SIZES})
+        sizes = tuple(size for size in every if batch_size is None or batch_size % size == 0)
+    if tensors is None:
+        both = gcd(num_devices, config.model.num_key_value_heads, config.model.mlp_dim)
+        tensors = tuple(tensor for tensor in _SIZES if both % tensor == 0)
+    if remats is None:
+        remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
+    return analytic_book(
+        config,
+        device_of(arguments.device),
+        microbatch_sizes=sizes,
+        tensors=tensors,
+        remats=remats,
+        num_devices=num_devices,
+    )
+
+
+def _compiled(
+    arguments: argparse.Namespace, config: TrainConfig, measured: CostBook | None, num_devices: int
+) -> CostBook:
+    """For each way that was asked for; each takes a compilation."""
+    device = None if arguments.device is None else device_of(arguments.device)
+
+    from rrfp_jax.commands.common.console import make_console
+    from rrfp_jax.commands.planning.compiled_costs import compiled_book
+    from rrfp_jax.commands.training.assembly import compile_cache_of
+    from rrfp_jax.commands.training.training_console import CompileReport
+
+    sizes, tensors, remats = _ways(arguments)
+    settings = every_setting(
+        sizes or (config.data_set.microbatch_size,),
+        tensors or (config.pipeline.tensor,),
+        remats or (config.pipeline.remat,),
+    )
+    compile_cache_of(config)
+    report = CompileReport(make_console(is_quiet=arguments.json))
+    try:
+        return compiled_book(
+            config, settings, device=device, measured=measured, num_devices=num_devices, progress=report
+        )
+    finally:
+        report.stop()
+
+
+def _ways(
+    arguments: argparse.Namespace,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[str, ...] | None]:
+    return (
+        parse_counts(arguments.microbatch_size, "--microbatch-size"),
+        parse_counts(arguments.tensor, "--tensor"),
+        parse_words(arguments.remat, "--remat", REMATS),
+    )

@@ -1,0 +1,215 @@
+"""Runs a small cut of a run's model in the real runtime, and brings home what its tasks took and its chunks hold.
+
+The chunks are dealt out to the stages in turn, one stage for each process: alone all are on one stage, so that nothing
+runs beside a task; under ``rrfp launch`` the processes work at the same time, as in training, and what they send each
+other tells how long that takes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import jax
+
+from rrfp_jax.arbitration import FUSED, SPLIT, MessageKind, Ordering
+from rrfp_jax.commands.planning.setting import Setting
+from rrfp_jax.commands.planning.small_cut import SmallCut, small_cut
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.data_sets import make_data_set
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.planning.costs.byte_fit import ChunkParts
+from rrfp_jax.planning.costs.fitting import ChunkTimes
+from rrfp_jax.programs.compiled import ChunkSizes
+from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.runtime.adapting import Arrival, arrivals_at
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.tasks import Placement, TaskKind
+from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+
+NUM_MICROBATCHES = 4
+_WARM_UP = 2
+"""Steps that do not count: the first ones fill caches and allocate."""
+_KINDS = {TaskKind.F: "F", TaskKind.I: "I", TaskKind.W: "W", TaskKind.B: "B"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one way of running has shown."""
+
+    times: list[ChunkTimes] = field(default_factory=list)
+    parts: list[ChunkParts] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    """From the end of each task to the start of the next one that was chosen at once."""
+    messages: list[tuple[float, float]] = field(default_factory=list)
+    """Bytes and milliseconds of tensors between stages."""
+    control_ms: float | None = None
+    """Of a message without tensors."""
+
+
+def measure(
+    config: TrainConfig, setting: Setting, process: Process, *, repeats: int, progress: CompileProgress
+) -> Measured:
+    """Run so many steps with split and with whole backwards; with no repeats compile only, for the bytes.
+
+    All processes call it alike; the first one gets what all have seen. Raises ValueError where model, data and setting
+    do not fit.
+    """
+    small = _small_config(config, setting)
+    cut = small_cut(small, process.layout.num_stages)
+    data = make_data_set(small)
+    found = Measured(control_ms=_control_ms(process))
+    base: Pipeline | None = None
+    for backward in (SPLIT, FUSED):
+        ordering = Ordering(hint="bf", window=NUM_MICROBATCHES, backward=backward)
+        base = pipeline = (
+            _pipeline(small, cut, setting, process, ordering=ordering, log_steps=max(1, repeats))
+            if base is None
+            else base.reordered(ordering)
+        )
+        with pipeline:
+            state = pipeline.init(jax.random.key(small.run.seed))
+            reads = pipeline.reads(NUM_MICROBATCHES)
+            pipeline.prepare(data.batch(0, reads), buckets=data.buckets, progress=progress)
+            found.parts.extend(parts_of(cut, _all_sizes(process, pipeline.chunk_sizes)))
+            own = Timeline(pipeline.layout.num_units)
+            for step in range(repeats + _WARM_UP if repeats else 0):
+                state, metrics = pipeline.step(state, data.batch(step, reads))
+                timeline = metrics.result().timeline
+                if step >= _WARM_UP:
+                    own.extend(timeline)
+            _note(found, cut, pipeline, process, own)
+    return found
+
+
+def _small_config(config: TrainConfig, setting: Setting) -> TrainConfig:
+    section = config.data_section
+    data = replace(
+        config.data_set, batch_size=setting.microbatch_size * NUM_MICROBATCHES, num_microbatches=NUM_MICROBATCHES
+    )
+    changed: dict[str, Any] = {section: data}
+    return replace(config, **changed)
+
+
+def _pipeline(
+    config: TrainConfig, cut: SmallCut, setting: Setting, process: Process, *, ordering: Ordering, log_steps: int
+) -> Pipeline:
+    num_stages = process.layout.num_stages
+    return Pipeline(
+        cut.chunks,
+        placement=Placement(tuple(chunk % num_stages for chunk in range(len(cut.chunks)))),
+        edges=cut.edges,
+        process=process,
+        optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
+        ordering=ordering,
+        updates=UpdateRules(clip_norm=config.pipeline.clip_norm, skip_nonfinite=config.pipeline.skip_nonfinite),
+        remat=setting.remat,
+        seed=config.run.seed,
+        options=RuntimeOptions(log_steps=log_steps, progress_deadline_s=config.pipeline.progress_deadline_s),
+    )
+
+
+def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, own: Timeline) -> None:
+    """Bring the records of all processes to the first one, and note there what they say."""
+    whole = process.whole_timeline(own)
+    arrivals = process.gather("arrivals", arrivals_at(process, pipeline.runtime), to_all=False)
+    if process.rank or not whole.spans:
+        return
+    found.times.extend(chunk_times(whole, cut.layers))
+    found.host_ms.extend(host_ms(whole))
+    outputs = {chunk: each.outputs for chunk, each in enumerate(found.parts[: len(cut.layers)])}
+    told = [arrival for each in arrivals.values() for arrival in each]
+    found.messages.extend(_messages(whole, told, outputs, pipeline.placement))
+
+
+def chunk_times(timeline: Timeline, layers: Sequence[tuple[str, ...]]) -> list[ChunkTimes]:
+    """What the tasks of each chunk took, from a record of some steps; ``layers`` are the types of each chunk's."""
+    runs_ms: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    once_ms: dict[tuple[int, int], float] = defaultdict(float)
+    for span in timeline.spans:
+        milliseconds = (span.end_s - span.start_s) * 1e3
+        if span.task.kind in _KINDS:
+            runs_ms[span.task.chunk][_KINDS[span.task.kind]].append(milliseconds)
+        elif span.task.kind in (TaskKind.R, TaskKind.U):
+            once_ms[span.step, span.task.chunk] += milliseconds
+    for (_, chunk), milliseconds in once_ms.items():
+        runs_ms[chunk]["U"].append(milliseconds)
+    return [
+        ChunkTimes(layers=types, runs_ms=dict(runs_ms[chunk]), returns_gradient=chunk > 0)
+        for chunk, types in enumerate(layers)
+        if chunk in runs_ms
+    ]
+
+
+def host_ms(timeline: Timeline) -> list[float]:
+    """From the end of each task to the start of the next, where that was chosen at once."""
+    ends = {(span.stage, span.end_s) for span in timeline.spans if not span.is_beside}
+    return [
+        (wait.end_s - wait.start_s) * 1e3
+        for wait in timeline.waits
+        if wait.reason is IdleReason.HOST and (wait.stage, wait.start_s) in ends
+    ]
+
+
+def _messages(
+    timeline: Timeline, arrivals: Iterable[Arrival], outputs: Mapping[int, int], placement: Placement
+) -> list[tuple[float, float]]:
+    """The median time of a message of each size between two stages, from a task's end to the arrival."""
+    ends_s: dict[tuple[int, str, int, int], float] = {}
+    for span in timeline.spans:
+        kind = MessageKind.ACTIVATION if span.task.kind is TaskKind.F else MessageKind.GRADIENT
+        if span.task.kind in (TaskKind.F, TaskKind.I, TaskKind.B):
+            ends_s[span.step, kind, span.task.chunk, span.task.microbatch] = span.end_s
+    seen: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for step, sent, source, target, microbatch, time_s in arrivals:
+        stages = placement.stage_of_chunk[source], placement.stage_of_chunk[target]
+        end_s = ends_s.get((step, sent, source, microbatch))
+        if end_s is not None and stages[0] != stages[1]:
+            num_bytes = outputs[source if sent == MessageKind.ACTIVATION else target]
+            seen[*stages, num_bytes].append(1e3 * max(0.0, time_s - end_s))
+    return [(num_bytes, median(times_ms)) for (*_, num_bytes), times_ms in seen.items()]
+
+
+def _control_ms(process: Process) -> float | None:
+    """Half a round trip, as the slowest process has it."""
+    trip_s = None if process.peers is None else process.peers.clocks.round_trip_s
+    told = [each for each in process.gather("round trips", trip_s).values() if each is not None]
+    return max(told) * 1e3 / 2 if told else None
+
+
+def _all_sizes(process: Process, own: Mapping[int, ChunkSizes]) -> dict[int, Any]:
+    """What every chunk holds, as plain data."""
+    told = process.gather("chunk sizes", [[chunk, plain_sizes(sizes)] for chunk, sizes in own.items()])
+    return dict(sorted((chunk, sizes) for each in told.values() for chunk, sizes in each))
+
+
+def plain_sizes(sizes: ChunkSizes) -> dict[str, Any]:
+    """The fields of :class:`ChunkParts` that are bytes."""
+    fixed = (
+        sizes.params_bytes,
+        sizes.accumulators_bytes,
+        sizes.optimizer_bytes,
+        sizes.derived_bytes,
+        sizes.zeros_bytes,
+    )
+    temporaries: dict[str, int] = {}
+    for name, size in sizes.temporaries.items():
+        program = name.partition(" ")[0]
+        temporaries[program] = max(size, temporaries.get(program, 0))
+    return {
+        "fixed": sum(fixed),
+        "gradient": sizes.accumulators_bytes,
+        "stash": sizes.stash_bytes + sizes.kept_bytes,
+        "kept_inputs": sizes.kept_inputs_bytes,
+        "owed": sizes.owed.total,
+        "outputs": sizes.outputs_bytes,
+        "temporaries": temporaries,
+    }
+
+
+def parts_of(cut: SmallCut, sizes: Mapping[int, Any]) -> list[ChunkParts]:
+    """What each chunk of the cut holds, from :func:`plain_sizes` by its number."""
+    return [ChunkParts(layer=cut.layers[chunk][0], count=len(cut.layers[chunk]), **row) for chunk, row in sizes.items()]

@@ -1,0 +1,70 @@
+"""What a microbatch of a run holds: rows of text, and rows of patches."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.data_sets import make_data_set
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The largest microbatch of a size."""
+
+    num_rows: int
+    length: int
+    """Tokens of a row."""
+    image_rows: int = 0
+    patch_length: int = 0
+    """Patches of a row."""
+
+    @property
+    def tokens(self) -> int:
+        """Padding included."""
+        return self.num_rows * self.length
+
+    @property
+    def pairs(self) -> int:
+        """Of tokens, as attention over whole rows computes them."""
+        return self.num_rows * self.length**2
+
+    @property
+    def patches(self) -> int:
+        """Padding included."""
+        return self.image_rows * self.patch_length
+
+    @property
+    def patch_pairs(self) -> int:
+        """Of patches, as attention over whole rows computes them."""
+        return self.image_rows * self.patch_length**2
+
+
+def rows_of(config: TrainConfig, microbatch_size: int) -> Rows:
+    """The largest microbatch with so many samples; samples that share rows must be read to know it.
+
+    Raises ValueError, with the remedy, where the data cannot be read.
+    """
+    shapes = [_rows({name: leaf.shape for name, leaf in each.items()}) for each in leaf_specs(config, microbatch_size)]
+    return max(shapes, key=lambda rows: (rows.tokens, rows.patches))
+
+
+def leaf_specs(config: TrainConfig, microbatch_size: int) -> list[dict[str, Any]]:
+    """Arrays or specs of a microbatch's leaves, for every shape that there is with so many samples.
+
+    Raises ValueError, with the remedy, where data that must be read cannot be.
+    """
+    if config.data is not None:
+        shape, dtypes = (microbatch_size, config.data.length), {"tokens": "i4", "targets": "i4", "weights": "f4"}
+        return [{name: np.empty(shape, dtype) for name, dtype in dtypes.items()}]
+    batch_size = microbatch_size * config.data_set.num_microbatches
+    section: Any = {config.data_section: replace(config.data_set, batch_size=batch_size)}
+    return list(make_data_set(replace(config, **section)).buckets or [])
+
+
+def _rows(shapes: dict[str, tuple[int, ...]]) -> Rows:
+    image_rows, patch_length = shapes["patches"][:2] if "patches" in shapes else (0, 0)
+    return Rows(
+        num_rows=shapes["tokens"][0], length=shapes["tokens"][1], image_rows=image_rows, patch_length=patch_length
+    )

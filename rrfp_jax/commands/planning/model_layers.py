@@ -1,0 +1,128 @@
+"""The model of a configuration as layers by type, in order, with the bytes that each holds.
+
+A decoder is ``embedding``, so many times ``layer``, and ``head`` with the final norm. A model with an encoder has
+``patches``, so many times ``vision``, and ``projector`` before them; encoder and decoder share no chunk. Layers
+that are frozen are types of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rrfp_jax.commands.planning.layer_kinds import BYTES, FLOAT32, Placed, Way, decoder_layers, encoder_layers
+from rrfp_jax.commands.planning.microbatches import Rows, rows_of
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.planning.layer_sizes import REMATS, LayerSizes
+from rrfp_jax.planning.unit_axes import TENSOR
+
+_COUNTS = 8
+"""Of the updates that an optimizer counts, twice, for each chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerType:
+    """A layer of a type."""
+
+    sizes: LayerSizes
+    fixed_bytes: int
+    """Parameters, accumulators, optimizer state, and parameters cast for computing."""
+    trains: bool = True
+    """Whether its parameters change."""
+    has_backward: bool = True
+    """Whether it, or a layer before it, trains."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What replicas sum up."""
+        return self.sizes.num_params * FLOAT32 if self.trains else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayers:
+    """A model run in one way."""
+
+    layers: tuple[str, ...]
+    """The type of each layer in order."""
+    types: Mapping[str, LayerType]
+    ends: frozenset[int]
+    """Layers behind which a chunk must end."""
+    tokens_per_sample: float
+    """0 where samples share rows."""
+
+
+def model_layers(
+    config: TrainConfig,
+    *,
+    microbatch_size: int,
+    tensor: int = 1,
+    remat: str = "none",
+    is_cuda: bool = True,
+    rows: Rows | None = None,
+) -> ModelLayers:
+    """The layers of a run's model; ``is_cuda`` says whether NVIDIA GPUs run it, which fuse attention, and ``rows`` what
+    a microbatch holds, where that is known already: data may have to be read for it.
+
+    Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
+    """
+    if tensor > 1:
+        from rrfp_jax.models.tensor_cut import check_divides  # loads JAX
+
+        check_divides(config.model, tensor)
+    others = [axis for axis, size in (config.pipeline.mesh or {}).items() if axis != TENSOR and size > 1]
+    if others:
+        raise ValueError(f"planning knows what devices of the axis {TENSOR} share, not of {others[0]}: leave that out")
+    if remat not in REMATS:
+        raise ValueError(f"remat is {remat!r}: give one of {', '.join(REMATS)}")
+    placed = _placed(
+        config, Way(rows=rows or rows_of(config, microbatch_size), tensor=tensor, remat=remat, is_cuda=is_cuda)
+    )
+    trains = [not _is_frozen(each.names, config.pipeline.freeze) for each in placed]
+    if not any(trains):
+        raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
+    first, replicas = trains.index(True), config.pipeline.data if config.pipeline.shard_optimizer else 1
+    names, types = [], {}
+    for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
+        has_backward = place >= first
+        names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
+        types[names[-1]] = LayerType(
+            sizes=each.sizes, fixed_bytes=_fixed(each, does, replicas), trains=does, has_backward=has_backward
+        )
+    return ModelLayers(
+        layers=tuple(names),
+        types=types,
+        ends=_ends(config, [each.kind for each in placed]),
+        tokens_per_sample=0.0 if config.data is None else float(config.data.length),
+    )
+
+
+def _placed(config: TrainConfig, way: Way) -> list[Placed]:
+    packed = config.data is None
+    if config.vision is None:
+        return list(decoder_layers(config.model, way, packed=packed))
+    projector = config.projector or ProjectorConfig()
+    model = VisionLanguageConfig(vision=config.vision, projector=projector, decoder=config.model)
+    return [*encoder_layers(model, way), *decoder_layers(config.model, way, packed=packed, prefix="decoder.")]
+
+
+def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    if not patterns:
+        return False
+    from rrfp_jax.programs.freezing import matches
+
+    return all(any(matches(pattern, name) for pattern in patterns) for name in names)
+
+
+def _fixed(placed: Placed, trains: bool, replicas: int) -> int:
+    """AdamW has two moments in the parameters' dtype, which replicas may share out."""
+    itemsize, number = BYTES[placed.param_dtype], placed.sizes.num_params
+    trained = number * FLOAT32 - (-2 * number * itemsize // replicas) + _COUNTS
+    return number * itemsize + placed.sizes.derived_bytes + trained * trains
+
+
+def _ends(config: TrainConfig, kinds: list[str]) -> frozenset[int]:
+    if config.vision is None:
+        return frozenset()
+    projector, where = kinds.index("projector"), config.pipeline.projector_in
+    behind = {DECODER: (projector - 1,), OWN_CHUNK: (projector - 1, projector)}
+    return frozenset(behind.get(where, (projector,)))

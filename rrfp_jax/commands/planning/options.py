@@ -1,0 +1,212 @@
+"""The options of plan, and the small languages of their values: lists, ranges, and noise."""
+
+import argparse
+from collections.abc import Sequence
+
+from rrfp_jax.arbitration import READY, STRICT
+from rrfp_jax.commands.common.options import CommandParser, offer
+from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.planning.costs import Noise
+from rrfp_jax.planning.devices import DEVICES
+from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.search.candidates import HINTS
+from rrfp_jax.planning.search.wishes import CONSUMPTIONS
+from rrfp_jax.schedules import schedule_entry, schedule_names
+from rrfp_jax.schedules.shapes import TWO_WAYS
+
+ORDER_NAMES = (*(name for name in schedule_names() if schedule_entry(name).shape is not TWO_WAYS), *HINTS)
+"""What ``--schedules`` accepts: not those that hold two copies of the model, which no cut here describes."""
+_MOST = 4096
+"""Numbers that a range may name."""
+NO_NOISE = "none"
+_LIST = "N,N,...|A..B"
+_FORMS = f"{NO_NOISE}, lognormal:SIGMA, tail:SHARE,FACTOR"
+
+
+def plan_parser(doc: str) -> CommandParser:
+    """The parser; what the small languages of its values mean is read later. ``doc`` is the command's docstring."""
+    parser = CommandParser("plan", doc, usage="%(prog)s --config FILE.yaml (--device NAME | --costs FILE) [option ...]")
+    config = parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="model, data and batch: a file, or a preset by name; optional with --costs, which tells the layers too",
+    )
+    offer(config, preset_names())
+    _add_machine(parser.add_argument_group("machine"))
+    _add_choices(parser.add_argument_group("what to choose from"))
+    _add_search(parser.add_argument_group("search"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    device = add(
+        "--device",
+        metavar="NAME",
+        help=f"costs are worked out from the record of an accelerator, which need not be here: {', '.join(DEVICES)} "
+        "(default: --costs)",
+    )
+    offer(device, DEVICES)
+    add(
+        "--costs",
+        metavar="FILE.json",
+        help="the costs of layers, as rrfp profile measures and writes them (default: --device)",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile a few layers for the devices here, in seconds to minutes: they hold and compute what the "
+        "compiler says, at the speed of --device, or of a layer in --costs; for --microbatch-size, --tensor and "
+        "--remat, which are then the configuration's own where they are not given",
+    )
+    add(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="how many there are, all of which are used (default: as many as the configuration has)",
+    )
+    add("--memory", metavar="SIZE", help="of each device, as 72GiB (default: what the device has, if that is known)")
+    add(
+        "--jitter",
+        metavar="FORM",
+        help=f"how durations vary from step to step: {_FORMS}, or the last two joined by + (default: as --costs tell, "
+        "else none)",
+    )
+
+
+def _add_choices(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--batch-size", type=int, metavar="N", help="samples of a step (default: as many as the configuration has)")
+    add(
+        "--microbatches",
+        metavar=_LIST,
+        help="of each replica (default: what batch and microbatch size make; without a batch required)",
+    )
+    add(
+        "--microbatch-size",
+        metavar=_LIST,
+        help="samples of a microbatch (default: the configuration's own and 1, 2, 4 and 8, as far as they divide the "
+        "batch; with --costs all that it has)",
+    )
+    add("--stages", metavar=_LIST, help="stages of the pipeline (default: every number that divides the devices)")
+    add("--data", metavar=_LIST, help="replicas of the pipeline (default: every number that divides the devices)")
+    add(
+        "--tensor",
+        metavar=_LIST,
+        help="devices that share every layer (default: 1, 2, 4 and 8 as far as they divide the model; with --costs all "
+        "that it has)",
+    )
+    add("--chunks-per-stage", metavar=_LIST, help="chunks on every stage (default: 1, 2 and 4)")
+    schedules = add(
+        "--schedules",
+        metavar="A,B,...",
+        help=f"these orders alone, and none is searched for: {', '.join(ORDER_NAMES)} (default: all, and a search)",
+    )
+    offer(schedules, ORDER_NAMES)
+    consume = add(
+        "--consume",
+        metavar="A,B",
+        help=f"how stages follow tables: {STRICT}, {READY} or both (default both)",
+    )
+    offer(consume, CONSUMPTIONS)
+    remat = add(
+        "--remat",
+        metavar="A,B,...",
+        help=f"what backwards may recompute: {', '.join(REMATS)} (default: what the configuration has, if not none; "
+        "else all; with --costs all that it has)",
+    )
+    offer(remat, REMATS)
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="microbatches that a stage may hold at most (default: what memory has room for)",
+    )
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--objective",
+        default="mean",
+        metavar="mean|p95|mean+Ksd",
+        help="which step time is made small (default mean)",
+    )
+    add(
+        "--draws",
+        type=int,
+        default=64,
+        metavar="N",
+        help="of the noise, on which the last ones are judged (default 64)",
+    )
+    add(
+        "--effort",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="how long to search; twice as much may take twice as long (default 1)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default 0)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--top", type=int, default=5, metavar="N", help="how many of the ranking are told (default 5)")
+    add(
+        "--write",
+        metavar="FILE.yaml",
+        help="write the best one as a configuration for rrfp train, and beside it its table where no name stands for "
+        "that (default: it is only told)",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="draw step time against memory, all that was judged (.png, .svg; default: it is not drawn)",
+    )
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+
+
+def parse_counts(text: str | None, flag: str) -> tuple[int, ...] | None:
+    """``8,16,32`` or ``8..64``, both ends included, or several of them; None: not given. Raises ValueError else."""
+    if text is None:
+        return None
+    try:
+        ranges = [[int(end) for end in part.split("..")] for part in text.split(",")]
+    except ValueError:
+        ranges = [[]]
+    if any(not 1 <= len(ends) <= 2 or ends[0] > ends[-1] or ends[0] < 1 for ends in ranges):
+        raise ValueError(f"{flag} {text!r} is no list of numbers: write 8,16,32, or 8..64 for all between")
+    if sum(ends[-1] - ends[0] for ends in ranges) >= _MOST:
+        raise ValueError(f"{flag} {text} names more than {_MOST:,} numbers: give fewer")
+    return tuple(dict.fromkeys(number for ends in ranges for number in range(ends[0], ends[-1] + 1)))
+
+
+def parse_words(text: str | None, flag: str, known: Sequence[str]) -> tuple[str, ...] | None:
+    """``none,dots``; None: not given. Raises ValueError for words that are none of ``known``."""
+    if text is None:
+        return None
+    words = tuple(dict.fromkeys(text.split(",")))
+    wrong = [word for word in words if word not in known]
+    if wrong:
+        raise ValueError(f"{flag} names {wrong[0]!r}: choose among {', '.join(known)}")
+    return words
+
+
+def parse_noise(text: str) -> Noise:
+    """``none``, ``lognormal:0.2``, ``tail:0.01,5`` or the last two joined by ``+``; raises ValueError on others."""
+    sigma, tail = 0.0, (0.0, 1.0)
+    for part in () if text == NO_NOISE else text.split("+"):
+        name, _, argument = part.partition(":")
+        try:
+            numbers = [float(number) for number in argument.split(",")]
+        except ValueError:
+            numbers = []
+        if name == "lognormal" and len(numbers) == 1:
+            sigma = numbers[0]
+        elif name == "tail" and len(numbers) == 2:
+            tail = numbers[0], numbers[1]
+        else:
+            raise ValueError(f"jitter {part!r} is unknown: write one of {_FORMS}, or the last two joined by +")
+    noise = Noise.alike(sigma)
+    return Noise(sigma=noise.sigma, tail=tail[0], tail_factor=tail[1])

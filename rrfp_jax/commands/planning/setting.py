@@ -1,0 +1,28 @@
+"""Ways to run the stages of a model, for each of which costs are measured."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+REMATS = ("none", "dots", "full")
+"""What backwards may compute again."""
+
+
+class Setting(NamedTuple):
+    """One way, by the names that :class:`rrfp_jax.planning.costs.CostEntry` has for it."""
+
+    microbatch_size: int
+    tensor: int
+    remat: str
+
+    @property
+    def words(self) -> str:
+        """For progress."""
+        return f"microbatch size {self.microbatch_size}, tensor {self.tensor}, remat {self.remat}"
+
+
+def every_setting(sizes: Sequence[int], tensors: Sequence[int], remats: Sequence[str]) -> list[Setting]:
+    """Every combination; raises ValueError for a rematerialisation that there is not."""
+    unknown = [name for name in remats if name not in REMATS]
+    if unknown:
+        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(REMATS)}")
+    return [Setting(size, tensor, remat) for tensor in tensors for remat in remats for size in sizes]

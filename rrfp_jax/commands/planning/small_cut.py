@@ -1,0 +1,112 @@
+"""A small model with every type of layer that a run's model has, cut so that types and numbers of layers come apart.
+
+What a layer costs does not depend on how many the model has. So a few are enough: one chunk for each end of the model,
+one of a single inner layer, and one of three.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.model_parts import vision_language_config
+from rrfp_jax.models import language_model, vision_language_model
+from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.tasks import Edge
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+PATCHES, VISION, PROJECTOR = "patches", "vision", "projector"
+_FEW, _MANY = 1, 3
+"""Layers of the two chunks by whose difference a layer's costs are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallCut:
+    """A model in chunks of layers of one type each."""
+
+    chunks: Sequence[Chunk]
+    edges: tuple[Edge, ...] | None
+    layers: tuple[tuple[str, ...], ...]
+    """The types of each chunk's layers."""
+
+
+def named(kind: str, names: Collection[str]) -> str:
+    """The name of a kind of layer among those of a model's types, in which frozen ones have names of their own.
+
+    Raises ValueError where only some layers of the kind are frozen, or those elsewhere: a few layers stand for all.
+    """
+    found = [name for name in names if name.partition(" ")[0] == kind]
+    if len(found) != 1:
+        raise ValueError(
+            f"layers of type {kind!r} are of several kinds ({', '.join(found)}): freeze all of them or none"
+        )
+    return found[0]
+
+
+def small_cut(config: TrainConfig, num_stages: int) -> SmallCut:
+    """The chunks, at least one for each stage; raises ValueError for a model of which no few layers stand for all."""
+    _check_alike(config)
+    more = max(0, num_stages - 4)
+    counts = [0, *(_FEW,) * (1 + more), _MANY, 0]
+    inner = [(LAYER,) * count for count in counts[1:-1]]
+    model = replace(config.model, num_layers=sum(counts))
+    if config.vision is None:
+        chunks = language_model(model).split(layers_per_chunk=counts, packed=config.data is None)
+        layers = ((EMBEDDING,), *inner, (HEAD,))
+        return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
+    small = replace(config, model=model, vision=_few_layers(config))
+    graph = vision_language_model(vision_language_config(small)).split(
+        encoder_layers_per_chunk=[0, _FEW, _MANY, 0], decoder_layers_per_chunk=counts, packed=True
+    )
+    seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * _MANY, (PROJECTOR,))
+    return SmallCut(
+        chunks=_frozen(config, graph.chunks), edges=graph.edges, layers=(*seen, (EMBEDDING,), *inner, (HEAD,))
+    )
+
+
+def _check_alike(config: TrainConfig) -> None:
+    if 0 < config.model.num_sparse_layers < config.model.num_layers:
+        raise ValueError(
+            "some layers have experts and others have none, and no few layers stand for all: profile the model with "
+            "experts.every 1 and no dense_layers"
+        )
+
+
+def types_of_plans(plans: Sequence[ChunkPlan]) -> tuple[tuple[str, ...], ...]:
+    """The types of the layers of each chunk of a language model."""
+    return tuple((EMBEDDING,) * plan.embedding + (LAYER,) * len(plan.layers) + (HEAD,) * plan.head for plan in plans)
+
+
+def cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], ...]:
+    """The types of the layers of each chunk of a run, which is that of a language model; raises ValueError else."""
+    if config.vision is not None:
+        raise ValueError("the timeline is of a model with an encoder, whose chunks are no chain: profile its programs")
+    _check_alike(config)
+    layout = config.pipeline
+    return types_of_plans(
+        plan_cut(
+            config.model.num_layers,
+            num_chunks=None if layout.layer_counts else num_chunks,
+            layers_per_chunk=layout.layer_counts,
+            embedding_in=layout.embedding_chunk,
+            head_in=layout.head_chunk,
+        )
+    )
+
+
+def _few_layers(config: TrainConfig) -> VisionConfig:
+    assert config.vision is not None
+    vision = config.vision
+    return replace(vision, num_layers=_FEW + _MANY + vision.num_layers - vision.num_layers_run)
+
+
+def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
+    try:
+        return freeze(chunks, config.pipeline.freeze)
+    except ValueError as error:
+        raise ValueError(
+            f"freeze names single layers, and a profile runs a few layers in place of all: freeze whole parts, or none "
+            f"({error})"
+        ) from None

@@ -1,0 +1,77 @@
+"""The costs of a layer by a roofline: as long as its operations or its bytes take, whichever is longer.
+
+::
+
+    t = max(operations / (peak * compute), bytes / (bandwidth * memory)) + sums
+
+for F, the input gradient and the weight gradient each (Williams et al. 2009). Where ``n`` devices share a layer each of
+them computes a part, and sums of activations follow, as a ring does them: ``2 (n - 1) / n`` of the bytes over the link
+between them. What launching takes is of the task, whatever it holds, and is no part of a layer.
+
+The optimizer reads and writes parameters, accumulators and both moments once. A head's bytes and operations are those
+of its logits, which may be as much as several layers; an embedding only moves bytes.
+"""
+
+from dataclasses import dataclass
+
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.planning.costs.layer_costs import LayerCosts
+from rrfp_jax.planning.devices import Device, Efficiencies
+from rrfp_jax.planning.layer_sizes import LayerSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A device as the costs of layers see it."""
+
+    device: Device
+    efficiencies: Efficiencies
+    tensor: int = 1
+    """Devices that share every layer."""
+    is_float32: bool = False
+    """Whether products are computed in float32 instead of bfloat16."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, "tensor")
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations per second of one device."""
+        return self.device.float32_flops if self.is_float32 else self.device.flops
+
+    def task_ms(self, flops: float, moved_bytes: float) -> float:
+        """Of a task with so many operations on all devices of the stage, and so many bytes on each."""
+        compute_s = flops / self.tensor / (self.peak_flops * self.efficiencies.compute)
+        return max(compute_s * 1e3, moved_bytes / (self.device.memory_gb_per_s * self.efficiencies.memory) / 1e6)
+
+    def sums_ms(self, number: int, num_bytes: int) -> float:
+        """Of so many sums over the devices of the stage."""
+        if self.tensor == 1:
+            return 0.0
+        rate = self.device.rate_gb_per_s(self.tensor) * self.efficiencies.links
+        return number * (2 * (self.tensor - 1) / self.tensor * num_bytes / rate / 1e6 + self.efficiencies.sum_ms)
+
+    def costs(
+        self, sizes: LayerSizes, *, fixed_bytes: int, param_bytes: int, trains: bool = True, has_backward: bool = True
+    ) -> LayerCosts:
+        """The costs of a layer; ``param_bytes`` of each of its parameters. Frozen ones are neither trained nor owed."""
+        flops = sizes.tasks(trains=trains, has_backward=has_backward)
+        moved = [each * does for each, does in zip(sizes.moved_bytes, (True, has_backward, trains), strict=True)]
+        forward, input_gradient, weight_gradient = map(self.task_ms, flops, moved)
+        sums = [self.sums_ms(number, sizes.sum_bytes) for number in sizes.sums]
+        updated = sizes.num_params * trains * 2 * (3 * param_bytes + 4)
+        return LayerCosts(
+            forward_ms=forward + sums[0],
+            input_gradient_ms=input_gradient + sums[1] * has_backward,
+            weight_gradient_ms=weight_gradient,
+            update_ms=self.task_ms(0.0, updated),
+            fixed_bytes=fixed_bytes,
+            gradient_bytes=sizes.num_params * 4 * trains,
+            stash_bytes=sizes.stash_bytes * has_backward,
+            kept_bytes=sizes.kept_bytes * has_backward,
+            owed_bytes=sizes.owed_bytes * trains,
+            temporaries_bytes=sizes.temporaries_bytes,
+            more_temporaries_bytes=sizes.more_temporaries_bytes * trains,
+            output_bytes=sizes.output_bytes,
+            flops=sum(sizes.flops.tasks(trains=trains, has_backward=has_backward)),
+        )

@@ -1,0 +1,226 @@
+"""What one layer computes and holds for one microbatch on one device, by plain arithmetic from a layer's widths.
+
+The bytes follow from what the chunk programs keep (:mod:`rrfp_jax.programs.split`): between F and the backward, per
+token and in the dtype of computing unless said otherwise,
+
+=========  =========================================================================================================
+``none``   of each norm its input three times in float32 and its result; queries, keys, values, attention's result; of a
+           gated MLP six times its width, of a plain one four times; where attention is not fused its scores, in float32
+           and in the dtype of computing
+``dots``   the results of all matrix products, scores in float32; the stream between layers
+``full``   the chunk's input, once for the chunk
+=========  =========================================================================================================
+
+Between I and W wait the inputs of all products with parameters and the gradients of their results, whatever is
+recomputed. Temporaries are estimates of the same kind: gradients of the chunk's parameters before they are added up,
+whatever the backward makes again, and, of the largest layer, the activations of one layer's backward.
+"""
+
+from dataclasses import dataclass, field
+
+from rrfp_jax.planning.flops import Flops, TaskFlops
+
+REMATS = ("none", "dots", "full")
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """What a transformer layer is made of, per token; of one device where several share it."""
+
+    hidden: int
+    query: int
+    """All query heads together."""
+    key: int
+    """All key heads together; values are as wide."""
+    mlp: int
+    num_heads: float
+    is_gated: bool = True
+    normed_heads: int = 0
+    """Widths of what is normalised beside the two norms of the stream: queries and keys, in some models."""
+    num_normed: int = 0
+    """How many vectors these are."""
+    mlp_kept: int = 6
+    """How many times the width of the MLP a backward needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """One layer of a type, one microbatch, one device of a stage."""
+
+    flops: Flops
+    """Forward operations, of all devices of the stage."""
+    num_params: int
+    moved_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """What F, the input gradient and the weight gradient read and write."""
+    kept_bytes: int = 0
+    """From F to the backward where it is the first layer of a chunk."""
+    stash_bytes: int = 0
+    owed_bytes: int = 0
+    derived_bytes: int = 0
+    """Of parameters cast to the dtype of computing, once per update."""
+    temporaries_bytes: int = 0
+    more_temporaries_bytes: int = 0
+    output_bytes: int = 0
+    recomputed: Flops = field(default_factory=Flops)
+    """What the backward computes again."""
+    sums: tuple[int, int] = (0, 0)
+    """How often F and the input gradient sum over the devices that share the layer."""
+    sum_bytes: int = 0
+    """Of each of these sums."""
+    returns_gradient: bool = True
+    """Whether its backward hands a gradient on; not so the model's first layer."""
+
+    def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
+        """What F, the input gradient and the weight gradient compute; the input gradient computes again."""
+        forward, input_gradient, weight_gradient = self.flops.tasks(trains=trains, has_backward=has_backward)
+        again = self.recomputed.forward * has_backward
+        if not self.returns_gradient:
+            return TaskFlops(forward, 0.0, weight_gradient + again)
+        return TaskFlops(forward, input_gradient + again, weight_gradient)
+
+
+def transformer_layer(
+    widths: Widths,
+    flops: Flops,
+    *,
+    num_params: int,
+    num_tokens: int,
+    length: float,
+    remat: str,
+    compute_bytes: int,
+    is_fused: bool,
+    is_cast: bool,
+) -> LayerSizes:
+    """An attention layer with its MLP; ``length`` is how many tokens each one looks at, ``is_fused`` whether scores
+    stay inside a kernel, ``is_cast`` whether parameters are cast before they are used."""
+    w, c = widths, compute_bytes
+    stream, products = w.hidden * c, _products(w)
+    scores = w.num_heads * length
+    norms = 2 * w.hidden + w.normed_heads
+    none: float = norms * 3 * _FLOAT32 + 2 * (2 + w.num_normed) * _FLOAT32
+    none += (2 * w.hidden + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
+    none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
+    dots: float = (w.query * (1 if is_fused else 2) + 2 * w.key + 2 * w.hidden + (1 + w.is_gated) * w.mlp) * c
+    dots += 0 if is_fused else scores * _FLOAT32
+    stash = {"none": none, "dots": dots, "full": 0.0}[remat]
+    owed = products * c * num_tokens + norms * c
+    elementwise = (10 * w.hidden + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
+    attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
+    forward = num_tokens * (products * c + elementwise + attention) + num_params * c
+    again = {"none": 0.0, "dots": num_tokens * (elementwise + attention), "full": forward}[remat]
+    working = num_tokens * ((3 * w.hidden + 3 * w.mlp) * _FLOAT32 + (0 if is_fused else 2 * scores * _FLOAT32))
+    return LayerSizes(
+        flops=flops,
+        num_params=num_params,
+        moved_bytes=(
+            forward,
+            2 * forward - num_params * c + again,
+            num_tokens * products * c + num_params * 2 * _FLOAT32,
+        ),
+        kept_bytes=round(stream * num_tokens) if remat == "full" else 0,
+        stash_bytes=round(stash * num_tokens),
+        owed_bytes=round(owed),
+        derived_bytes=num_params * c if is_cast else 0,
+        temporaries_bytes=round(working),
+        more_temporaries_bytes=round(num_params * _FLOAT32 + (none - stash) * num_tokens),
+        output_bytes=round(stream * num_tokens),
+        recomputed=_again(flops, remat, is_fused=is_fused),
+    )
+
+
+def _products(w: Widths) -> float:
+    """Widths of what goes into the products with parameters, and comes out of them."""
+    return 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
+
+
+def _again(flops: Flops, remat: str, *, is_fused: bool) -> Flops:
+    if remat == "full":
+        return flops
+    is_attention_again = remat == "dots" and is_fused
+    return Flops(among_activations=flops.among_activations) if is_attention_again else Flops()
+
+
+def embedding_layer(
+    hidden: int, *, num_params: int, num_tokens: int, compute_bytes: int, param_bytes: int
+) -> LayerSizes:
+    """The look-up of token vectors; its gradient is scattered into the table."""
+    rows, output = num_tokens * hidden * param_bytes, num_tokens * hidden * compute_bytes
+    return LayerSizes(
+        flops=Flops(),
+        num_params=num_params,
+        moved_bytes=(rows + output, 0.0, output + rows + num_params * 2 * _FLOAT32),
+        stash_bytes=num_tokens * 4,
+        owed_bytes=num_tokens * 4 + output,
+        temporaries_bytes=num_tokens * hidden * _FLOAT32,
+        more_temporaries_bytes=num_params * _FLOAT32,
+        output_bytes=output,
+        returns_gradient=False,
+    )
+
+
+def head_layer(
+    hidden: int,
+    vocab: int,
+    flops: Flops,
+    *,
+    num_params: int,
+    num_tokens: int,
+    remat: str,
+    compute_bytes: int,
+    is_cast: bool,
+) -> LayerSizes:
+    """Final norm, logits in float32, and the loss; ``vocab`` are the words of one device."""
+    c = compute_bytes
+    stream, logits = hidden * c, vocab * _FLOAT32
+    none = hidden * (3 * _FLOAT32 + c) + logits + 21
+    stash = {"none": none, "dots": logits + stream + 8, "full": 8}[remat]
+    forward = num_tokens * (3 * stream + 3 * logits) + num_params * c
+    again = {"none": 0.0, "dots": num_tokens * (stream + 2 * logits), "full": forward}[remat]
+    return LayerSizes(
+        flops=flops,
+        num_params=num_params,
+        moved_bytes=(
+            forward,
+            num_tokens * (2 * stream + 3 * logits) + num_params * c + again,
+            num_tokens * (stream + logits) + num_params * 2 * _FLOAT32,
+        ),
+        kept_bytes=num_tokens * stream if remat == "full" else 0,
+        stash_bytes=num_tokens * stash,
+        owed_bytes=num_tokens * (stream + logits) + hidden * c,
+        derived_bytes=num_params * c if is_cast else 0,
+        temporaries_bytes=2 * num_tokens * logits,
+        more_temporaries_bytes=num_params * _FLOAT32,
+        recomputed=flops if remat == "full" else Flops(),
+    )
+
+
+def dense_layer(
+    widths: tuple[int, ...],
+    flops: Flops,
+    *,
+    num_params: int,
+    num_rows: int,
+    remat: str,
+    compute_bytes: int,
+    is_cast: bool,
+    returns_gradient: bool = True,
+) -> LayerSizes:
+    """Products one after another, from the first of these widths to the last, such as a projector."""
+    c, inner = compute_bytes, widths[1:-1]
+    moved = num_rows * c * (widths[0] + 2 * sum(inner) + widths[-1]) + num_params * c
+    stash = {"none": widths[0] + 3 * sum(inner), "dots": widths[0] + sum(inner), "full": 0}[remat]
+    return LayerSizes(
+        flops=flops,
+        num_params=num_params,
+        moved_bytes=(moved, moved * returns_gradient, moved + num_params * 2 * _FLOAT32),
+        kept_bytes=num_rows * widths[0] * c if remat == "full" else 0,
+        stash_bytes=num_rows * stash * c,
+        owed_bytes=num_rows * (widths[0] + 2 * sum(inner) + widths[-1]) * c,
+        derived_bytes=num_params * c if is_cast else 0,
+        temporaries_bytes=num_rows * sum(widths) * _FLOAT32,
+        more_temporaries_bytes=num_params * _FLOAT32,
+        output_bytes=num_rows * widths[-1] * c,
+        recomputed=flops if remat == "full" else Flops(),
+        returns_gradient=returns_gradient,
+    )

@@ -1,0 +1,97 @@
+"""The memory that the stages of an order will need, from what their chunks hold.
+
+How many microbatches reach a stage
+-----------------------------------
+Let chunk p feed chunk c and get a gradient back from it. Until c has run the B or I of a microbatch, p cannot run its
+own, so that p's stage holds the microbatch all the while that it waits at c for its F, and on to that B or I. The
+window of p's stage, or its footprint, bounds how many microbatches there are of these. Where the backward of c is one
+task, c holds no others. Where it is split, c also holds those between I and W, as many as its own stage may hold. A
+chunk without predecessors has nothing waiting.
+
+This says nothing where p and c pass no gradient, where bytes are bounded in place of microbatches, and where operations
+move what stages hold or make it again: all microbatches may then be at c. A step's first activations may come while the
+step before still ends here; of that one nothing is held any more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
+from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
+from rrfp_jax.planning.moved_activations import moved_activations
+from rrfp_jax.planning.row_memory import bytes_in_row
+from rrfp_jax.tasks import PipelineGraph, Task
+
+
+def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
+    """The predicted peak of every stage; ``num_microbatches`` is a replica's share."""
+    none = (None,) * len(order.windows)
+    unit = memory_unit(order.graph)
+    footprints = none if order.footprints is None else tuple(-(-limit // unit) for limit in order.footprints)
+    capacities = order.capacities or none
+    return [
+        forecast_stage(
+            [_with_remaking(sizes[c]) if _is_remade(order.graph, c) else sizes[c] for c in chunks],
+            order.windows[stage],
+            num_microbatches,
+            reached=max(reached(order, chunk, num_microbatches) for chunk in chunks),
+            footprint=_of_row(order, stage) if footprints[stage] is None else footprints[stage],
+            in_row=_bytes_of_row(order, stage, sizes),
+            capacity=capacities[stage],
+            moved=moved_activations(order.graph, chunks, _row_kept(order, stage)),
+        )
+        for stage, chunks in enumerate(order.placement.chunks_of_stage)
+    ]
+
+
+def reached(order: Order, chunk: int, num_microbatches: int) -> int:
+    """How many microbatches may be at a chunk at a time, waiting for its F or held."""
+    graph, sources = order.graph, order.graph.predecessors(chunk)
+    is_bounded = not graph.ops and order.capacities is None
+    if not is_bounded or not set(sources) <= set(graph.gradient_predecessors(chunk)):
+        return num_microbatches
+    own = _held(order, chunk) if not sources or chunk in graph.split else 0
+    return min(num_microbatches, own + max((_held(order, source) for source in sources), default=0))
+
+
+def _held(order: Order, chunk: int) -> int:
+    """Microbatches of which the stage of a chunk may hold the chunk's activation."""
+    stage = order.placement.stage_of_chunk[chunk]
+    if order.footprints is None:
+        return order.windows[stage]
+    return -(-order.footprints[stage] // memory_unit(order.graph))
+
+
+def _is_remade(graph: PipelineGraph, chunk: int) -> bool:
+    return bool(graph.ops) and graph.operations.remakes_stash(chunk)
+
+
+def _with_remaking(sizes: ChunkBytes) -> ChunkBytes:
+    """The sizes of a chunk whose stash is made again: inputs stay, and gradients may wait, for every microbatch; and
+    a forward may make a stash that is dropped."""
+    waiting = sizes.inputs + sizes.output_grads
+    return replace(sizes, inputs=waiting, temporaries=sizes.temporaries + sizes.stash)
+
+
+def _bytes_of_row(order: Order, stage: int, sizes: Mapping[int, ChunkBytes]) -> int | None:
+    """What microbatches take in the row that a stage keeps to; None where it keeps to none."""
+    if order.table is None or order.graph.ops or _row_kept(order, stage) is None:
+        return None
+    return bytes_in_row(order.table, stage, sizes)
+
+
+def _of_row(order: Order, stage: int) -> int | None:
+    """Activations that a stage of several chunks holds in the row that it keeps to: it has passed on, or not yet got,
+    some chunks of most microbatches in flight."""
+    row = None if order.graph.ops else _row_kept(order, stage)
+    if row is None or len(order.placement.chunks_of_stage[stage]) == 1:
+        return None
+    return max(accumulate(memory_changes(row, order.graph)), default=0)
+
+
+def _row_kept(order: Order, stage: int) -> Sequence[Task] | None:
+    """The row that a stage computes in this very order."""
+    is_kept = order.table is not None and order.consumptions[stage].is_strict
+    return order.table.orders[stage] if is_kept and order.table is not None else None

@@ -1,0 +1,56 @@
+"""The search for a good rule: field by field, from a few rules on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from rrfp_jax.planning.orders.found import Pool
+from rrfp_jax.planning.orders.problem import Problem
+from rrfp_jax.planning.orders.rule import Rule, keys, manner
+from rrfp_jax.planning.orders.windows import Share
+
+
+def choices(problem: Problem) -> dict[str, tuple[Any, ...]]:
+    """The values that are tried of each field."""
+    p = problem.num_stages
+    found: dict[str, tuple[Any, ...]] = {"patience": (0.0, 0.25, 0.5, 1.0, 2.0), "pull": (0.0, 0.5, 1.0)}
+    if problem.is_split:
+        found = {"lag": (0.0, 0.5, 1.0, 2.0, 4.0, inf)} | found
+    if problem.num_chunks > p:
+        found["share"] = (None, *(Share(more=more, power=power) for more in (0.0, 0.5, 1.0) for power in (1.0, 0.5)))
+        found |= {"keeps_reserve": (True, False), "group": tuple({1, -(-p // 2), p}), "deepen": (0.0, 0.5, -0.5)}
+    return found
+
+
+_STARTS = (Rule(), Rule(lag=1.0, patience=0.5), Rule(lag=inf, pull=0.0), Rule(lag=0.0, pull=1.0))
+
+
+def search_rules(pool: Pool, goes_on: Callable[[], bool]) -> None:
+    """From each of some rules on: the best value of each field in turn, until none is better."""
+    known: dict[Rule, float] = {}
+    values = choices(pool.problem)
+
+    def judge(rule: Rule, present: float) -> float:
+        if rule not in known:
+            known[rule] = _try(pool, rule, max(present, pool.cutoff))
+        return known[rule]
+
+    for start in _STARTS:
+        rule, is_better = start, goes_on()
+        best = judge(rule, inf) if is_better else inf
+        while is_better:
+            is_better = False
+            for name, of_field in values.items():
+                for other in (replace(rule, **{name: value}) for value in of_field):
+                    if other not in known and not goes_on():
+                        return
+                    if (makespan := judge(other, best)) < best:
+                        rule, best, is_better = other, makespan, True
+
+
+def _try(pool: Pool, rule: Rule, cutoff: float) -> float:
+    """The makespan; infinite where the rule gets stuck, or lasts longer."""
+    ranks, of_rule = keys(pool.problem, rule), manner(pool.problem, rule)
+    made = pool.dispatch(ranks, of_rule, rule.words, cutoff=cutoff, rule=rule)
+    return inf if made is None else made.makespan

@@ -1,0 +1,112 @@
+"""Step times of a table that is consumed strictly, for many draws of the noise at once.
+
+A stage that keeps to its row starts each task as soon as the one before has ended and what it waits for is there. So
+the times are longest paths, and one walk over the tasks gives them for all draws: an array operation per task in place
+of events per task and draw. The simulator gives the same figures for the same order.
+
+A step runs from verdict to verdict, as stage 0 knows it: U of the step before, the row, and R, behind which the stages
+agree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules.validation import execution_order
+from rrfp_jax.simulation.costs import SLOTS
+from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tree import parent
+
+Times = NDArray[np.float64]
+_KINDS = (TaskKind.F, TaskKind.B, TaskKind.I, TaskKind.W)
+_Entry = tuple[int, int, int, int, int, tuple[tuple[int, int], ...]]
+"""Stage, kind, chunk, microbatch, kind of message, and (number, stage) of each task that it waits for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """The tasks of a table in an order in which they can run; the same for all cuts."""
+
+    entries: tuple[_Entry, ...]
+
+    @classmethod
+    def of(cls, table: ScheduleTable) -> "Walk":
+        """``table`` must be one that can run to its end."""
+        graph, stage_of = table.graph, table.placement.stage_of_chunk
+        tasks = execution_order(graph, table.orders)[0]
+        number = {task: place for place, task in enumerate(tasks)}
+
+        def entry(task: Task) -> _Entry:
+            waits = tuple((number[needed], stage_of[needed.chunk]) for needed in graph.dependencies(task))
+            kind = _KINDS.index(task.kind)
+            return stage_of[task.chunk], kind, task.chunk, task.microbatch, int(kind > 0), waits
+
+        return cls(tuple(map(entry, tasks)))
+
+
+def strict_times_ms(cut: CutModel, walk: Walk, durations_ms: Durations) -> Times:
+    """The intervals between the ends of steps [draws] where every step begins as its stages have ended the one before.
+
+    Args:
+        cut: the cut, with links and what ends a step.
+        walk: of a table on its placement and graph.
+        durations_ms: [draws, chunks, microbatches, 3].
+    """
+    links, num_stages = cut.links, cut.placement.num_stages
+    is_one = len(durations_ms) == 1
+    larger: Callable[[Any, Any], Any] = max if is_one else np.maximum
+    lengths = [_lengths(durations_ms[..., SLOTS[kind]].sum(axis=-1) + cut.costs.task_ms, is_one) for kind in _KINDS]
+    stages = range(num_stages)
+    transfer_ms = [
+        [[links.transfer_ms(kind, a, b) for b in stages] for a in stages]
+        for kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+    ]
+    reduce_ms, update_ms = once_per_step_ms(cut)
+    free: list[Any] = [update_ms[stage] + _depth(stage) * links.control_ms for stage in stages]
+    ends: list[Any] = []
+    for stage, kind, chunk, microbatch, message, waits in walk.entries:
+        start = free[stage]
+        for needed, source in waits:
+            arrived = ends[needed]
+            start = larger(start, arrived if source == stage else arrived + transfer_ms[message][source][stage])
+        free[stage] = start + lengths[kind][chunk][microbatch]
+        ends.append(free[stage])
+    reported = [np.atleast_1d(end + of_stage) for end, of_stage in zip(free, reduce_ms, strict=True)]
+    return _verdict(reported, links.control_ms)
+
+
+def once_per_step_ms(cut: CutModel) -> tuple[list[float], list[float]]:
+    """What all R, and all U, of each stage take, with the host's time."""
+    costs, host_ms = cut.simulated_costs(), cut.costs.task_ms
+    found = []
+    for each in (costs.reduce_ms, costs.update_ms):
+        assert isinstance(each, tuple)
+        found.append([sum(each[chunk] + host_ms for chunk in chunks) for chunks in cut.placement.chunks_of_stage])
+    return found[0], found[1]
+
+
+def _lengths(of_tasks: Durations, is_one: bool) -> Sequence[Any]:
+    """[chunks][microbatches], each a number or one per draw."""
+    return of_tasks[0].tolist() if is_one else [list(of_chunk) for of_chunk in np.moveaxis(of_tasks, 0, -1).copy()]
+
+
+def _depth(stage: int) -> int:
+    """Messages from the root of the tree of stages."""
+    above = parent(stage)
+    return 0 if above is None else 1 + _depth(above)
+
+
+def _verdict(reported: list[Times], control_ms: float) -> Times:
+    """When the reports of all have come to the root of the tree of stages."""
+    for stage in reversed(range(1, len(reported))):
+        above = parent(stage)
+        assert above is not None
+        reported[above] = np.maximum(reported[above], reported[stage] + control_ms)
+    return reported[0]

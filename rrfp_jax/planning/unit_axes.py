@@ -1,0 +1,39 @@
+"""The axes of a stage's mesh: their names, sizes and order."""
+
+from collections.abc import Mapping
+from math import prod
+
+TENSOR, FSDP, EXPERT, CONTEXT = "tensor", "fsdp", "expert", "context"
+"""Axes whose names have a meaning: see :mod:`rrfp_jax.programs.shardings`."""
+_RESERVED = ("data", "stage")
+"""Axes of the pipeline itself."""
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes, innermost first: neighbours along the first one are neighbouring devices."""
+
+
+def checked_axes(mesh: Mapping[str, int]) -> Axes:
+    """The axes of a mesh that was given as a mapping, innermost first.
+
+    Raises ValueError for a name that is none or stands for something else, and for sizes below 1.
+    """
+    for name, size in mesh.items():
+        if not name.isidentifier() or name in _RESERVED:
+            raise ValueError(
+                f"mesh has an axis {name!r}: take another name, for example {TENSOR}, {FSDP}, {EXPERT} or {CONTEXT}; "
+                f"{' and '.join(_RESERVED)} are the pipeline's own"
+            )
+        if size < 1:
+            raise ValueError(f"mesh has {size} devices along {name}: give at least 1")
+    return tuple(mesh.items())
+
+
+def num_devices(axes: Axes) -> int:
+    """Of a mesh with these axes."""
+    return prod(size for _, size in axes)
+
+
+def describe_axes(axes: Axes) -> str:
+    """For messages: ``tensor 2 x fsdp 4``; of axes of one device only the first one is named."""
+    shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
+    return " x ".join(f"{name} {size}" for name, size in shown)

@@ -1,0 +1,56 @@
+"""What the backend says of a compiled program: its operations, the bytes that it touches, and the memory it needs.
+
+JAX calls neither analysis stable: they may be missing, and their form may change between versions. So this file alone
+reads them; ``tests/programs/test_analysis.py`` pins the keys, and whoever asks must do without where there is nothing.
+
+Operations are of one device, and what is computed in loops and in kernels of libraries is counted in part or not at
+all.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.stages import Compiled
+
+FLOPS, BYTES_ACCESSED = "flops", "bytes accessed"
+TEMPORARIES, ARGUMENTS, OUTPUTS = "temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes"
+
+
+class ProgramCost(NamedTuple):
+    """What a program does on one device."""
+
+    flops: float = 0.0
+    bytes_accessed: float = 0.0
+    """Read and written, by every operation that is left after fusion."""
+
+
+class ProgramMemory(NamedTuple):
+    """What a program needs on one device."""
+
+    temporaries: int
+    """While it runs, beside arguments and results."""
+    arguments: int
+    outputs: int
+
+
+def cost_of(program: Compiled) -> ProgramCost | None:
+    """None where the backend does not say."""
+    try:
+        analysis = program.cost_analysis()
+    except (NotImplementedError, RuntimeError):
+        return None
+    first = analysis[0] if isinstance(analysis, list) and analysis else analysis
+    if not isinstance(first, Mapping) or FLOPS not in first or BYTES_ACCESSED not in first:
+        return None
+    cost = ProgramCost(float(first[FLOPS]), float(first[BYTES_ACCESSED]))
+    return cost if min(cost) >= 0 else None  # -1 stands for unknown
+
+
+def memory_of(program: Compiled) -> ProgramMemory | None:
+    """None where the backend does not say."""
+    try:
+        analysis = program.memory_analysis()
+    except (NotImplementedError, RuntimeError):
+        return None
+    sizes = [getattr(analysis, name, None) for name in (TEMPORARIES, ARGUMENTS, OUTPUTS)]
+    return None if None in sizes else ProgramMemory(*(int(size or 0) for size in sizes))

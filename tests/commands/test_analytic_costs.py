@@ -1,0 +1,142 @@
+"""A configuration's model as layers, and what they cost on a device that is not there."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rrfp_jax.commands.planning.analytic_costs import analytic_book, fitted_efficiencies
+from rrfp_jax.commands.planning.layer_kinds import Way, decoder_layers
+from rrfp_jax.commands.planning.microbatches import Rows
+from rrfp_jax.commands.planning.model_layers import model_layers
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.model import language_model
+from rrfp_jax.planning.devices import device_of
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
+from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.tasks import chain
+
+ROWS = Rows(num_rows=3, length=40)
+MODEL = LanguageModelConfig(
+    vocab_size=300, hidden=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, mlp_dim=112
+)
+
+
+def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
+    """The plans of embedding, layer, layer and head, each a chunk."""
+    chunks = language_model(model).split(layers_per_chunk=[0, 1, 1, 0])
+    dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    leaves = {name: jax.ShapeDtypeStruct((ROWS.num_rows, ROWS.length), dtype) for name, dtype in dtypes.items()}
+    graph = chain(4, 1, split=True)
+    shapes = derive_shapes(chunks, graph, leaves)
+    return [plan_chunk(chunk, chunks, graph, shapes, remat=remat) for chunk in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("remat", "more"),
+    [
+        ("none", {"compute_dtype": "bfloat16"}),
+        ("dots", {"compute_dtype": "bfloat16", "qkv_bias": True}),
+        pytest.param("full", {}, marks=pytest.mark.slow),
+        pytest.param("none", {"qk_norm": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> None:
+    """Of stash, what I owes to W, and cast parameters, within a thousandth, of layers whose attention is not fused."""
+    model = replace(MODEL, **more)
+    way = Way(rows=ROWS, remat=remat, is_cuda=False)
+    layers = list(decoder_layers(model, way, packed=False))
+    for layer, plan in zip(layers, traced(model, remat), strict=True):
+        sizes, report = layer.sizes, plan.split.report
+        stash = num_bytes(tuple(plan.stash.specs))
+        assert sizes.stash_bytes + sizes.kept_bytes == pytest.approx(stash, rel=1e-3)
+        assert sizes.owed_bytes == pytest.approx(plan.owed.num_bytes.total, rel=5e-3)
+        assert report is not None
+        assert sizes.derived_bytes == report.derived_bytes
+        assert sizes.num_params * 4 == num_bytes(plan.params)
+
+
+def test_the_layers_of_a_model_with_an_encoder() -> None:
+    less = {"rendered_text.batch_size": 2, "rendered_text.num_microbatches": 1}
+    config = load_train_config("cpu/multimodal", less | {"pipeline.projector_in": "own"})
+    model = model_layers(config, microbatch_size=2)
+    assert model.layers == ("patches", "vision", "projector", "embedding", "layer", "layer", "head")
+    assert model.ends == {1, 2}
+    assert model.tokens_per_sample == 0.0
+
+
+def test_frozen_layers_are_types_of_their_own() -> None:
+    config = load_train_config("cpu/debug", {"pipeline.freeze": ("embedding", "layers.0", "layers.2")})
+    model = model_layers(config, microbatch_size=2)
+    first, frozen = "layer (frozen, first)", "layer (frozen)"
+    assert model.layers == ("embedding (frozen, first)", first, "layer", frozen, "layer", "head")
+    costs = analytic_book(config, device_of("h100"), microbatch_sizes=[2]).at(microbatch_size=2)
+    assert costs.types[first].input_gradient_ms == 0
+    assert costs.types[frozen].input_gradient_ms > 0
+    assert costs.types[frozen].weight_gradient_ms == 0
+    assert costs.types[frozen].fixed_bytes < costs.types["layer"].fixed_bytes
+    with pytest.raises(ValueError, match="every layer of the model is frozen"):
+        model_layers(load_train_config("cpu/debug", {"pipeline.freeze": ("*",)}), microbatch_size=2)
+
+
+def test_a_book_for_every_way_to_run() -> None:
+    config = load_train_config("gpu/one_node_8", {})
+    book = analytic_book(
+        config, device_of("h100"), microbatch_sizes=[1, 2], tensors=[1, 2], remats=["none", "full"], num_devices=8
+    )
+    assert len(book.entries) == 8
+    assert (book.device_bytes, book.tokens_per_sample) == (80 * 10**9, 2048)
+    one, shared = (book.at(microbatch_size=2, tensor=tensor).types["layer"] for tensor in (1, 2))
+    full = book.at(microbatch_size=2, remat="full").types["layer"]
+    assert shared.fixed_bytes < 0.51 * one.fixed_bytes
+    assert one.forward_ms / 2 < shared.forward_ms < one.forward_ms
+    assert full.stash_bytes == 0
+    assert full.kept_bytes == full.output_bytes
+    assert full.input_gradient_ms > one.input_gradient_ms + 0.9 * one.forward_ms
+    assert full.flops == one.flops
+    small = book.at(microbatch_size=1).types["layer"]
+    assert small.stash_bytes * 2 == one.stash_bytes
+    whole = sum(book.at(microbatch_size=1).of(layer).flops for layer in range(len(book.layers)))
+    params = config.model.num_params() - config.model.vocab_size * config.model.hidden
+    attention = 12 * config.model.num_layers * 2048**2 * config.model.num_heads * config.model.size_per_head
+    assert whole == pytest.approx(6 * params * 2048 + attention, rel=1e-3)
+
+
+def test_far_devices_have_slower_links() -> None:
+    config = load_train_config("gpu/one_node_8", {})
+    near, far = (
+        analytic_book(config, device_of("h100"), microbatch_sizes=[1], num_devices=number).links for number in (8, 16)
+    )
+    assert (near.gb_per_s, far.gb_per_s) == (pytest.approx(450 * 0.8), pytest.approx(50 * 0.8))
+
+
+def test_efficiencies_from_one_measured_layer() -> None:
+    config, device = load_train_config("gpu/one_node_8", {}), device_of("h100")
+    foreseen = analytic_book(config, device, microbatch_sizes=[2]).at(microbatch_size=2).types["layer"]
+    measured = replace(foreseen, forward_ms=foreseen.forward_ms * 1.5, input_gradient_ms=foreseen.input_gradient_ms * 2)
+    fitted = fitted_efficiencies(config, device, measured, microbatch_size=2)
+    again = (
+        analytic_book(config, device, microbatch_sizes=[2], efficiencies=fitted).at(microbatch_size=2).types["layer"]
+    )
+    assert again.work_ms(split=True) == pytest.approx(measured.work_ms(split=True))
+    with pytest.raises(ValueError, match="the model has no layer of type 'patches'"):
+        fitted_efficiencies(config, device, measured, kind="patches", microbatch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("wish", "problem"),
+    [({"tensors": [3]}, "does not divide over tensor 3"), ({"remats": ["some"]}, "remat is 'some': give one of none")],
+)
+def test_ways_that_there_are_not(wish: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        analytic_book(load_train_config("gpu/one_node_8", {}), device_of("h100"), microbatch_sizes=[1], **wish)
+
+
+def test_axes_whose_costs_nobody_knows_are_refused() -> None:
+    config = load_train_config("cpu/debug", {"pipeline.mesh": {"tensor": 2, "fsdp": 2}})
+    with pytest.raises(ValueError, match="devices of the axis tensor share, not of fsdp: leave that out"):
+        model_layers(config, microbatch_size=2)

@@ -1,0 +1,119 @@
+"""What a plan says is what the machine allows, and the best of what was looked at."""
+
+from dataclasses import replace
+
+import pytest
+
+from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planning.search.planner import Progress, make_plan
+from rrfp_jax.planning.search.wishes import Wishes
+
+LAYER = LayerCosts(
+    forward_ms=1.0,
+    input_gradient_ms=1.0,
+    weight_gradient_ms=1.0,
+    stash_bytes=100,
+    fixed_bytes=1000,
+    flops=6e9,
+    update_ms=0.1,
+)
+HEAD = LayerCosts(forward_ms=2.0, input_gradient_ms=2.0, weight_gradient_ms=2.0, stash_bytes=50, flops=12e9)
+
+
+def a_book(num_layers: int = 8, **more: object) -> CostBook:
+    return CostBook(
+        layers=("layer",) * num_layers + ("head",),
+        entries=(CostEntry(types={"layer": LAYER, "head": HEAD}),),
+        links=LinkCosts(latency_ms=0.2),
+        device_flops=1e12,
+        tokens_per_sample=10.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_ranking() -> None:
+    told: list[Progress] = []
+    wishes = Wishes(devices=4, stages=(4,), microbatches=(8,), memory_bytes=4000)
+    plan = make_plan(a_book(), wishes, progress=told.append)
+    assert plan.is_complete
+    assert told
+    steps = [each.forecast.step_ms for each in plan.ranking]
+    assert len(steps) > 1
+    assert steps == sorted(steps)
+    assert all(each.forecast.peak_bytes <= 4000 for each in plan.ranking)
+    first = plan.ranking[0].forecast
+    assert first.bound_ms <= first.nominal_ms == first.step_ms
+    assert first.mfu == pytest.approx((8 * 6e9 + 12e9) * 8 / (4 * 1e12 * first.step_ms / 1e3))
+    assert first.tokens_per_s == pytest.approx(80 / first.step_ms * 1e3)
+    assert plan.named is not None
+    assert plan.even is not None
+    assert first.step_ms <= plan.named.forecast.step_ms <= plan.even.forecast.step_ms
+
+
+def test_why_the_others_lost_and_what_would_help() -> None:
+    plan = make_plan(a_book(), Wishes(devices=4, stages=(4,), microbatches=(8,), memory_bytes=3600))
+    assert not plan.ranking[0].why
+    assert all(each.why for each in plan.ranking[1:])
+    by_change = {each.change: each for each in plan.sensitivities}
+    assert {"stage 3 10% faster", "links 10% faster", "1 GiB more per device"} <= by_change.keys()
+    assert all(each.gain >= -1e-9 for each in plan.sensitivities if "stage" not in each.change)
+    assert max(plan.sensitivities, key=lambda each: each.gain).change in plan.bottleneck
+
+
+def test_what_it_would_take() -> None:
+    entries = [
+        CostEntry(types={"layer": replace(LAYER, stash_bytes=stash), "head": HEAD}, remat=remat)
+        for remat, stash in (("none", 2500), ("full", 100))
+    ]
+    book = replace(a_book(), entries=tuple(entries))
+    plan = make_plan(book, Wishes(devices=2, stages=(2,), microbatches=(4,), memory_bytes=6000, remats=("none",)))
+    assert not plan.ranking
+    (refused,) = plan.refused
+    assert refused.reason == "stage 1 needs 13.72 KiB of 5.859 KiB with one microbatch in flight"
+    assert refused.change == "remat full (window 4), or 13.86 KiB per device"
+    wishes = Wishes(devices=2, stages=(2,), microbatches=(4,), memory_bytes=6000, remats=("full",))
+    assert make_plan(book, wishes).ranking
+
+
+def test_same_seed_same_plan() -> None:
+    wishes = Wishes(devices=2, stages=(2,), microbatches=(4,), draws=6, chunks=(1,))
+    book = a_book(4, noise=Noise.alike(0.3))
+    one, other, third = (make_plan(book, wishes, seed=seed) for seed in (1, 1, 2))
+    assert [each.forecast for each in one.ranking] == [each.forecast for each in other.ranking]
+    assert one.ranking[0].forecast.draws_ms != third.ranking[0].forecast.draws_ms
+    assert one.ranking[0].forecast.error_ms > 0
+    assert one.notes == ("how much memory a device has is not known, so nothing is refused for lack of it",)
+
+
+def test_interrupted_with_the_best_so_far() -> None:
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(0)
+        return len(asked) > 4
+
+    plan = make_plan(a_book(), Wishes(devices=4, stages=(4,), microbatches=(8,)), should_stop=should_stop)
+    assert not plan.is_complete
+    assert plan.ranking
+
+
+@pytest.mark.parametrize(
+    ("wishes", "sentence"),
+    [
+        ({"devices": 4, "stages": (3,), "microbatches": (4,)}, "cannot be divided by stages 3"),
+        ({"devices": 4}, "neither the batch nor the number"),
+        ({"devices": 4, "microbatches": (4,), "memory_bytes": 0}, "no memory"),
+        ({"devices": 4, "microbatches": (4,), "objective": "median"}, "objective 'median' is unknown"),
+        ({"devices": 4, "microbatches": (4,), "consumptions": ("eager",)}, "consumption eager is unknown"),
+        ({"devices": 4, "batch_size": 9, "microbatches": (4,), "microbatch_sizes": (2,)}, "no batch of 9 samples"),
+        ({"devices": 0, "microbatches": (4,)}, "devices is 0: give at least 1"),
+    ],
+)
+def test_wishes_that_contradict_themselves(wishes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Wishes(**wishes)  # type: ignore[arg-type]
+
+
+def test_no_costs_for_what_is_wished() -> None:
+    with pytest.raises(ValueError, match="no stages x data x tensor make 4 devices"):
+        make_plan(a_book(), Wishes(devices=4, microbatches=(4,), tensor=(2,)))
