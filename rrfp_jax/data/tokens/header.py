@@ -1,0 +1,165 @@
+"""The header of a token set: what its files hold, of which tokenizer, and made of what.
+
+A token set is a folder::
+
+    header.json      this record; written last, so a folder that has one is whole
+    tokens.bin       the tokens of all documents, one after the other, little-endian uint16 or uint32; each document is
+                     closed by the end-of-document token
+    documents.bin    where each document ends in tokens.bin, counted in tokens, behind its closing token: little-endian
+                     uint64, in ascending order
+    tokenizer.json   the tokenizer, as the ``tokenizers`` library reads it; missing where tokens are plain bytes
+    sources.jsonl    the files of which it was made, a line for each: name, bytes, SHA-256, number of documents
+
+Nothing in it depends on the machine, the time or the number of processes that made it.
+"""
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+
+FORMAT, VERSION = "rrfp-jax token set", 1
+HEADER, TOKENS, DOCUMENTS = "header.json", "tokens.bin", "documents.bin"
+TOKENIZER, SOURCES = "tokenizer.json", "sources.jsonl"
+END_BYTES = 8
+"""Of one entry of documents.bin."""
+_DTYPES = {"uint16": 2**16, "uint32": 2**32}
+"""How tokens are stored, and how many different ones each can tell apart."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """One file of the set, or a source."""
+
+    num_bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(data: bytes) -> "FileDigest":
+        """That of a file with these bytes."""
+        return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerName:
+    """Which tokenizer made the tokens."""
+
+    name: str
+    """For people; ``bytes`` where tokens are the bytes of the text."""
+    sha256: str | None
+    """Of tokenizer.json; None: there is none, tokens are bytes."""
+
+
+BYTES = TokenizerName(name="bytes", sha256=None)
+"""Tokens are the bytes of UTF-8 text, and the zero byte ends a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSetHeader:
+    """What header.json says; raises ValueError where the numbers contradict each other."""
+
+    dtype: str
+    """``uint16`` or ``uint32``, little-endian."""
+    num_tokens: int
+    """Of all documents, with the tokens that close them."""
+    num_documents: int
+    vocab_size: int
+    """Every token is less than this."""
+    end_of_document: int
+    """The token that closes every document."""
+    tokenizer: TokenizerName
+    tokens: FileDigest
+    """tokens.bin."""
+    documents: FileDigest
+    """documents.bin."""
+    sources: FileDigest | None
+    """sources.jsonl; None: the tokens did not come from files."""
+    text_column: str | None
+    """The field of JSON lines and Parquet rows that held the text; None: the sources were plain text."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r} where one of {', '.join(_DTYPES)} is expected")
+        for name, number, least in (
+            ("num_tokens", self.num_tokens, self.num_documents),
+            ("num_documents", self.num_documents, 0),
+            ("vocab_size", self.vocab_size, 1),
+        ):
+            if number < least:
+                raise ValueError(f"{name} is {number} where at least {least} is expected")
+        if self.vocab_size > _DTYPES[self.dtype]:
+            raise ValueError(f"vocab_size is {self.vocab_size}, more than {self.dtype} can hold")
+        if not 0 <= self.end_of_document < self.vocab_size:
+            raise ValueError(f"end_of_document is {self.end_of_document}, outside the vocabulary of {self.vocab_size}")
+        for name, digest, num_bytes in (
+            (TOKENS, self.tokens, self.num_tokens * self.token_bytes),
+            (DOCUMENTS, self.documents, self.num_documents * END_BYTES),
+        ):
+            if digest.num_bytes != num_bytes:
+                raise ValueError(f"{name} has {digest.num_bytes} bytes where {num_bytes} are expected")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a stored token."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Of tokens as they lie in the file."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest dtype that tells so many tokens apart."""
+    if vocab_size > _DTYPES["uint32"]:
+        raise ValueError(f"a vocabulary of {vocab_size} tokens is more than a token set can hold")
+    return "uint16" if vocab_size <= _DTYPES["uint16"] else "uint32"
+
+
+def header_bytes(header: TokenSetHeader) -> bytes:
+    """header.json, the same bytes for the same header."""
+    plain = {"format": FORMAT, "version": VERSION, **to_plain(header)}
+    return (json.dumps(plain, indent=2) + "\n").encode()
+
+
+def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
+    """The header of the set in ``folder`` and the SHA-256 of header.json.
+
+    Raises ValueError, in one sentence with the file and the remedy, where there is none or it cannot be understood.
+    """
+    path = folder / HEADER
+    if not folder.is_dir():
+        raise ValueError(f"token set {folder} does not exist: write it with rrfp tokenize, or name another folder")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is no token set, for it has no {HEADER}: name a folder that rrfp tokenize has written"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path} ({error.strerror}): make it readable, or name another token set"
+        ) from None
+    try:
+        plain = json.loads(data)
+        if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
+            raise MalformedRecord(f"it does not say {FORMAT!r}")
+        version = plain.pop("version", None)
+        if version != VERSION:
+            raise ValueError(
+                f"{path} is of version {version!r}, and this program reads version {VERSION}: write the token set anew "
+                "with rrfp tokenize, or take the version of the program that wrote it"
+            )
+        return from_plain(TokenSetHeader, plain), hashlib.sha256(data).hexdigest()
+    except (MalformedRecord, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): write the token set anew with rrfp tokenize") from None
+
+
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
+"""Whether tokens lie in the file as this machine holds them."""

@@ -1,0 +1,222 @@
+"""Reading a token set: any range of its tokens, and the bounds of the documents in it, without holding either file.
+
+Ranges are read where they are asked for, not mapped: pages of a mapped file count as the process's memory once they
+are touched, and a file that somebody cuts short meanwhile would end the process instead of raising an error.
+"""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.data.tokens.document_index import DocumentIndex
+from rrfp_jax.data.tokens.header import (
+    DOCUMENTS,
+    IS_LITTLE_ENDIAN,
+    SOURCES,
+    TOKENIZER,
+    TOKENS,
+    FileDigest,
+    read_header,
+)
+
+_BLOCK_BYTES = 1 << 22
+_ANEW = "write the token set anew with rrfp tokenize"
+
+
+class TokenSet:
+    """The tokens of many documents, in files; safe to use from any thread.
+
+    Attributes: ``path``; ``header`` (see :class:`TokenSetHeader`); ``fingerprint``, the whole set in a few words, the
+    same wherever it lies. Files are open until :meth:`close`, or the end of the object.
+
+    Raises ValueError, in one sentence with the file and the remedy, where there is no token set at ``path``, or a file
+    is missing, cut short, of another version, or not the one that the header tells of. What only reading can show, such
+    as a token outside the vocabulary, is raised as :class:`BrokenData` when it is read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+        self.header, digest = read_header(self.path)
+        self.fingerprint = f"{self.num_tokens} tokens, SHA-256 {digest[:16]}"
+        self._check_tokenizer()
+        self._tokens = _File(self.path / TOKENS, self.header.tokens.num_bytes)
+        self._ends = _File(self.path / DOCUMENTS, self.header.documents.num_bytes)
+        self._index = DocumentIndex(self._ends.read, self.num_documents)
+        self._check_last_end()
+
+    def close(self) -> None:
+        """Close the files; further reads fail."""
+        self._tokens.close()
+        self._ends.close()
+
+    def __enter__(self) -> "TokenSet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, with those that close documents."""
+        return self.header.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """All documents."""
+        return self.header.num_documents
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is less than this."""
+        return self.header.vocab_size
+
+    @property
+    def end_of_document(self) -> int:
+        """The token that closes every document."""
+        return self.header.end_of_document
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens ``start`` to ``stop - 1``, uint16 or uint32 ``[stop - start]``; raises IndexError outside the set."""
+        return self.windows(np.array([start]), stop - start)[0]
+
+    def windows(self, starts: NDArray[np.integer], length: int) -> NDArray[Any]:
+        """``length`` tokens from each start, uint16 or uint32 ``[starts, length]``; IndexError outside the set."""
+        if length < 0 or (len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - length):
+            raise IndexError(f"{self.path} has {self.num_tokens} tokens, not all of which were asked for")
+        rows = np.empty((len(starts), length), self.header.stored_dtype)
+        for row, start in zip(rows.view(np.uint8), starts.tolist(), strict=True):
+            self._tokens.read_into(memoryview(row), start * self.header.token_bytes)
+        if rows.size and int(rows.max()) >= self.vocab_size:
+            self._refuse_tokens(rows, starts)
+        return rows if IS_LITTLE_ENDIAN else rows.astype(self.header.dtype)
+
+    def document(self, number: int) -> tuple[int, int]:
+        """Where document ``number`` (0, 1, ...) begins and ends, in tokens, with the one that closes it."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"{self.path} has {self.num_documents} documents, and no number {number}")
+        start, *rest = self._index.ends(max(number - 1, 0), number + 1).tolist()
+        return (start, rest[0]) if rest else (0, start)
+
+    def document_at(self, position: int) -> int:
+        """The number of the document that holds the token at ``position``."""
+        if not 0 <= position < self.num_tokens:
+            raise IndexError(f"{self.path} has {self.num_tokens} tokens, and none at {position}")
+        return self._index.at(position)
+
+    def document_bounds(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The bounds of all documents that tokens ``start`` to ``stop - 1`` belong to, int64 ``[documents + 1]``.
+
+        The first is where the first of them begins, at or before ``start``; the last where the last of them ends, at or
+        behind ``stop``. Raises IndexError for an empty range or one outside the set.
+        """
+        if not start < stop:
+            raise IndexError(f"from {start} to {stop} there is no token")
+        first, last = self.document_at(start), self.document_at(stop - 1)
+        ends = self._index.ends(max(first - 1, 0), last + 1)
+        bounds = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+        if not (bounds[0] <= start and stop <= bounds[-1] and (np.diff(bounds) > 0).all()):
+            raise BrokenData(f"{self.path / DOCUMENTS} is damaged (ends that do not ascend): {_ANEW}")
+        return bounds
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of some tokens, for people: tokens that mark something are shown, broken characters replaced."""
+        if self._tokenizer is None:
+            return bytes(np.asarray(ids, np.uint8)).decode("utf-8", errors="replace")
+        return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=False)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if self.header.tokenizer.sha256 is None:
+            return None
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.path / TOKENIZER))
+
+    def check(self) -> None:
+        """Read all files and compare them with the header's digests; raises BrokenData for the first that differs."""
+        expected = {TOKENS: self.header.tokens, DOCUMENTS: self.header.documents, SOURCES: self.header.sources}
+        for name, digest in expected.items():
+            if digest is not None and _digest(self.path / name) != digest:
+                raise BrokenData(f"{self.path / name} is damaged (its SHA-256 is not the header's): {_ANEW}")
+
+    def _check_tokenizer(self) -> None:
+        path, expected = self.path / TOKENIZER, self.header.tokenizer.sha256
+        if expected is None:
+            if path.exists():
+                raise ValueError(f"{path} is not of this token set, whose tokens are bytes: remove it, or {_ANEW}")
+            return
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: put the tokenizer of this token set there, or {_ANEW}")
+        if _digest(path).sha256 != expected:
+            raise ValueError(
+                f"{path} is another tokenizer than the one that made the tokens: put that one there (SHA-256 "
+                f"{expected[:16]}...), or {_ANEW}"
+            )
+
+    def _check_last_end(self) -> None:
+        last = int(self._index.ends(self.num_documents - 1, self.num_documents)[0]) if self.num_documents else 0
+        if last != self.num_tokens:
+            raise ValueError(
+                f"{self.path / DOCUMENTS} is damaged (the last document ends at {last} of {self.num_tokens} tokens): "
+                f"{_ANEW}"
+            )
+
+    def _refuse_tokens(self, rows: NDArray[Any], starts: NDArray[np.integer]) -> None:
+        row, column = (int(numbers[0]) for numbers in np.nonzero(rows >= self.vocab_size))
+        raise BrokenData(
+            f"{self.path / TOKENS} is damaged (token {rows[row, column]} at {int(starts[row]) + column}, in a "
+            f"vocabulary of {self.vocab_size}): {_ANEW}"
+        )
+
+
+class _File:
+    """A file of known size, read at any place by any thread."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ValueError(f"cannot read {path} ({error.strerror}): {_ANEW}") from None
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor).st_size
+        if found != num_bytes:
+            raise ValueError(f"{path} is damaged ({found} bytes where its header says {num_bytes}): {_ANEW}")
+
+    def read(self, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        self.read_into(memoryview(data), start)
+        return bytes(data)
+
+    def read_into(self, room: memoryview, offset: int) -> None:
+        """Fill ``room``, of bytes."""
+        if not self.close.alive:
+            raise ValueError(f"{self._path} was closed: open the token set anew")
+        while room:
+            try:
+                num_read = os.preadv(self._descriptor, [room], offset)
+            except OSError as error:
+                raise BrokenData(f"cannot read {self._path} ({error.strerror}): mend its file system") from error
+            if num_read == 0:
+                raise BrokenData(f"{self._path} has become shorter while it was read: {_ANEW}")
+            room, offset = room[num_read:], offset + num_read
+
+
+def _digest(path: Path) -> FileDigest:
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                num_bytes += len(block)
+    except OSError as error:
+        raise BrokenData(f"cannot read {path} ({error.strerror}): {_ANEW}") from None
+    return FileDigest(num_bytes, digest.hexdigest())
