@@ -20,6 +20,7 @@ chips of a slice are joined alike across hosts.
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -158,11 +159,21 @@ _KINDS = (
 )
 """Parts of what JAX calls the kind of a device, and its record; the first that fits counts."""
 
+_OTHER_PEAK = re.compile(r"\bMIG\b|\bG[HB]200\b|\bH[12]00 (PCIe|NVL)\b|v4 lite", re.IGNORECASE)
+"""In what JAX calls devices that compute slower or faster than the record of their name."""
+
 
 def device_like(kind: str) -> Device | None:
     """The record of a device that JAX calls so (``device_kind``); None where there is none, as for a CPU."""
     names = [name for part, name in _KINDS if part in kind.lower()]
     return DEVICES[names[0]] if names else None
+
+
+def peak_flops(kind: str) -> float | None:
+    """Operations per second in bfloat16, dense, of a device that JAX calls so; None where that is not known for sure,
+    as of slower variants under the same name, and of parts of a device."""
+    device = device_like(kind)
+    return None if device is None or _OTHER_PEAK.search(kind) else device.flops
 
 
 def fitted_device(title: str, tasks: Sequence[tuple[float, float]], took_ms: float) -> Device:

@@ -61,9 +61,10 @@ class Flops:
         return TaskFlops(self.forward, self.with_parameters + 2 * self.among_activations, weight_gradient)
 
 
-def pairs(lengths: Iterable[float]) -> float:
-    """The pairs of tokens that attention looks at: the sum of the squared lengths of sequences apart."""
-    return sum(length * length for length in lengths)
+def pairs(lengths: Iterable[float], window: int | None = None) -> float:
+    """The pairs of tokens that attention looks at: the sum of the squared lengths of sequences apart; with a window a
+    token looks at no more than so many, itself among them."""
+    return sum(length * (length if window is None else min(length, window)) for length in lengths)
 
 
 def product(num_rows: float, in_dim: int, out_dim: int) -> Flops:

@@ -10,7 +10,8 @@ from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.training.model_speed import ModelSpeed, StepSpeed
 from rrfp_jax.training.saving import RunSaver
 
 
@@ -29,6 +30,7 @@ class StepRow:
     """From the end of the step before (the first: from its start) to the end of this one."""
     tokens_per_s: float
     """Loss weight per second: the tokens that are predicted."""
+    tokens_per_s_per_device: float | None
     positions_per_s: float
     """Positions of text, image features among them, padding left out."""
     images_per_s: float
@@ -38,7 +40,16 @@ class StepRow:
     """Which part of all patches is padding, 0 to 1."""
     forwards_skipped: int
     """Tasks that did not exist: forwards of chunks for microbatches that lack what they read, such as encoders'."""
+    model_flops: float | None
+    """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.planning.model_flops`)."""
+    model_tflops_per_device: float | None
+    """10^12 of them per second and device."""
+    mfu: float | None
+    """Model FLOPs utilisation: which part of the devices' bfloat16 peaks that is, 0 to 1; None where one of these is
+    not known, as of CPUs."""
     bubble_fraction: float
+    idle_s: dict[str, float]
+    """Seconds that stages were idle, by reason (:class:`rrfp_jax.timeline.IdleReason`), added up over all stages."""
     looking_ahead: int
     """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
     tables_planned: int
@@ -63,6 +74,7 @@ class TrainingLoop:
         timeline_steps: how many of the last steps ``timeline`` keeps.
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
+        speed: what operations of the model are counted by; None: they are not.
         num_skipped: updates that were left out before the first step of this loop.
     """
 
@@ -76,13 +88,14 @@ class TrainingLoop:
         timeline_steps: int,
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
+        speed: ModelSpeed | None = None,
         num_skipped: int = 0,
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
         self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
         self._saver, self._host_data = saver, dict(host_data or {})
-        self._num_skipped = num_skipped
+        self._speed, self._num_skipped = speed, num_skipped
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
         self._wishes = pipeline.process.wishes
@@ -150,6 +163,9 @@ class TrainingLoop:
         self._last_end_s = result.ended_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
         self._num_skipped += result.skipped
+        speed = StepSpeed()
+        if self._speed is not None:
+            speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
         row = StepRow(
             step=result.step,
             loss=result.loss,
@@ -162,7 +178,9 @@ class TrainingLoop:
             token_padding=contents.token_padding,
             patch_padding=contents.patch_padding,
             forwards_skipped=result.forwards_skipped,
+            **speed._asdict(),
             bubble_fraction=result.sums.bubble_fraction(),
+            idle_s={str(reason): result.sums.idle_s.get(reason, 0.0) for reason in IdleReason},
             looking_ahead=result.sums.looking_ahead,
             tables_planned=result.tables_planned,
             skipped=result.skipped,

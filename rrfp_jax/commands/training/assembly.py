@@ -11,6 +11,7 @@ from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.model_flops import model_flops
 from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
@@ -26,6 +27,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop
+from rrfp_jax.training.model_speed import ModelSpeed
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_directory import CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
@@ -152,6 +154,7 @@ class Run:
             timeline_steps=self.config.run.timeline_steps,
             saver=self._saver,
             host_data={"config": self._training},
+            speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
             num_skipped=self._num_skipped,
         )
 
