@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk import Chunk, Loss
 
 Inputs = Callable[[list[Any], int], Any]
 
@@ -28,11 +28,12 @@ def train_plainly(
     inputs_of: Inputs = chain_inputs,
     frozen: Collection[str] = (),
     norms: list[float] | None = None,
+    means: list[dict[str, float]] | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
 
     ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it; the layers ``frozen``
-    are constants; ``norms`` gets the norm of every step's gradients.
+    are constants; ``norms`` gets the norm of every step's gradients, ``means`` its named sums over its weight.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
@@ -47,25 +48,28 @@ def train_plainly(
                 outputs.append(chunk.apply(own, inputs_of(outputs, index), leaves, key=None))
             return outputs[-1]
 
-        losses, weights = jax.lax.map(loss_and_weight, batch)
-        return losses.sum() / weights.sum()
+        loss = Loss(*jax.lax.map(loss_and_weight, batch))
+        total = loss.weight.sum()
+        return loss.loss_sum.sum() / total, {name: sums.sum() / total for name, sums in loss.named_sums.items()}
 
     params = jax.tree.map(np.array, dict(params))
     constant = jax.tree.map(jnp.asarray, {name: params.pop(name) for name in frozen})
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda trained: mean_loss({**trained, **constant}, batch))(params)
+        loss, grads = jax.value_and_grad(lambda p: mean_loss({**p, **constant}, batch), has_aux=True)(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     state = optimizer.init(params)
     losses = []
     for batch in batches:
-        params, state, loss, norm = step(params, state, batch)
+        params, state, (loss, means_of_step), norm = step(params, state, batch)
         losses.append(float(loss))
         if norms is not None:
             norms.append(float(norm))
+        if means is not None:
+            means.append({name: float(mean) for name, mean in means_of_step.items()})
     return losses, {**params, **constant}
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -41,18 +42,23 @@ def wide_batches() -> list[dict[str, np.ndarray]]:
 
 @cache
 def plain(experts: ExpertsConfig, num_steps: int) -> Any:
-    """The chunks, and what the plain loop makes of them."""
+    """The chunks, what the plain loop makes of them, and each step's named sums over its weight."""
     chunks = language_model(replace(CONFIG, experts=experts)).split(2)
     params = {name: layer for chunk in chunks for name, layer in chunk.init(jax.random.key(1)).items()}
-    return chunks, train_plainly(chunks, params, OPTIMIZER, wide_batches()[:num_steps], clip_norm=1.0)
+    means: list[dict[str, float]] = []
+    batches = wide_batches()[:num_steps]
+    return chunks, train_plainly(chunks, params, OPTIMIZER, batches, clip_norm=1.0, means=means), means
 
 
 def check(experts: ExpertsConfig, *, num_steps: int = NUM_STEPS, **options: Any) -> None:
-    chunks, expected = plain(experts, num_steps)
+    chunks, expected, expected_means = plain(experts, num_steps)
     pipeline = make_pipeline(
         chunks, placement=linear(2), optimizer=OPTIMIZER, clip_norm=1.0, progress_deadline_s=120, **options
     )
-    assert_same_training(*train(pipeline, wide_batches()[:num_steps]), *expected)
+    means: list[dict[str, float]] = []
+    assert_same_training(*train(pipeline, wide_batches()[:num_steps], means), *expected)
+    assert [set(step) for step in means] == [{"router_loss"}] * num_steps
+    chex.assert_trees_all_close(means, expected_means, rtol=1e-6)
 
 
 def test_experts_on_a_mesh_train_what_the_plain_loop_does() -> None:

@@ -45,7 +45,10 @@ def make_chunks(num_chunks: int, *, tied: bool) -> list[Any]:
     return language_model(config).split(num_chunks)
 
 
-def train(pipeline: Pipeline, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], Any]:
+def train(
+    pipeline: Pipeline, batches: list[dict[str, np.ndarray]], means: list[dict[str, float]] | None = None
+) -> tuple[list[float], Any]:
+    """Losses and final parameters; ``means`` gets every step's named sums over its weight."""
     with pipeline:
         state = pipeline.init(jax.random.key(1))
         results = []
@@ -53,6 +56,8 @@ def train(pipeline: Pipeline, batches: list[dict[str, np.ndarray]]) -> tuple[lis
             state, metrics = pipeline.step(state, batch)
             results.append(metrics)
         params = jax.tree.map(np.array, pipeline.params(state))
+        if means is not None:
+            means += [metrics.result().means for metrics in results]
         return [metrics.result().loss for metrics in results], params
 
 

@@ -34,6 +34,8 @@ FINAL_NORM = "final_norm"
 """The RMSNorm before the head; always in the head's chunk."""
 HEAD = "head"
 """The output matrix; absent with tied embeddings."""
+ROUTER_LOSS = "router_loss"
+"""The named sum of what routers of experts add to the loss."""
 
 
 class Merge(NamedTuple):
@@ -73,9 +75,9 @@ class LanguageModel:
 
         Where routers of experts add to the loss, a pair travels: the residual stream, and a float32 scalar beside it,
         the sum of what they add so far, over the number of sparse layers. The last chunk adds this times the
-        microbatch's weight to ``loss_sum``: the loss of a step is the mean over tokens, and of each microbatch's router
-        loss by its weight. Chunks with sparse layers then also read ``weights``, unless rows are packed: tokens of
-        weight 0, or of segment 0, do not count in it.
+        microbatch's weight to ``loss_sum``, and returns it as the named sum ``router_loss`` too: the loss of a step is
+        the mean over tokens, and of each microbatch's router loss by its weight. Chunks with sparse layers then also
+        read ``weights``, unless rows are packed: tokens of weight 0, or of segment 0, do not count in it.
 
         ``packed`` is for rows that hold several samples: every chunk with decoder layers also reads ``positions`` and
         ``segments``, int32 ``[batch, length]``. A token looks only at tokens with its own segment id, and positions
@@ -209,7 +211,10 @@ def _run(
     if gives_logits:
         return logits
     loss_sum, weight = token_loss(logits, leaves["targets"], leaves["weights"])
-    return (loss_sum + router_loss * weight, weight) if num_sparse else (loss_sum, weight)
+    if not num_sparse:
+        return loss_sum, weight
+    from_routers = router_loss * weight
+    return loss_sum + from_routers, weight, {ROUTER_LOSS: from_routers}
 
 
 def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:

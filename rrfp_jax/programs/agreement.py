@@ -8,16 +8,19 @@ up the same reports reaches the same bits, whatever order they came in.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import starmap
 from struct import Struct
 from typing import Any
 
 import numpy as np
 
-_NORM, _LOSS = Struct("<Id"), Struct("<IIdd")
+MAX_NAME_BYTES = 40
+"""The longest name of a named sum."""
+_NORM, _LOSS, _SUM = Struct("<Id"), Struct("<IIdd"), Struct(f"<II{MAX_NAME_BYTES}sd")
 _NORMS = np.dtype([("chunk", "<u4"), ("value", "<f8")])
 _LOSSES = np.dtype([("microbatch", "<u4"), ("chunk", "<u4"), ("loss", "<f8"), ("weight", "<f8")])
+_SUMS = np.dtype([("microbatch", "<u4"), ("chunk", "<u4"), ("name", f"S{MAX_NAME_BYTES}"), ("value", "<f8")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +31,15 @@ class StageReport:
     """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
+    named_sums: tuple[tuple[int, int, str, float], ...] = ()
+    """(microbatch, chunk, name, value) of what was summed beside them."""
 
     def as_plain(self) -> dict[str, bytes]:
         """The report as plain data, for another process: bytes that ranks put together without looking into them."""
         return {
             "squared_norms": b"".join(starmap(_NORM.pack, self.squared_norms)),
             "losses": b"".join(starmap(_LOSS.pack, self.losses)),
+            "named_sums": b"".join(_SUM.pack(m, chunk, name.encode(), v) for m, chunk, name, v in self.named_sums),
         }
 
     @classmethod
@@ -42,6 +48,10 @@ class StageReport:
         return cls(
             squared_norms=tuple(_NORM.iter_unpack(plain["squared_norms"])),
             losses=tuple(_LOSS.iter_unpack(plain["losses"])),
+            named_sums=tuple(
+                (m, chunk, name.rstrip(b"\0").decode(), value)
+                for m, chunk, name, value in _SUM.iter_unpack(plain["named_sums"])
+            ),
         )
 
 
@@ -49,7 +59,7 @@ def merged(reports: Iterable[Mapping[str, bytes]]) -> dict[str, bytes]:
     """Several stages' reports, each as plain data, as one: what each says, and no sum yet, whose bits would depend on
     who added first. So it grows by one number per chunk: the norm of its gradients."""
     reports = tuple(reports)
-    return {name: b"".join(report[name] for report in reports) for name in ("squared_norms", "losses")}
+    return {name: b"".join(report[name] for report in reports) for name in ("squared_norms", "losses", "named_sums")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,8 @@ class Verdict:
     """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
     save: bool = False
     """Whether it is time to save the state."""
+    means: dict[str, float] = field(default_factory=dict, hash=False)
+    """Every named sum over the total weight, by name."""
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
@@ -113,6 +125,7 @@ def agree(
         apply=finite or not skip_nonfinite,
         stop=stop,
         save=save,
+        means=_means(np.frombuffer(plain["named_sums"], _SUMS), weight),
     )
 
 
@@ -120,6 +133,13 @@ def check_clip_norm(clip_norm: float | None) -> None:
     """Raise ValueError unless ``clip_norm`` is None or a positive number."""
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}: give a positive number, or None to leave gradients as they are")
+
+
+def _means(sums: np.ndarray, weight: float) -> dict[str, float]:
+    """Every named sum over the weight; like losses they are added up by microbatch, then by chunk."""
+    sums = sums[np.lexsort((sums["value"], sums["chunk"], sums["microbatch"]))]
+    names = np.unique(sums["name"])
+    return {name.decode(): _divide(_ordered_sum(sums["value"][sums["name"] == name]), weight) for name in names}
 
 
 def _ordered_sum(values: np.ndarray) -> float:

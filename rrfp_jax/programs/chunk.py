@@ -26,13 +26,16 @@ kinds
     :mod:`rrfp_jax.programs.layers`.
 outputs
     Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
-    summed (not averaged) over the microbatch, and its weight, for example the number of tokens.
+    summed (not averaged) over the microbatch, and its weight, for example the number of tokens. It may return a third
+    entry, a dictionary of further float32 scalars by name: *named sums* over the microbatch, such as a part of the loss
+    that is to be seen on its own. A step reports each over its total weight. They have no gradient.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +49,14 @@ Partition = Callable[[Any, Mapping[str, int]], Any]
 """``partition(params, axes)``: for parameters of these shapes on a unit whose mesh has these axes, with their sizes, a
 tree with one ``jax.sharding.PartitionSpec`` per parameter. It may name any of the axes at a dimension that they divide;
 what is not named is whole. It changes where parameters lie, never what is computed."""
+
+
+class Loss(NamedTuple):
+    """What a chunk without successors returns: ``Loss(*outputs)``."""
+
+    loss_sum: Any
+    weight: Any
+    named_sums: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

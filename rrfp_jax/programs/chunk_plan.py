@@ -267,8 +267,8 @@ def _apply(chunk: Chunk, *, is_sink: bool) -> Callable[[Any, Any], Any]:
         outputs = chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=numbers)
         if not is_sink:
             return outputs
-        loss_sum, weight = outputs
-        return loss_sum, jax.lax.stop_gradient(weight)
+        loss_sum, *rest = outputs
+        return loss_sum, *jax.lax.stop_gradient(rest)
 
     return apply
 

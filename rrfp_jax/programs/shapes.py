@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.programs.chunk import Chunk, microbatch_key, param_specs
+from rrfp_jax.programs.agreement import MAX_NAME_BYTES
+from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs
 from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
 from rrfp_jax.tasks import PipelineGraph
 
@@ -160,11 +161,15 @@ def _outputs(
 
 def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
     scalar = jax.ShapeDtypeStruct((), np.dtype("float32"))
-    if not isinstance(outputs, tuple) or len(outputs) != 2 or any(spec != scalar for spec in outputs):
+    is_loss, who = isinstance(outputs, tuple) and len(outputs) in (2, 3), describe_chunk(chunks, index)
+    sums: Mapping[Any, Any] | None = Loss(*outputs).named_sums if is_loss else None
+    if not isinstance(sums, Mapping) or any(spec != scalar for spec in (*outputs[:2], *sums.values())):
         raise ValueError(
-            f"{describe_chunk(chunks, index)} has no successor and returns {describe(outputs)}: "
-            "the last chunk must return (loss_sum, weight), two float32 scalars"
+            f"{who} has no successor and returns {describe(outputs)}: the last chunk must return (loss_sum, weight), "
+            "two float32 scalars, and may return a dictionary of named ones as a third entry"
         )
+    if long := [name for name in sums if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES]:
+        raise ValueError(f"{who} names a sum {long[0]!r}: give a string of at most {MAX_NAME_BYTES} bytes")
 
 
 def _check_layer_names(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:

@@ -24,6 +24,7 @@ from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
@@ -51,8 +52,8 @@ class _Step:
     """For operations that run a forward once more: what does so, and returns output and stash."""
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
-    losses: list[tuple[int, int, Any, Any]] = field(default_factory=list)
-    """(microbatch, chunk, loss sum, weight), appended once they are complete, and read on the loop."""
+    losses: list[tuple[int, int, Loss]] = field(default_factory=list)
+    """(microbatch, chunk, loss), appended once they are complete, and read on the loop."""
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
     """(chunk, squared norm), likewise."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
@@ -179,7 +180,10 @@ class ProgramStage:
         norms, losses = tuple(state.squared_norms), tuple(state.losses)
         own = StageReport(
             squared_norms=tuple(sorted((chunk, float(norm)) for chunk, norm in norms)),
-            losses=tuple((microbatch, chunk, float(loss), float(weight)) for microbatch, chunk, loss, weight in losses),
+            losses=tuple((m, chunk, float(loss.loss_sum), float(loss.weight)) for m, chunk, loss in losses),
+            named_sums=tuple(
+                (m, chunk, name, float(value)) for m, chunk, loss in losses for name, value in loss.named_sums.items()
+            ),
         )
         messages = (Message(MessageKind.REPORT, child, self._stage) for child in self._below)
         return merged([own.as_plain(), *(self._mailbox.read(step, message) for message in messages)])
@@ -284,7 +288,7 @@ class ProgramStage:
                 state.stashes[chunk, microbatch] = stash
         if not graph.successors(chunk):
             _start_copies(outputs)
-            return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, *outputs)))
+            return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, Loss(*outputs))))
         posts = [
             (Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
             for successor in graph.successors(chunk)

@@ -37,6 +37,8 @@ class StepResult:
     """When the step had ended on all stages (``time.perf_counter``)."""
     tables_planned: int = field(default=0, repr=False)
     """How often an adaptive schedule's table had been planned anew before the step."""
+    means: dict[str, float] = field(default_factory=dict, repr=False)
+    """What the last chunk summed beside the loss, by name, over the total weight."""
     forwards_skipped: int = field(default=0, repr=False)
     """Pairs of a chunk and a microbatch that skipped it, such as encoders' and those without images."""
 
@@ -69,6 +71,7 @@ class StepMetrics:
             sums=outcome.sums,
             stop=verdict.stop,
             save=verdict.save,
+            means=verdict.means,
             ended_s=outcome.ended_s,
             tables_planned=self._tables_planned,
             forwards_skipped=self._forwards_skipped,

@@ -11,7 +11,9 @@ from rrfp_jax.tasks import Edge
 def run_unpipelined(
     chunks: Sequence[Chunk], params: Params, leaves: Mapping[str, Any], *, edges: Sequence[Edge] | None = None
 ) -> Any:
-    """The summed loss and its weight of one microbatch; differentiable, and meant to be jitted.
+    """What the last chunk returns of one microbatch: the summed loss, its weight, and named sums where it has them.
+
+    Differentiable, and meant to be jitted.
 
     Args:
         chunks: in their order; the last one returns the loss.

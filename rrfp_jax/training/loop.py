@@ -22,6 +22,9 @@ class StepRow:
     step: int
     loss: float
     """Mean loss of the step, in nats per token."""
+    means: dict[str, float]
+    """What the model sums beside the loss, over the step's weight, by name: ``router_loss`` of experts, which is a
+    part of the loss."""
     grad_norm: float | None
     """Global gradient norm before clipping; None where neither clipping nor skipping needs it."""
     learning_rate: float
@@ -169,6 +172,7 @@ class TrainingLoop:
         row = StepRow(
             step=result.step,
             loss=result.loss,
+            means=result.means,
             grad_norm=result.grad_norm,
             learning_rate=learning_rate,
             step_time_s=step_time_s,

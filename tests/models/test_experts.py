@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models import experts as ways
 from rrfp_jax.models.routing import Routes, route, router_loss
-from rrfp_jax.programs.chunk import param_specs
+from rrfp_jax.programs.chunk import Loss, param_specs
 from rrfp_jax.programs.shardings import param_partition, passing, place
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.testing.unpipelined import run_unpipelined
@@ -150,9 +150,11 @@ def test_the_sum_beside_the_stream_reaches_the_total_and_padding_does_not_count(
     short = {name: leaf[:, :-3] for name, leaf in long.items()}
 
     def total(chunks: Any, leaves: Any) -> tuple[float, float]:
-        loss, weight = jax.jit(lambda params, leaves: run_unpipelined(chunks, params, leaves))(params, leaves)
-        return float(loss), float(weight)
+        loss = Loss(*jax.jit(lambda params, leaves: run_unpipelined(chunks, params, leaves))(params, leaves))
+        named.append({name: float(value) for name, value in loss.named_sums.items()})
+        return float(loss.loss_sum), float(loss.weight)
 
+    named: list[dict[str, float]] = []
     loss, weight = total(chunks, long)
     whole = language_model(CONFIG).split(1, packed=is_packed)
     assert loss == pytest.approx(total(whole, short)[0], rel=1e-6)
@@ -160,6 +162,7 @@ def test_the_sum_beside_the_stream_reaches_the_total_and_padding_does_not_count(
     without, _ = total(language_model(silent).split(1, packed=is_packed), short)
     assert weight == BATCH * (LENGTH - 3)
     assert 0.2 <= (loss - without) / weight <= 0.6
+    assert named == [{"router_loss": pytest.approx(loss - without, rel=1e-4)}] * 2 + [{}]
 
 
 def test_only_models_with_router_losses_send_a_pair() -> None:

@@ -40,6 +40,20 @@ def test_same_bits_whatever_the_order_of_reports() -> None:
     assert len({agree(order, clip_norm=0.1) for order in itertools.permutations(reports)}) == 1
 
 
+def test_named_sums_are_divided_by_the_total_weight_and_keep_their_bits_in_any_order() -> None:
+    rng = np.random.default_rng(0)
+    reports = [
+        StageReport(losses=((m, 3, 1.0, 2.0),), named_sums=((m, 3, "router_loss", rng.exponential()), (m, 3, "z", 1.0)))
+        for m in range(5)
+    ]
+    assert all(StageReport.from_plain(report.as_plain()) == report for report in reports)
+    means = [agree(order).means for order in itertools.permutations(reports)]
+    assert all(each == means[0] for each in means)
+    total = sum(report.named_sums[0][-1] for report in reports)
+    assert means[0] == {"router_loss": pytest.approx(total / 10, rel=1e-15), "z": 0.5}
+    assert agree([FIRST, LAST]).means == {}
+
+
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_left_out(spoilt: float) -> None:
     bad_norm = StageReport(squared_norms=((4, spoilt),))

@@ -70,11 +70,26 @@ def test_a_model_that_raises_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "outputs", [jnp.float32(1), (jnp.float32(1), jnp.int32(3)), (jnp.ones(3), jnp.float32(1)), jnp.ones((2,))]
+    "outputs",
+    [
+        jnp.float32(1),
+        (jnp.float32(1), jnp.int32(3)),
+        (jnp.ones(3), jnp.float32(1)),
+        jnp.ones((2,)),
+        (jnp.float32(1), jnp.float32(1), jnp.float32(1)),
+        (jnp.float32(1), jnp.float32(1), {"router_loss": jnp.ones(3)}),
+        (jnp.float32(1), {"router_loss": jnp.float32(1)}),
+    ],
 )
 def test_last_chunk_returns_loss_and_weight(outputs: Any) -> None:
     last = Chunk(name="last", init=lambda key: {}, apply=lambda params, inputs, leaves, *, key: outputs)
     refused([embedding(), last], r"chunk 1 \(last\) has no successor .* \(loss_sum, weight\), two float32 scalars")
+
+
+def test_names_of_sums_are_short() -> None:
+    outputs = (jnp.float32(1), jnp.float32(1), {"x" * 41: jnp.float32(1)})
+    last = Chunk(name="last", init=lambda key: {}, apply=lambda params, inputs, leaves, *, key: outputs)
+    refused([embedding(), last], r"chunk 1 \(last\) names a sum 'x+': give a string of at most 40 bytes")
 
 
 def test_parameters_form_a_dictionary_of_floating_arrays() -> None:

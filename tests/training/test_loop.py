@@ -54,6 +54,7 @@ class FakePipeline:
             stop=stop,
             save=save,
             ended_s=1e9 + next(self._clock),
+            means={"router_loss": 0.5},
         )
 
 
@@ -108,6 +109,7 @@ def test_a_skipped_step_is_counted_and_does_not_move_the_learning_rate(run):
     assert [row["learning_rate"] for row in rows] == [0.0, 0.1, 0.1, 0.2]
     assert [row["step_time_s"] for row in rows[1:]] == [1.0, 1.0, 1.0]
     assert rows[1]["tokens_per_s"] == 100
+    assert rows[1]["means"] == {"router_loss": 0.5}
 
 
 def test_one_step_is_enqueued_ahead_of_the_results(run):
