@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
-from rrfp_jax.arbitration.group_member import LEADER
+from rrfp_jax.arbitration.group_member import GROUP_DEGREE, LEADER
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.tasks import PipelineGraph
@@ -29,9 +29,16 @@ class GroupProtocol(StrEnum):
 
 
 def group_arbiter(
-    protocol: GroupProtocol | str, setup: StageSetup, member: int = LEADER, num_members: int = 1
+    protocol: GroupProtocol | str,
+    setup: StageSetup,
+    member: int = LEADER,
+    num_members: int = 1,
+    *,
+    degree: int = GROUP_DEGREE,
 ) -> StageArbiter:
     """The arbiter of one of a stage's ``num_members`` processes; a plain one if it is the only one.
+
+    ``degree`` is that of the tree through which a leader hears from its group and tells it.
 
     Of a group only a leader has foresight: it alone hears announcements, makes them, holds and is woken.
 
@@ -50,7 +57,7 @@ def group_arbiter(
     check_engines(setup.graph, setup.stage, num_members)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)
-    return _member_class(protocol, member)(setup, member, num_members)
+    return _member_class(protocol, member)(setup, member, num_members, degree)
 
 
 def check_engines(graph: PipelineGraph, stage: int, num_members: int) -> None:

@@ -5,6 +5,11 @@ once it has arrived on all members, and it starts no task of a step that has not
 intersection of the members' ready sets. It alone uses the state of hint and window. It numbers the tasks that it
 dispatches and tells each follower; a follower starts them in the order of their numbers. A choice costs one hop.
 
+In a large group nobody talks to all others: members lie in a tree, the leader at its root. A member tells its parent of
+a start or a message once it and all its children have it, each child speaking for all below; a choice goes from parent
+to children. So the leader hears of each message from its children alone, and a choice costs as many hops as the tree is
+deep. Notes only travel in other ways by that: what the leader knows of its members is what they have, later.
+
 Why the ends of a follower's tasks need not be told
 ---------------------------------------------------
 Tasks of the stage itself are prerequisites too, and a follower may be behind with them. Let the leader dispatch task n,
@@ -36,7 +41,6 @@ from rrfp_jax.arbitration.events import (
     Instruction,
     MemberReceived,
     MemberStarted,
-    Note,
     StepStarted,
     TaskChosen,
     TellGroup,
@@ -45,9 +49,48 @@ from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.story import IllegalTransition
 from rrfp_jax.tasks import bits
 
+_Key = int | MemberReceived | MemberStarted
+_Value = int | TaskChosen
 
-class LeadingMember(GroupMember[Note, int]):
-    """Chooses for its group. Keeps, of each start and message that some members lack, which have it, as bits."""
+
+class _TreeMember(GroupMember[_Key, _Value]):
+    """Keeps, of each start and message, which of this member and its children have it, as bits."""
+
+    def _all_below_have(self, step: int, note: MemberReceived | MemberStarted, member: int) -> bool:
+        """Note that a member has something, a child for all below it; tells whether all have it now who had not."""
+        if isinstance(note, MemberStarted):
+            self._check_start(step, note, member)
+        kept = self._kept.setdefault(step, {})
+        before = kept.get(note, 0)
+        assert isinstance(before, int)
+        kept[note] = having = before | 1 << member
+        return having == self._everyone != before
+
+    @property
+    def _everyone(self) -> int:
+        return sum(1 << member for member in (self.member, *self.children))
+
+    def _check_start(self, step: int, note: MemberStarted, member: int) -> None:
+        for other in self._kept.get(step, ()):
+            if isinstance(other, MemberStarted) and other != note:
+                raise IllegalTransition(
+                    f"stage {self.stage}: step {step} started on member {member} {_batch(note)}, "
+                    f"elsewhere {_batch(other)}: the members must be given the same batch"
+                )
+
+    def validate(self) -> None:
+        super().validate()
+        for step, kept in self._kept.items():
+            assert not self._is_over(step)
+            assert sum(isinstance(note, MemberStarted) for note in kept) <= 1
+            for note, having in kept.items():
+                if not isinstance(note, int):
+                    assert isinstance(having, int)
+                    assert 0 < having <= self._everyone
+
+
+class LeadingMember(_TreeMember):
+    """Chooses for its group."""
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
         if isinstance(event, InputArrived):
@@ -56,43 +99,24 @@ class LeadingMember(GroupMember[Note, int]):
             arrival = InputArrived(event.step, event.time_s, event.note.message)
             return self._take_arrival(arrival, event.member, out)
         if isinstance(event, StepStarted):
-            self._everyone_has(event.step, _as_note(event), LEADER)
+            self._all_below_have(event.step, _as_note(event), LEADER)
         return super()._take(event, out)
 
     def _hear(self, event: GroupHeard) -> bool:
         if not isinstance(event.note, MemberStarted):
             self._refuse(event)
-        return self._everyone_has(event.step, event.note, event.member) and self._is_current(event.step)
+        return self._all_below_have(event.step, event.note, event.member) and self._is_current(event.step)
 
     def _take_arrival(self, event: InputArrived, member: int, out: list[Instruction]) -> bool:
         """Take a message in for good once all members have it, or if it is illegal."""
         if self._is_over(event.step) or self._knows(event):
             return False
         is_legal = not self._is_current(event.step) or event.message in self._ranked.plan.arrivals
-        if is_legal and not self._everyone_has(event.step, _as_note(event), member):
+        note = _as_note(event)
+        if is_legal and not self._all_below_have(event.step, note, member):
             return False
+        self._kept.get(event.step, {}).pop(note, None)
         return super()._take(event, out)
-
-    def _everyone_has(self, step: int, note: MemberReceived | MemberStarted, member: int) -> bool:
-        """Note what a member has; tells whether all have it now."""
-        kept = self._kept.setdefault(step, {})
-        having = kept.get(note, 0) | 1 << member
-        has_all = having == (1 << self.num_members) - 1
-        if has_all and isinstance(note, MemberReceived):
-            kept.pop(note, None)
-            return True
-        if isinstance(note, MemberStarted) and not having & having - 1:
-            self._check_start(step, note, member)
-        kept[note] = having
-        return has_all
-
-    def _check_start(self, step: int, note: MemberStarted, member: int) -> None:
-        for other in self._kept[step]:
-            if isinstance(other, MemberStarted) and other != note:
-                raise IllegalTransition(
-                    f"stage {self.stage}: step {step} started on member {member} {_batch(note)}, "
-                    f"elsewhere {_batch(other)}: the members must be given the same batch"
-                )
 
     def _dispatch(self, out: list[Instruction]) -> None:
         if self._num_started or self._has_started_everywhere():
@@ -101,37 +125,54 @@ class LeadingMember(GroupMember[Note, int]):
     def _has_started_everywhere(self) -> bool:
         assert self.step is not None
         start = MemberStarted(self._ranked.absent, self._weights)
-        return self._kept[self.step].get(start) == (1 << self.num_members) - 1
+        return self._kept[self.step].get(start) == self._everyone
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         assert self.step is not None
         note = TaskChosen(self._num_started, self._ranked.plan.tasks[node], self._hint_state)
-        out += [TellGroup(self.step, other, note) for other in self.others]
+        out += [TellGroup(self.step, child, note) for child in self.children]
         super()._start(node, position, out)
 
-    def validate(self) -> None:
-        super().validate()
-        everyone = (1 << self.num_members) - 1
-        for step, kept in self._kept.items():
-            assert not self._is_over(step)
-            assert sum(isinstance(note, MemberStarted) for note in kept) <= 1
-            for note, having in kept.items():
-                assert 0 < having <= everyone
-                assert having != everyone or isinstance(note, MemberStarted)
 
+class FollowingMember(_TreeMember):
+    """Starts what the leader chose. Keeps the choices that it has not started, by number.
 
-class FollowingMember(GroupMember[int, TaskChosen]):
-    """Starts what the leader chose. Keeps the choices that it has not started, by number."""
+    In a large group it also stands between the leader and its own children.
+    """
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
-        is_new = isinstance(event, InputArrived) and not self._is_over(event.step) and not self._knows(event)
-        if isinstance(event, StepStarted) or (isinstance(event, InputArrived) and is_new):
-            out.append(TellGroup(event.step, LEADER, _as_note(event)))
+        is_over = self._is_over(event.step)
+        if isinstance(event, GroupHeard):
+            return not is_over and self._hear_in_tree(event, out)
+        if isinstance(event, StepStarted) or (
+            isinstance(event, InputArrived) and not is_over and not self._knows(event)
+        ):
+            self._pass_up(event.step, _as_note(event), self.member, out)
         return super()._take(event, out)
+
+    def _hear_in_tree(self, event: GroupHeard, out: list[Instruction]) -> bool:
+        """A child has something, or the leader has chosen, which the children are to hear."""
+        if isinstance(event.note, MemberReceived | MemberStarted) and event.member in self.children:
+            self._pass_up(event.step, event.note, event.member, out)
+            return False
+        is_new = isinstance(event.note, TaskChosen) and not self._has_heard(event.step, event.note.number)
+        may_start = self._hear(event)
+        if is_new:
+            out += [TellGroup(event.step, child, event.note) for child in self.children]
+        return may_start
+
+    def _pass_up(self, step: int, note: MemberReceived | MemberStarted, member: int, out: list[Instruction]) -> None:
+        assert self.parent is not None
+        if not self.children or self._all_below_have(step, note, member):
+            out.append(TellGroup(step, self.parent, note))
+
+    def _has_heard(self, step: int, number: int) -> bool:
+        is_started = self._is_current(step) and number < self._num_started
+        return is_started or number in self._kept.get(step, {})
 
     def _hear(self, event: GroupHeard) -> bool:
         note, is_current = event.note, self._is_current(event.step)
-        if not isinstance(note, TaskChosen) or event.member != LEADER:
+        if not isinstance(note, TaskChosen) or event.member != self.parent:
             self._refuse(event)
         if is_current and note.number < self._num_started:
             return False
@@ -144,7 +185,7 @@ class FollowingMember(GroupMember[int, TaskChosen]):
         kept = self._kept.get(self.step)
         while kept and len(self._running) < self._capacity:
             note = kept.get(self._num_started)
-            if note is None or not self._can_start(note):
+            if not isinstance(note, TaskChosen) or not self._can_start(note):
                 return
             del kept[note.number]
             self._hint_state = note.hint_state
@@ -163,9 +204,10 @@ class FollowingMember(GroupMember[int, TaskChosen]):
     def validate(self) -> None:
         super().validate()
         for step, kept in self._kept.items():
-            assert not self._is_over(step)
             for number, note in kept.items():
-                assert number == note.number >= (self._num_started if self._is_current(step) else 0)
+                if isinstance(number, int):
+                    assert isinstance(note, TaskChosen)
+                    assert number == note.number >= (self._num_started if self._is_current(step) else 0)
 
 
 def _as_note(event: InputArrived | StepStarted) -> MemberReceived | MemberStarted:

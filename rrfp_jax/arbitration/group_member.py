@@ -8,9 +8,13 @@ from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.timeline import IdleReason
+from rrfp_jax.tree import children, parent
 
 LEADER = 0
 """The member that leads a group."""
+GROUP_DEGREE = 8
+"""How many members the leader, and who passes notes on for it, exchanges them with: in groups of up to nine each member
+is next to the leader."""
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value", bound=Hashable)
@@ -24,10 +28,13 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
     Args:
         setup: the same for all members.
         member: its number in the group, which has ``num_members``.
+        degree: of the tree in which a leader's members lie.
     """
 
-    def __init__(self, setup: StageSetup, member: int, num_members: int) -> None:
+    def __init__(self, setup: StageSetup, member: int, num_members: int, degree: int = GROUP_DEGREE) -> None:
         self.member, self.num_members = member, num_members
+        self.parent = parent(member, degree)
+        self.children = tuple(children(member, num_members, degree))
         self.others = tuple(other for other in range(num_members) if other != member)
         self._kept: dict[int, dict[Key, Value]] = {}
         super().__init__(setup)

@@ -6,6 +6,7 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, GroupProtocol, RunTask, StageArbiter, TellGroup, group_arbiter
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
+from rrfp_jax.arbitration.group_member import GROUP_DEGREE
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.checking import CheckError, Setting, explore, replay
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
@@ -19,7 +20,7 @@ def broken_group(broken):
     """Makes groups in which the class that ``broken`` derives from is replaced by it."""
 
     def make(*args, **more):
-        member = group_arbiter(*args, **more)
+        member = group_arbiter(*args, **more, degree=getattr(broken, "degree", GROUP_DEGREE))
         if isinstance(member, broken.__bases__[0]):
             member.__class__ = broken
         return member
@@ -144,6 +145,37 @@ class NeverRetries(ProposingMember):
         return super()._has_proposed(out)
 
 
+class KeepsChoicesToItself(FollowingMember):
+    """Does not tell its children what the leader chose."""
+
+    degree = 1
+
+    def _hear_in_tree(self, event, out):
+        may_start = super()._hear_in_tree(event, out)
+        out[:] = [i for i in out if not (isinstance(i, TellGroup) and i.member in self.children)]
+        return may_start
+
+
+class SpeaksForItself(FollowingMember):
+    """Does not tell its parent what its children have."""
+
+    degree = 1
+
+    def _all_below_have(self, step, note, member):
+        return member in self.children and super()._all_below_have(step, note, member)
+
+
+class PassesOnTwice(FollowingMember):
+    """Tells its children again what they have heard."""
+
+    degree = 1
+
+    def _hear_in_tree(self, event, out):
+        may_start = super()._hear_in_tree(event, out)
+        out += [i for i in out if isinstance(i, TellGroup) and i.member in self.children]
+        return may_start
+
+
 class RunsItsOwnProposal(ProposingMember):
     """Takes a round for won as soon as it has a proposal of its own."""
 
@@ -189,6 +221,9 @@ BROKEN = [
     (IgnoresItsWindow, {**AHEAD, "windows": (1, 1)}, r"member 1 of stage 0 runs 0F1 and holds microbatches \[0, 1\]"),
     (StartsInOrderOfArrival, AHEAD, "members of stage 0 diverge"),
     (StartsInOrderOfArrival, {"collective": False}, "members of stage 0 diverge"),
+    (KeepsChoicesToItself, {"groups": (1, 3)}, "deadlock: .*member 2 of stage 1"),
+    (SpeaksForItself, {"groups": (1, 3)}, "deadlock: "),
+    (PassesOnTwice, {"groups": (1, 3)}, "member 1 of stage 1 tells member 2 TaskChosen.* twice"),
     (KeepsSilent, NOBODY_AHEAD, "deadlock: "),
     (NeverRetries, NOBODY_AHEAD, "deadlock: "),
     (RunsItsOwnProposal, NOBODY_AHEAD, "members of stage 1 diverge"),

@@ -1,11 +1,12 @@
 """Every interleaving of small pipelines whose stages span processes: arrivals, notes and ends in any order."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules
+from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, group_arbiter
 from rrfp_jax.checking import CheckError, Explorer, Setting, explore
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, fitting_tables, small_graphs
 from rrfp_jax.tasks import absences, chain, linear, looped
@@ -16,6 +17,9 @@ NUMBERS = (7**30,)
 COLLECTIVE_OR_NOT = pytest.mark.parametrize("collective", [True, False], ids=["collective", "separate"])
 ORDERED_OR_NOT = pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 BOTH = pytest.mark.parametrize("protocol", [LEADER, PROPOSE])
+
+
+in_a_row = partial(group_arbiter, degree=1)
 
 
 def explore_all(graph, *, groups, hints, windows, placement=None, ordered=False, rules=PIPELINE_ONLY, **more):
@@ -84,6 +88,31 @@ def test_tasks_that_end_on_each_member_by_itself(protocol):
 def test_three_members_and_their_leader(collective):
     for groups in [(3, 1), (1, 3), (2, 3), (3, 2)]:
         explore_all(chain(2, 2), groups=groups, hints=["bf", "fb"], windows=[1, 2], collective=collective)
+
+
+@COLLECTIVE_OR_NOT
+def test_members_behind_others(collective):
+    """In a tree in which nobody has more than one child the last member hears of nothing but by the one between."""
+    for groups in [(3, 1), (1, 3)]:
+        more = {"collective": collective, "make_member": in_a_row}
+        explore_all(chain(2, 2), groups=groups, hints=["bf"], windows=[1, 2], **more)
+    explore_all(chain(2, 1), groups=(1, 3), hints=["bf"], windows=[1], rules=StepRules(), make_member=in_a_row)
+
+
+@COLLECTIVE_OR_NOT
+def test_two_steps_of_members_behind_others(collective):
+    more = {"collective": collective, "make_member": in_a_row, "absences": ((),) * 2}
+    explore_all(chain(2, 1), groups=(1, 3), hints=["bf"], windows=[1], **more)
+
+
+@pytest.mark.slow
+@COLLECTIVE_OR_NOT
+def test_a_group_as_a_tree_of_three_levels(collective):
+    more = {"collective": collective, "make_member": partial(group_arbiter, degree=2)}
+    explore_all(chain(2, 1), groups=(1, 4), hints=["bf"], windows=[1], **more)
+    explore_all(
+        chain(2, 2), groups=(3, 3), hints=["bf", "fb"], windows=[1, 2], collective=collective, make_member=in_a_row
+    )
 
 
 def test_three_members_that_propose():
