@@ -41,6 +41,12 @@ Beside compute
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.tasks.operations`), the stage runs one task on
 each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
+Steps that evaluate
+-------------------
+A step whose start says so runs by other rules of the same kind: a graph without gradients, its own plan and consumption
+(:mod:`rrfp_jax.arbitration.evaluation`). The arbiter takes them over as the step starts, and those of training again as
+it ends. What it has learnt of times rests meanwhile.
+
 Why one event at a time is enough
 ---------------------------------
 ``handle`` never calls itself: what an event makes ready is counted down, dispatched and, at the end of the step,
@@ -53,8 +59,10 @@ from functools import partial
 from typing import NoReturn
 
 from rrfp_jax.arbitration import invariants, story
+from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.engines import NOTHING, Engines, engine_of
 from rrfp_jax.arbitration.estimates import Estimates
+from rrfp_jax.arbitration.evaluation import evaluation_setup
 from rrfp_jax.arbitration.events import (
     Announce,
     ClockTick,
@@ -73,11 +81,11 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory, canonical_row
-from rrfp_jax.arbitration.foresight import ForesightRules
+from rrfp_jax.arbitration.foresight import Foresight, ForesightRules
 from rrfp_jax.arbitration.hints import Choice, Heads
 from rrfp_jax.arbitration.lookout import Lookout
-from rrfp_jax.arbitration.plan import FINISHED, StagePlan, followers, others, stage_plan
-from rrfp_jax.arbitration.read_ahead import ReadAhead
+from rrfp_jax.arbitration.plan import FINISHED, StagePlan, StepRules, followers, others, stage_plan
+from rrfp_jax.arbitration.read_ahead import AheadBound, ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD, ReadySet
 from rrfp_jax.arbitration.reserve import Reserve
 from rrfp_jax.arbitration.self_report import SelfReport
@@ -85,37 +93,69 @@ from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import DUE, RUNNING, IllegalTransition
 from rrfp_jax.arbitration.window import Window, check_weights
-from rrfp_jax.tasks import Absences, Task
+from rrfp_jax.tasks import Absences, PipelineGraph, Task
 
 _RUNNING_OR_DUE = (RUNNING, DUE)
 _TAKEN = MessageKind.TAKEN
 
 
+class _Regime:
+    """What is fixed for all steps of one kind; an arbiter takes these attributes over."""
+
+    def __init__(self, setup: StageSetup, *, evaluates: bool = False) -> None:
+        self.graph, self.rules, self.consumption = setup.graph, setup.rules, setup.consumption
+        self.footprint, self.capacity = setup.footprint, setup.capacity
+        is_strict = self.consumption.is_strict
+        self.limit = None if is_strict or setup.footprint is not None else setup.window
+        self.read_ahead = () if is_strict else setup.read_ahead
+        row = self.consumption.hint.row
+        self._follows_row = row is not None
+        plan = stage_plan(setup.graph, setup.placement, setup.stage, setup.rules, has_row=self._follows_row)
+        self._full = StepPlan(plan, self.consumption, evaluates=evaluates)
+        self._row_tasks: Sequence[Task] = row or ()
+        self._row = None
+        if setup.footprint is not None:
+            if row is None:
+                self._row_tasks = canonical_row(setup.graph, setup.placement.chunks_of_stage[setup.stage])
+            self._row = RowMemory(self._full, setup.graph, self._row_tasks)
+            self._row.check_limit(setup.footprint, setup.stage)
+        self._has_other_takers = self._row is not None and self._row.has_other_takers
+
+
 class StageArbiter(Lookout, SelfReport):
     """Decides what one stage runs next."""
 
+    graph: PipelineGraph
+    """Of training, but during a step that evaluates; so it is with the other rules of a step."""
+    rules: StepRules
+    consumption: Consumption
+    footprint: int | None
+    """How many activations the stage may hold; None: :attr:`limit` counts."""
+    limit: int | None
+    """How many microbatches the stage may hold; None: as many as come."""
+    capacity: int | None
+    """What the microbatches held may weigh together, in steps with weights."""
+    read_ahead: tuple[AheadBound, ...]
+    """How far chunks that run F only may run ahead."""
+    _follows_row: bool
+    _full: StepPlan
+    _row_tasks: Sequence[Task]
+    """The order in which memory is reserved: the table's, or else the canonical one."""
+    _row: RowMemory | None
+    _has_other_takers: bool
+
     def __init__(self, setup: StageSetup) -> None:
-        self.graph, self.placement, self.stage, self.rules = setup.graph, setup.placement, setup.stage, setup.rules
-        self.consumption, self.dispatch_ahead = setup.consumption, setup.dispatch_ahead
-        self.footprint = setup.footprint
-        """How many activations the stage may hold; None: :attr:`limit` counts."""
-        self.limit = None if self.consumption.is_strict or setup.footprint is not None else setup.window
-        """How many microbatches the stage may hold; None: as many as come."""
-        self.capacity = setup.capacity
-        """What the microbatches held may weigh together, in steps with weights."""
-        self.read_ahead = () if self.consumption.is_strict else setup.read_ahead
-        """How far chunks that run F only may run ahead."""
+        self.placement, self.stage = setup.placement, setup.stage
+        self.dispatch_ahead, self.evaluation_batches = setup.dispatch_ahead, setup.evaluation_batches
         self.step: int | None = None
-        self.is_active = False
-        has_row = self._follows_row = self.consumption.hint.row is not None
-        plan = stage_plan(self.graph, self.placement, self.stage, self.rules, has_row=has_row)
-        self._full = StepPlan(plan, self.consumption)
+        self.is_active = self.evaluates = False
+        self._training = _Regime(setup)
+        self._evaluation = _Regime(evaluation_setup(setup), evaluates=True) if setup.evaluation_batches else None
+        self.__dict__.update(vars(self._training))
         self._prepared = self._full
-        self._row = None if setup.footprint is None else RowMemory(self._full, self.graph, self._row_tasks())
-        self._has_other_takers = self._row is not None and self._row.has_other_takers
-        if self._row is not None:
-            self._row.check_limit(setup.footprint or 0, self.stage)
         self._foresight = None if setup.foresight is None else setup.foresight.make()
+        self._resting: Foresight | None = None
+        """The foresight of training, during an evaluation."""
         self._early: dict[int, tuple[InputArrived, ...]] = {}
         self._weights: tuple[int, ...] = ()
         self._begin(self._full)
@@ -146,19 +186,38 @@ class StageArbiter(Lookout, SelfReport):
         twin._footprint = self._footprint and self._footprint.copy()
         twin._ahead = self._ahead and self._ahead.copy()
         twin._foresight = self._foresight and self._foresight.copy()
+        twin._resting = self._resting and self._resting.copy()
         return twin
 
-    def plan_without(self, absent: Absences, weights: tuple[int, ...] = ()) -> StepPlan:
+    def plan_without(self, absent: Absences, weights: tuple[int, ...] = (), *, evaluates: bool = False) -> StepPlan:
         """The plan of a step without these pairs, beyond those of the graph; from any thread, at any time.
 
         ``weights``: what each microbatch of the stage weighs, for a stage with a capacity. Raises ValueError for
-        weights that do not fit it.
+        weights that do not fit it, and where the stage was not made for evaluations.
         """
-        plan = self._full.without(absent, self.graph, self.rules, self.consumption)
+        regime = self._regime(evaluates)
+        plan = regime._full.without(absent, regime.graph, regime.rules, regime.consumption)
         if not weights:
             return plan
-        check_weights(weights, len(plan.plan.tasks_per_microbatch), self.capacity, self.stage)
+        check_weights(weights, len(plan.plan.tasks_per_microbatch), regime.capacity, self.stage)
         return plan.weighing(weights)
+
+    def graph_of(self, *, evaluates: bool) -> PipelineGraph:
+        """The graph of steps of one kind; raises ValueError where the stage was not made for evaluations."""
+        return self._regime(evaluates).graph
+
+    def _regime(self, evaluates: bool) -> _Regime:
+        if not evaluates:
+            return self._training
+        if self._evaluation is None:
+            raise ValueError(f"stage {self.stage} was not made for steps that evaluate: prepare it for them")
+        return self._evaluation
+
+    def _change(self, *, evaluates: bool) -> None:
+        """Go by the rules of the other kind of steps."""
+        self.__dict__.update(vars(self._regime(evaluates)))
+        self.evaluates = evaluates
+        self._foresight, self._resting = self._resting, self._foresight
 
     def prepare(self, plan: StepPlan) -> None:
         """Take what :meth:`plan_without` made for the next step, so that its start has nothing to make.
@@ -174,9 +233,11 @@ class StageArbiter(Lookout, SelfReport):
         """
         twin = self.copy()
         twin.step, twin.is_active = after, False
-        twin._early, twin._prepared, twin._weights = {}, self._full, ()
-        twin._foresight = self._foresight and self._foresight.fresh(estimates or Estimates())
-        twin._begin(self._full)
+        if twin.evaluates:
+            twin._change(evaluates=False)
+        twin._early, twin._prepared, twin._weights = {}, twin._full, ()
+        twin._foresight = twin._foresight and twin._foresight.fresh(estimates or Estimates())
+        twin._begin(twin._full)
         return twin
 
     def succeeding(self, former: "StageArbiter") -> "StageArbiter":
@@ -188,7 +249,8 @@ class StageArbiter(Lookout, SelfReport):
 
     def estimates(self) -> Estimates | None:
         """What the stage has learnt for its foresight so far; None if it has none."""
-        return None if self._foresight is None else self._foresight.estimates.copy()
+        foresight = self._foresight or self._resting
+        return None if foresight is None else foresight.estimates.copy()
 
     @property
     def foresight_rules(self) -> ForesightRules | None:
@@ -213,19 +275,15 @@ class StageArbiter(Lookout, SelfReport):
         return (
             self.step,
             early,
-            seen,
+            self._resting.key(is_active=False) if self._resting else seen,
             self._ranked.absent,
+            self.evaluates,
             self._weights,
             tuple(self._waiting),
             frozenset(self._arrived),
             self._hint_state,
             tuple(self._running),
         )
-
-    def _row_tasks(self) -> Sequence[Task]:
-        """The order in which memory is reserved: the table's, or else the canonical one."""
-        row = self.consumption.hint.row
-        return canonical_row(self.graph, self.placement.chunks_of_stage[self.stage]) if row is None else row
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -307,6 +365,11 @@ class StageArbiter(Lookout, SelfReport):
         raise IllegalTransition(f"stage {self.stage}, step {step}: member {member} said {note}, which is not expected")
 
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
+        if event.evaluates:
+            try:
+                self._change(evaluates=True)
+            except ValueError as error:
+                raise IllegalTransition(f"step {event.step} was started to evaluate: {error}") from None
         if event.weights:
             try:
                 num_microbatches = len(self._full.plan.tasks_per_microbatch)
@@ -314,8 +377,9 @@ class StageArbiter(Lookout, SelfReport):
             except ValueError as error:
                 raise IllegalTransition(f"step {event.step} was started with wrong weights: {error}") from None
         self.step, self.is_active, self._weights = event.step, True, event.weights
-        is_prepared = self._prepared.absent == event.absent
-        self._begin(self._prepared if is_prepared else self.plan_without(event.absent))
+        prepared = self._prepared
+        is_prepared = prepared.absent == event.absent and prepared.evaluates == event.evaluates
+        self._begin(prepared if is_prepared else self.plan_without(event.absent, evaluates=event.evaluates))
         self._prepared = self._full
         plan = self._ranked.plan
         for node, needs in enumerate(plan.needs):
@@ -327,6 +391,8 @@ class StageArbiter(Lookout, SelfReport):
     def _end_step(self, out: list[Instruction]) -> None:
         assert self.step is not None
         self.is_active = False
+        if self.evaluates:
+            self._change(evaluates=False)
         out.append(FinishStep(self.step))
 
     # -- transitions -------------------------------------------------------------------------------------------------

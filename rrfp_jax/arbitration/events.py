@@ -44,12 +44,14 @@ class Message(NamedTuple):
 
 class StepStarted(NamedTuple):
     """A step's batch is here. ``absent`` holds the pairs that it lacks beyond those of the graph; ``weights`` what each
-    microbatch of the stage weighs while it is held, from the stage's first one on (empty: microbatches are counted)."""
+    microbatch of the stage weighs while it is held, from the stage's first one on (empty: microbatches are counted).
+    ``evaluates``: the step runs forwards alone (:mod:`rrfp_jax.arbitration.evaluation`)."""
 
     step: int
     time_s: float
     absent: Absences = ()
     weights: tuple[int, ...] = ()
+    evaluates: bool = False
 
 
 class InputArrived(NamedTuple):
@@ -102,10 +104,11 @@ class ClockTick(NamedTuple):
 
 
 class MemberStarted(NamedTuple):
-    """To the leader: the step's batch is here too. ``absent`` and ``weights`` as in :class:`StepStarted`."""
+    """To the leader: the step's batch is here too. The rest is as in :class:`StepStarted`."""
 
     absent: Absences
     weights: tuple[int, ...] = ()
+    evaluates: bool = False
 
 
 class MemberReceived(NamedTuple):

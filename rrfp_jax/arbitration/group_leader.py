@@ -124,7 +124,7 @@ class LeadingMember(_TreeMember):
 
     def _has_started_everywhere(self) -> bool:
         assert self.step is not None
-        start = MemberStarted(self._ranked.absent, self._weights)
+        start = MemberStarted(self._ranked.absent, self._weights, self.evaluates)
         return self._kept[self.step].get(start) == self._everyone
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
@@ -213,9 +213,10 @@ class FollowingMember(_TreeMember):
 def _as_note(event: InputArrived | StepStarted) -> MemberReceived | MemberStarted:
     if isinstance(event, InputArrived):
         return MemberReceived(event.message)
-    return MemberStarted(event.absent, event.weights)
+    return MemberStarted(event.absent, event.weights, event.evaluates)
 
 
 def _batch(start: MemberStarted) -> str:
     pairs = [(chunk, m) for chunk, mask in start.absent for m in bits(mask)]
-    return f"without {pairs}" + (f" and with weights {start.weights}" if start.weights else "")
+    kind = "to evaluate, " if start.evaluates else ""
+    return f"{kind}without {pairs}" + (f" and with weights {start.weights}" if start.weights else "")

@@ -135,7 +135,7 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
     plan, waiting, graph = arbiter._ranked.plan, arbiter._waiting, arbiter.graph
     changes = []
     held = 0
-    for task in arbiter._row_tasks():
+    for task in arbiter._row_tasks:
         node = plan.index.get(task)
         if node is None or node in plan.absent:
             continue

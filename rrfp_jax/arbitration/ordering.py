@@ -14,6 +14,7 @@ from itertools import accumulate, islice
 
 from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.consumption import Consumption, ready, strict
+from rrfp_jax.arbitration.evaluation import CONSUMPTION, outputs_ahead
 from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
@@ -94,6 +95,7 @@ class Order:
         members: Mapping[int, tuple[int, int]] | None = None,
         protocol: GroupProtocol = GroupProtocol.LEADER,
         shortest_s: float = 0.0,
+        evaluation_batches: int = 0,
     ) -> list[StageArbiter]:
         """Fresh arbiters of some stages, in the order given.
 
@@ -102,6 +104,7 @@ class Order:
                 by itself.
             protocol: how the members of a group agree.
             shortest_s: how long tasks must usually take at least for foresight, where its rules do not ask for more.
+            evaluation_batches: how many batches a step runs that evaluates; 0: no step does.
 
         Raises ValueError where gradients are added up in order and a table that must be kept to has another one.
         """
@@ -125,10 +128,26 @@ class Order:
                 foresight=foresight,
                 footprint=None if self.footprints is None else self.footprints[stage],
                 read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
+                evaluation_batches=evaluation_batches,
             )
             for stage in wanted
         }
         return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
+
+    def evaluating(self, num_batches: int = 1) -> "Order":
+        """What the stages follow in steps that evaluate so many batches (:mod:`rrfp_jax.arbitration.evaluation`), as an
+        order by itself: for simulations and memory forecasts."""
+        graph = self.graph.evaluating(num_batches)
+        return Order(
+            label="evaluation",
+            table=None,
+            placement=self.placement,
+            graph=graph,
+            consumptions=(CONSUMPTION,) * self.placement.num_stages,
+            windows=(graph.num_microbatches,) * self.placement.num_stages,
+            is_bf=False,
+            read_ahead=tuple((bound.chunk, bound.limit) for bound in outputs_ahead(graph)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

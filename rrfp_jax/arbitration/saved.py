@@ -39,6 +39,8 @@ class SavedArbiter:
     foresight: ForesightRules | None
     read_ahead: tuple[AheadBound, ...]
     """Empty under strict consumption."""
+    evaluation_batches: int
+    """How many batches a step runs that evaluates; 0: none does."""
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
@@ -60,6 +62,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         footprint=arbiter.footprint,
         foresight=arbiter.foresight_rules,
         read_ahead=arbiter.read_ahead,
+        evaluation_batches=arbiter.evaluation_batches,
     )
 
 
@@ -82,6 +85,7 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         footprint=saved.footprint,
         foresight=saved.foresight,
         read_ahead=saved.read_ahead,
+        evaluation_batches=saved.evaluation_batches,
     )
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 

@@ -40,6 +40,8 @@ class StageSetup:
     footprint: int | None = None
     """How many activations the stage may hold (:mod:`rrfp_jax.arbitration.footprint`), in units
     (:func:`rrfp_jax.arbitration.footprint.memory_unit`); None: the window counts."""
+    evaluation_batches: int = 0
+    """How many batches a step runs that evaluates (:mod:`rrfp_jax.arbitration.evaluation`); 0: no step does."""
 
     def __post_init__(self) -> None:
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None

@@ -14,10 +14,12 @@ from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
-    __slots__ = ("absent", "at", "forwards_of", "microbatch_at", "plan", "position", "weights")
+    __slots__ = ("absent", "at", "evaluates", "forwards_of", "microbatch_at", "plan", "position", "weights")
 
-    def __init__(self, plan: StagePlan, consumption: Consumption, absent: Absences = ()) -> None:
-        self.plan, self.absent = plan, absent
+    def __init__(
+        self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
+    ) -> None:
+        self.plan, self.absent, self.evaluates = plan, absent, evaluates
         self.weights: tuple[int, ...] = ()
         """What each microbatch weighs, for the event that starts the step."""
         self.at = consumption.order(plan)
@@ -37,7 +39,7 @@ class StepPlan:
             return self
         plan = _Removal(self.plan, graph, rules).of(dict(absent))
         if consumption.is_strict:  # which counts positions through its row
-            return StepPlan(plan, consumption, absent)
+            return StepPlan(plan, consumption, absent, evaluates=self.evaluates)
         return self._with(plan, absent, ())
 
     def weighing(self, weights: tuple[int, ...]) -> "StepPlan":
@@ -46,7 +48,7 @@ class StepPlan:
 
     def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         twin = object.__new__(StepPlan)
-        twin.plan, twin.absent, twin.weights = plan, absent, weights
+        twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
         twin.at, twin.position = self.at, self.position
         twin.microbatch_at, twin.forwards_of = self.microbatch_at, self.forwards_of
         return twin

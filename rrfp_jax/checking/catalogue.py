@@ -15,7 +15,7 @@ from math import factorial
 from typing import TypeVar
 
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
-from rrfp_jax.checking.setting import Setting
+from rrfp_jax.checking.setting import Policy, Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
 from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, absences, chain
 
@@ -185,6 +185,29 @@ def ahead_settings(
             )
             for of_chunks in product(limits, repeat=len(chunks))
             for windows in all_windows(placement, graph.num_microbatches)
+        ]
+
+
+def evaluation_settings(
+    graph: PipelineGraph, placement: Placement, rules: StepRules, *, num_batches: int = 1
+) -> Iterator[list[Setting]]:
+    """Evaluations before, between and behind steps that train, with every named hint and every strict table."""
+    steps = (frozenset({1}), frozenset({0}), frozenset({1, 2}))
+    tables = [tuple(table.orders) for table in fitting_tables(graph, placement)]
+    of_stages: list[tuple[Policy, ...]] = [*all_hints(graph, placement, ()), *tables]
+    for policies in of_stages:
+        yield [
+            Setting(
+                graph=graph,
+                placement=placement,
+                windows=(1,) * placement.num_stages,
+                policies=policies,
+                rules=rules,
+                absences=((),) * (2 + (len(evaluates) > 1) + (1 in evaluates)),
+                evaluates=evaluates,
+                evaluation_batches=num_batches,
+            )
+            for evaluates in steps
         ]
 
 

@@ -94,7 +94,7 @@ class _StepDemands:
 
     def __init__(self, setting: Setting, step: int, packets: Packets) -> None:
         self.setting, self.step, self.packets = setting, step, packets
-        self.rules, self.placement = setting.rules, setting.placement
+        self.rules, self.placement = setting.rules_of_step(step), setting.placement
         self.graph = setting.graph_of_step(step)
         self.operations = Operations(self.graph)
         self.local: dict[Task, set[Task]] = defaultdict(set)

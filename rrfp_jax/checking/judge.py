@@ -75,10 +75,20 @@ class StageJudge:
         self.capacity = 1 + setting.dispatch_ahead
         self.decides_early = setting.decides_early
         self.demand_work = demand_work and not self.others
+        self._evaluates = setting.evaluates
+        """The steps that evaluate."""
+        self._of_evaluation: StageJudge | None = None
+        if setting.evaluation is not None:
+            self._of_evaluation = StageJudge(setting.evaluation, place, wiring, demand_work=demand_work)
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
         account = self._take(account, event, instructions)
+        if self._of_evaluation is not None and account.step in self._evaluates:
+            return self._of_evaluation._follow(account, instructions)
+        return self._follow(account, instructions)
+
+    def _follow(self, account: Account, instructions: list[Instruction]) -> Account:
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)

@@ -5,11 +5,13 @@ numbered stage after stage, so without groups they are the stages.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import (
+    HINTS,
+    Agreement,
     AheadBound,
     Consumption,
     ForesightRules,
@@ -25,7 +27,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.checking.operations import Operations
-from rrfp_jax.tasks import Absences, PipelineGraph, Placement, Task
+from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, Task, absences
 
 Policy = Hint | tuple[Task, ...]
 """How a stage picks its tasks: a hint, consumed by readiness, or a row of tasks, consumed strictly."""
@@ -52,6 +54,9 @@ class Setting:
     rules: StepRules = field(default_factory=StepRules)
     absences: tuple[Absences, ...] = ((),)
     """For each step that is run, the (chunk, microbatch) pairs that it lacks beyond the graph's."""
+    evaluates: frozenset[int] = frozenset()
+    """The steps, of those that are run, that evaluate: forwards alone, of :attr:`evaluation_batches` batches."""
+    evaluation_batches: int = 1
     dispatch_ahead: int = 0
     decides_early: bool = False
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
@@ -161,7 +166,59 @@ class Setting:
         return f"stage {stage}" if self.group_size(stage) == 1 else f"member {member} of stage {stage}"
 
     def graph_of_step(self, step: int) -> PipelineGraph:
-        return self.graph.skipping(self.absences[step])
+        graph = self.forward_graph if step in self.evaluates else self.graph
+        return graph.skipping(self.absences[step])
+
+    @cached_property
+    def forward_graph(self) -> PipelineGraph:
+        """Of steps that evaluate, written out anew: every edge without a gradient, and chunks that do not train."""
+        graph, number = self.graph, self.evaluation_batches
+        starts = [graph.range_of(c).start for c in range(graph.num_chunks)]
+        sizes = [len(graph.range_of(c)) for c in range(graph.num_chunks)]
+        within = [(c, m - starts[c]) for c, mask in graph.absent for m in graph.range_of(c) if mask >> m & 1]
+        return PipelineGraph(
+            graph.num_chunks,
+            graph.num_microbatches * number,
+            tuple(Edge(edge.source, edge.target, False, edge.is_optional) for edge in graph.edges),
+            absent=absences(
+                (c, starts[c] * number + batch * sizes[c] + m) for c, m in within for batch in range(number)
+            ),
+            frozen=frozenset(range(graph.num_chunks)),
+            owned=tuple((number * start, number * (start + size)) for start, size in zip(starts, sizes, strict=True))
+            if graph.owned
+            else (),
+        )
+
+    def rules_of_step(self, step: int) -> StepRules:
+        """What a step consists of beyond its graph's tasks."""
+        if step not in self.evaluates:
+            return self.rules
+        return StepRules(updates=False, agreement=Agreement.LOSS, tree_degree=self.rules.tree_degree)
+
+    @cached_property
+    def evaluation(self) -> "Setting | None":
+        """What holds in the steps that evaluate, as a setting of which all steps do; None: none does.
+
+        Forwards by readiness, of the larger chunk first, however training goes; at most four outputs of a chunk are
+        there that have not been taken.
+        """
+        if not self.evaluates:
+            return None
+        graph = self.forward_graph
+        read = [c for c in range(graph.num_chunks) if graph.successors(c)]
+        return replace(
+            self,
+            graph=graph,
+            windows=(graph.num_microbatches,) * self.num_stages,
+            policies=(HINTS["bf-deep"],) * self.num_stages,
+            rules=self.rules_of_step(min(self.evaluates)),
+            evaluates=frozenset(),
+            footprints=(),
+            capacities=(),
+            weights=(),
+            read_ahead=tuple(AheadBound(chunk=c, limit=4) for c in read),
+            foresight=None,
+        )
 
     def make_arbiter(self, place: int) -> StageArbiter:
         """A fresh arbiter of one place."""
@@ -178,6 +235,7 @@ class Setting:
             foresight=self.foresight,
             footprint=self.footprints[stage] if self.footprints else None,
             read_ahead=self.ahead(stage),
+            evaluation_batches=self.evaluation_batches if self.evaluates else 0,
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
@@ -185,11 +243,13 @@ class Setting:
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
         has_rows = tuple(map(self.has_row, range(self.num_stages))) if self.graph.ops else ()
-        return (self.graph, self.placement, self.rules, self.absences, self.groups, self.weights, has_rows)
+        steps = (self.absences, self.weights, self.evaluates, self.evaluation_batches)
+        return (self.graph, self.placement, self.rules, *steps, self.groups, has_rows)
 
     def start_of(self, step: int) -> StepStarted:
         """The event that starts a step, on every place alike."""
-        return StepStarted(step, 0.0, self.absences[step], self.weights[step] if self.weights else ())
+        weights = self.weights[step] if self.weights else ()
+        return StepStarted(step, 0.0, self.absences[step], weights, step in self.evaluates)
 
     def place_key(self, place: int) -> Hashable:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
@@ -216,6 +276,7 @@ class Setting:
             f"{self.graph.num_microbatches} microbatches, edges {edges or 'none'}, windows {self.windows}, "
             f"hint {shown}, {'ordered' if self.rules.ordered else 'free'} accumulation, "
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
+            f"{f', of which {sorted(self.evaluates)} evaluate' if self.evaluates else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"

@@ -321,6 +321,27 @@ class PipelineGraph:
         """``chunk`` and the chunks that share parameters with it, ascending."""
         return self._sharing.get(chunk, (chunk,))
 
+    def evaluating(self, num_batches: int = 1) -> "PipelineGraph":
+        """The graph of a step that evaluates so many batches: F alone, as nothing trains and no gradient flows back.
+
+        A replica's microbatches stay consecutive: those of its share of the first batch, then of the second, and so on.
+        Each batch lacks the pairs that this graph lacks. Operations are left out.
+        """
+        absent = []
+        for chunk, mask in self.absent:
+            own = self.range_of(chunk)
+            share = mask >> own.start
+            repeated = sum(share << number * len(own) for number in range(num_batches))
+            absent.append((chunk, repeated << own.start * num_batches))
+        return PipelineGraph(
+            self.num_chunks,
+            self.num_microbatches * num_batches,
+            tuple(edge._replace(carries_gradient=False) for edge in self.edges),
+            absent=tuple(absent),
+            frozen=frozenset(range(self.num_chunks)),
+            owned=tuple((first * num_batches, stop * num_batches) for first, stop in self.owned),
+        )
+
     def skipping(self, absent: Absences) -> "PipelineGraph":
         """The same graph without these pairs too; raises ValueError where that leaves a chunk without input or reader.
 
