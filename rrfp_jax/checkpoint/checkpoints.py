@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.checkpoint.arrays import OPTIMIZER, HostArray, Name, copy_to_host
+from rrfp_jax.checkpoint.arrays import OPTIMIZER, PARAMS, HostArray, Name, copy_to_host
 from rrfp_jax.checkpoint.chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint.coordinator import Alone, Calls, Coordinator, NotDone, Together, sentence
 from rrfp_jax.checkpoint.durable_files import canonical_json, remove_tree
 from rrfp_jax.checkpoint.ownership import Owner, parts_of_step
 from rrfp_jax.checkpoint.part_writer import PartWriter
 from rrfp_jax.checkpoint.reader import Found, check_files, lacking_state, open_step, read_layers
-from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, step_directory, steps_in
+from rrfp_jax.checkpoint.record import Commit, Unusable, is_committed, last_committed, step_directory, steps_in
 from rrfp_jax.checkpoint.retention import keep_last, remove_leftovers
 from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.state import ChunkState
@@ -236,9 +236,32 @@ class Checkpoints:
         self._calls.next("restore").each("read", read)
         return states
 
-    def _examine(self, together: Together, step: int) -> Found:
+    def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
+        """The states of chunks, as ``targets`` say, with the parameters of the newest step of another directory.
+
+        Every process reads its own share only. Optimizer states come as specs for the caller to fill in. Raises
+        ValueError, on all ranks, where there is no such step, or the model is another one.
+        """
+        together = self._calls.next("start from")
+        step = together.first("newest", lambda: last_committed(directory))
+        if step is None:
+            raise Unusable(f"{directory} holds no checkpoint: give the folder of an import, or of a run that saved")
+        found, states = self._examine(together, step, directory), []
+
+        def read() -> None:
+            for layers, target in targets:
+                specs = layers.split(target)
+                own = {name: spec for name, spec in specs.items() if name[1] == PARAMS}
+                leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
+                states.append(layers.join(leaves | read_layers(found, own, as_stored=False), target))
+
+        together.each("read", read)
+        return states
+
+    def _examine(self, together: Together, step: int, directory: Path | None = None) -> Found:
         found: list[Found] = []
-        ranks = together.each(f"step {step} opened", lambda: found.append(open_step(self.directory, step)))
+        root = self.directory if directory is None else directory
+        ranks = together.each(f"step {step} opened", lambda: found.append(open_step(root, step)))
         together.each(f"step {step} checked", lambda: check_files(found[0], self._rank, len(ranks)))
         return found[0]
 

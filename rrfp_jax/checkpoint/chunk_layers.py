@@ -114,7 +114,7 @@ def _names(path: tuple[Any, ...], leaf: Any, layers: Mapping[str, _State]) -> tu
 
 
 def _common(names: tuple[Name, ...], leaves: Mapping[Name, Any]) -> Any:
-    known = [name for name in names if not isinstance(leaves[name], jax.ShapeDtypeStruct)] or names
+    known = [name for name in names if not isinstance(leaves[name], jax.ShapeDtypeStruct)] or names[:1]
     for name in known[1:]:
         if not _equal(leaves[known[0]], leaves[name]):
             raise ValueError(

@@ -63,11 +63,10 @@ def parts_of_step(owners: Mapping[str, Owner]) -> tuple[Part, ...]:
     groups: dict[tuple[int, ...], list[str]] = {}
     for layer, owner in owners.items():
         groups.setdefault(owner.ranks, []).append(layer)
-    return tuple(
-        Part(name=_file_name(layers[0]), layers=tuple(layers), ranks=ranks) for ranks, layers in groups.items()
-    )
+    return tuple(Part(name=part_name(layers[0]), layers=tuple(layers), ranks=ranks) for ranks, layers in groups.items())
 
 
-def _file_name(layer: str) -> str:
+def part_name(layer: str) -> str:
+    """The file name of a part whose first layer this is."""
     name = quote(layer, safe=" ")
     return name if name.strip(".") else name.replace(".", "%2E")  # "." and ".." are other folders

@@ -1,10 +1,11 @@
-"""The parameters of a run's newest checkpoint, whole and on one device, to look at a model after its training."""
+"""The parameters of a run's newest checkpoint on one device, whole or layer by layer, after its training."""
 
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rrfp_jax.checkpoint.arrays import PARAMS, Name, nested
 from rrfp_jax.checkpoint.reader import Found, check_files, open_step, read_layers
@@ -27,12 +28,22 @@ def read_params(found: Found) -> dict[str, Any]:
 
     Whatever layout saved them. Raises Unusable where a file is damaged.
     """
+    arrays = read_layers(found, param_specs_of(found))
+    return nested({(name[0], *name[2:]): array for name, array in arrays.items()})
+
+
+def read_layer(found: Found, layer: str) -> dict[tuple[str, ...], np.ndarray]:
+    """The parameters of one layer, by their way inside it; raises Unusable where a file is damaged."""
+    specs = {name: spec for name, spec in param_specs_of(found).items() if name[0] == layer}
+    return {name[2:]: np.asarray(array) for name, array in read_layers(found, specs).items()}
+
+
+def param_specs_of(found: Found) -> dict[Name, Any]:
+    """The parameters of a step by name, as specs on JAX's first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    specs: dict[Name, Any] = {
+    return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
         for part in found.parts.values()
         for name, dtype, shape in part.arrays
         if name[1] == PARAMS
     }
-    arrays = read_layers(found, specs)
-    return nested({(name[0], *name[2:]): array for name, array in arrays.items()})

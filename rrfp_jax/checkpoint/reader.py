@@ -59,8 +59,10 @@ def check_files(found: Found, rank: int, num_ranks: int) -> None:
             raise Unusable(f"step {found.step} cannot be restored from {found.path}: {where} {problem}")
 
 
-def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array]:
+def read_layers(found: Found, specs: Mapping[Name, Any], *, as_stored: bool = True) -> dict[Name, jax.Array]:
     """Read arrays in the shardings of ``specs``, a few at a time, and only this process's own share of each.
+
+    Unless they are wanted ``as_stored``, their dtypes may differ from those of ``specs``, which count.
 
     Beside what was read before, memory holds the arrays being read twice, which are one or together at most 16 MiB.
 
@@ -78,7 +80,7 @@ def read_layers(found: Found, specs: Mapping[Name, Any]) -> dict[Name, jax.Array
         part = part_of_layer.get(layer)
         if part is None:
             raise Unusable(f"{found.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
-        _check_specs(found, found.parts[part], wanted)
+        _check_specs(found, found.parts[part], wanted, as_stored=as_stored)
         for names in batches(((name, _own_bytes(spec)) for name, spec in wanted.items()), _BATCH_BYTES):
             arrays |= _read_arrays(part, {name: wanted[name] for name in names})
     return {name: _typed(arrays[name], spec) for name, spec in specs.items()}
@@ -109,14 +111,14 @@ _BATCH_BYTES = 16 << 20
 _REMEDY = "resume with the model and the optimizer that it was saved with"
 
 
-def _check_specs(found: Found, part: PartRecord, wanted: Mapping[Name, Any]) -> None:
+def _check_specs(found: Found, part: PartRecord, wanted: Mapping[Name, Any], *, as_stored: bool) -> None:
     known = {name: (dtype, shape) for name, dtype, shape in part.arrays}
     for name, spec in wanted.items():
         saved = known.get(name)
         if saved is None:
             raise Unusable(f"{found.path} has no array {describe(name)}: {_REMEDY}")
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))
-        if saved != here:
+        if saved[not as_stored :] != here[not as_stored :]:
             raise Unusable(
                 f"{describe(name)} is {_text(*saved)} in {found.path} and {_text(*here)} in this run: {_REMEDY}"
             )

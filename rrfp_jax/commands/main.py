@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model through a pipeline",
     "launch": "start, watch and end the processes of a run on this host",
     "read": "what a trained vision-language model reads in pictures of words",
+    "import-hf": "take in a model of Hugging Face, to train it further",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",
     "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
     "emulate": "the real runtime on stages whose tasks only take time",
@@ -33,7 +34,7 @@ COMMANDS = {
 
 def module_of(name: str) -> str:
     """The module of a command; a name that is none is returned as it is, as the module of somebody else's."""
-    return f"rrfp_jax.commands.{name}" if name in COMMANDS else name
+    return f"rrfp_jax.commands.{name.replace('-', '_')}" if name in COMMANDS else name
 
 
 def run(name: str, argv: list[str] | None = None) -> NoReturn:

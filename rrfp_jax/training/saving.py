@@ -65,6 +65,11 @@ class RunSaver:
         self._last_step = found.step
         return self._pipeline.restore(states, found.step)
 
+    def start_from(self, checkpoints: Path) -> PipelineState:
+        """A state before the first step, with the parameters of the newest checkpoint in another directory."""
+        specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
+        return self._pipeline.restore(self.checkpoints.start_from(checkpoints, specs), 0)
+
     def is_time(self) -> bool:
         """Whether this process finds that enough minutes have passed."""
         return self._minutes is not None and time.monotonic() - self._last_s >= 60 * self._minutes

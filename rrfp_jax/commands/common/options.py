@@ -29,7 +29,7 @@ class CommandParser(ArgumentParser):
         examples = examples_in(doc)
         ending = [closing, "examples:\n" + re.sub("^", "  ", examples, flags=re.MULTILINE) if examples else ""]
         super().__init__(
-            prog=f"python -m experiments.{name}" if in_checkout else f"rrfp {name}",
+            prog=f"python -m experiments.{name.replace('-', '_')}" if in_checkout else f"rrfp {name}",
             description=doc.split("\n", maxsplit=1)[0].replace("``", ""),
             epilog="\n\n".join(filter(None, ending)) or None,
             formatter_class=HelpText,

@@ -29,7 +29,7 @@ from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.model_speed import ModelSpeed
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from rrfp_jax.training.run_directory import CONFIG, RunDirectory
+from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
 
 _DATA_THREADS = 2
@@ -99,7 +99,7 @@ class Run:
         )
         found = None if fresh else self._saver.checkpoints.newest()
         if found is None:
-            self.state = self.pipeline.init(jax.random.key(settings.seed))
+            self.state = self._initial_state(self._saver)
         else:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
@@ -108,6 +108,13 @@ class Run:
         if self._cache is not None:
             self.console.say(self._cache.describe())
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
+
+    def _initial_state(self, saver: RunSaver) -> PipelineState:
+        if self.config.run.init_from is None:
+            return self.pipeline.init(jax.random.key(self.config.run.seed))
+        state = saver.start_from(Path(self.config.run.init_from).absolute() / CHECKPOINTS)
+        self.console.say(f"starting from the parameters of {self.config.run.init_from}")
+        return state
 
     def _start_directory(self, *, fresh: bool) -> None:
         if fresh and (old := self.directory.leftovers()):

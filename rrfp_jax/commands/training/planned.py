@@ -13,6 +13,7 @@ from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
 from rrfp_jax.commands.studies.graphs import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set
+from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.data import VOCAB_SIZE
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
@@ -71,6 +72,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     Raises ValueError, with the remedy, on whatever does not fit.
     """
     RunDirectory(path).check()
+    check_init_from(config)
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(

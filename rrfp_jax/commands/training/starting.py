@@ -1,0 +1,25 @@
+"""What a run starts from, if not from initial values: the parameters of an import or of another run."""
+
+from pathlib import Path
+
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.exchange.model_folder import open_model
+from rrfp_jax.exchange.model_sections import ModelSections
+from rrfp_jax.models.encoder_config import ProjectorConfig
+
+_KEY = "run.init_from"
+
+
+def check_init_from(config: TrainConfig) -> None:
+    """Raise ValueError, in one sentence, where ``run.init_from`` is no such folder, or that of another model.
+
+    Its parameters are not looked at yet.
+    """
+    if config.run.init_from is not None:
+        open_model(Path(config.run.init_from), _KEY).check_fits(sections_of(config), _KEY)
+
+
+def sections_of(config: TrainConfig) -> ModelSections:
+    """The model of a configuration."""
+    projector = config.projector or (None if config.vision is None else ProjectorConfig())
+    return ModelSections(model=config.model, vision=config.vision, projector=projector)

@@ -1,0 +1,133 @@
+"""Random models of transformers, small, of every text family; needs torch."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+
+def text_config(family: str, seed: int) -> Any:
+    """A configuration with odd sizes, grouped queries, heads of their own width, tied or not, as chance has it."""
+    chance = random.Random(f"{family} {seed}")
+    heads, per_head = chance.choice([(4, 2), (4, 4), (6, 3), (3, 1)]), chance.choice([6, 8, 10])
+    own_head_dim = family != "qwen2" and chance.random() < 0.5
+    values: dict[str, Any] = {
+        "vocab_size": chance.choice([61, 97, 130]),
+        "hidden_size": heads[0] * per_head,
+        "intermediate_size": chance.choice([17, 29, 40]),
+        "num_hidden_layers": chance.choice([1, 2, 3]),
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "rms_norm_eps": chance.choice([1e-6, 1e-5, 1e-3]),
+        "tie_word_embeddings": chance.random() < 0.5,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope(chance),
+        "initializer_range": 0.3,
+    }
+    if own_head_dim or family == "qwen3":
+        values["head_dim"] = chance.choice([4, 8, 14])
+    values |= _window(family, chance, values["num_hidden_layers"])
+    if family == "mixtral":
+        values |= {"num_local_experts": chance.choice([2, 5]), "num_experts_per_tok": chance.choice([1, 2])}
+    if family == "qwen3_moe":
+        values |= {
+            "num_experts": 5,
+            "num_experts_per_tok": chance.choice([1, 3]),
+            "moe_intermediate_size": 11,
+            "norm_topk_prob": chance.random() < 0.5,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": chance.choice([1, 2]),
+            "mlp_only_layers": chance.choice([[], [0]]),
+        }
+    return transformers.AutoConfig.for_model(family, **values)
+
+
+def rope(chance: random.Random) -> dict[str, Any]:
+    """As it is, or stretched as Llama 3 does."""
+    theta = chance.choice([1e4, 5e5])
+    if chance.random() < 0.5:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": chance.choice([4.0, 8.0]),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": chance.choice([16, 32]),
+    }
+
+
+def _window(family: str, chance: random.Random, num_layers: int) -> dict[str, Any]:
+    size = chance.choice([None, 3, 7])
+    if family in ("mistral", "mixtral"):
+        return {"sliding_window": size}
+    if family in ("qwen2", "qwen3", "qwen3_moe") and size is not None:
+        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": chance.choice([0, num_layers])}
+    return {}
+
+
+def text_model(family: str, seed: int) -> Any:
+    """A model with random parameters, norms and biases among them."""
+    return _model_of(text_config(family, seed), seed)
+
+
+def made(family: str, values: Mapping[str, Any], seed: int) -> Any:
+    """Likewise, of a configuration that is given."""
+    return _model_of(transformers.AutoConfig.for_model(family, **values), seed)
+
+
+def _model_of(config: Any, seed: int) -> Any:
+    config._attn_implementation = config._experts_implementation = "eager"
+    return randomised(transformers.AutoModelForCausalLM.from_config(config), seed)
+
+
+def randomised(model: Any, seed: int) -> Any:
+    """The model with all that usually begins at 0 or 1 moved away from there."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save(model: Any, folder: Path, *, shard_size: str = "5GB") -> Path:
+    """What ``save_pretrained`` writes."""
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    """What ``from_pretrained`` reads, in the files' dtype; fails where a key is missing or left over."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    model, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager", dtype="auto")
+    assert not info["missing_keys"], info["missing_keys"]
+    assert not info["unexpected_keys"], info["unexpected_keys"]
+    assert not info["mismatched_keys"], info["mismatched_keys"]
+    return model.eval()
+
+
+def random_tokens(vocab_size: int, seed: int, shape: tuple[int, int] = (2, 19)) -> np.ndarray:
+    """Tokens ``shape``."""
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+def gradients_by_file_name(model: Any) -> dict[str, np.ndarray]:
+    """The gradients of a model's parameters under the names that its files have: it is saved with them in place."""
+    import tempfile
+
+    from safetensors.numpy import load_file
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")

@@ -1,0 +1,73 @@
+"""Makes the small models of ``golden/``, with what transformers computes from them.
+
+Run where torch and transformers are: ``python -m tests.exchange.make_golden``. The fast tests read the files.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.numpy import save_file
+
+from tests.exchange import hub_models
+
+GOLDEN = Path(__file__).parent / "golden"
+EXPECTED = "expected.safetensors"
+SEED = 7
+_SMALL: dict[str, Any] = {
+    "vocab_size": 29,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "initializer_range": 0.4,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": _LLAMA3},
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 6},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+}
+"""What each family adds to the small sizes."""
+
+
+def main() -> None:
+    """Make all of them anew."""
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for family, more in TEXT.items():
+        model = hub_models.made(family, {**_SMALL, **more}, SEED)
+        tokens = hub_models.random_tokens(_SMALL["vocab_size"], SEED, (2, 9))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(tokens).long()).logits
+        _write(model, GOLDEN / family, tokens=tokens, logits=logits.numpy())
+
+
+def _write(model: Any, folder: Path, **expected: Any) -> None:
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_file(expected, folder / EXPECTED)
+
+
+if __name__ == "__main__":
+    main()

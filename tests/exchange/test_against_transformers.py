@@ -1,0 +1,62 @@
+"""Random models of every family: logits, gradients and files beside those of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rrfp_jax.exchange.importing import plan_import, write_import
+from tests.exchange.ours import Ours
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.exchange import hub_models  # noqa: E402 - it needs both
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+SEEDS = range(4)
+
+
+def assert_close(ours: Any, theirs: Any, limit: float) -> None:
+    """Within ``limit`` of the largest number."""
+    theirs = np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= limit * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", hub_models.TEXT)
+def test_text_models(family: str, seed: int, tmp_path: Path):
+    model = hub_models.text_model(family, seed)
+    tokens = hub_models.random_tokens(model.config.vocab_size, seed)
+    hub_models.save(model, tmp_path / "theirs", shard_size="5GB" if seed % 2 else "20KB")
+    plan = plan_import(tmp_path / "theirs")
+    write_import(plan, tmp_path / "ours")
+    ours = Ours(tmp_path / "ours")
+
+    theirs = model(input_ids=torch.tensor(tokens).long()).logits
+    assert_close(ours.logits({"tokens": tokens}), theirs.detach(), 2e-5)
+    check_gradients(model, theirs, tokens, plan, ours, {"tokens": tokens})
+
+
+def check_gradients(model: Any, logits: Any, tokens: np.ndarray, plan: Any, ours: Ours, leaves: Any) -> None:
+    """Every leaf's gradient, by the norm of the difference."""
+    targets = torch.tensor(tokens[:, 1:]).long()
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+    loss.backward()
+    our_loss, grads = ours.gradients(leaves)
+    assert our_loss == pytest.approx(loss.item(), rel=1e-5)
+    theirs = hub_models.gradients_by_file_name(model)
+    largest = max(np.linalg.norm(gradient) for gradient in theirs.values())
+    for match in plan.matches:
+        mine = grads
+        for key in match.ours:
+            mine = mine[key]
+        expected = match.transform.to_ours([theirs[name] for name in match.theirs])
+        size = max(np.linalg.norm(expected), 1e-3 * largest)
+        assert np.linalg.norm(np.asarray(mine) - expected) <= 1e-4 * size, match.ours

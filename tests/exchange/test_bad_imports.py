@@ -1,0 +1,172 @@
+"""What an import refuses: one sentence that names the file, the field or the tensor, and nothing is left behind."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rrfp_jax.exchange.importing import plan_import, write_import
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def copy_of(family: str, folder: Path) -> Path:
+    shutil.copytree(GOLDEN / family, folder, ignore=shutil.ignore_patterns("expected*"))
+    return folder
+
+
+def change(folder: Path, values: dict[str, Any]) -> Path:
+    """Fields of ``config.json``, those of parts by dotted names."""
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in values.items():
+        *parts, last = name.split(".")
+        inner = config
+        for part in parts:
+            inner = inner[part]
+        inner[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+REFUSED_FIELDS = [
+    ("llama", {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
+    ("llama", {"attention_bias": True}, "attention_bias is True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+    ("llama", {"rope_parameters.partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_parameters.attention_factor": 2.0}, "attention_factor is 2.0"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention is"),
+    ("llama", {"logit_scale": 0.25}, "logit_scale is 0.25"),
+    ("llama", {"hidden_size": "8"}, "hidden_size is '8'"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("llama", {"head_dim": 5}, "heads are 5 wide"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": None, "max_window_layers": 1},
+        "max_win",
+    ),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits is True"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "none of the 2 layers has experts"),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "said"), REFUSED_FIELDS, ids=lambda value: None)
+def test_fields_are_refused_by_name(family: str, values: dict[str, Any], said: str, tmp_path: Path):
+    source = change(copy_of(family, tmp_path / "theirs"), values)
+    with pytest.raises(ValueError, match=r"config\.json") as refusal:
+        plan_import(source)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    held = load_file(folder / "model.safetensors")
+    change(held)
+    save_file(held, folder / "model.safetensors")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda held: held.update({"model.extra.weight": np.ones(2, np.float32)}), "holds model.extra.weight"),
+        (lambda held: held.pop(NORM), f"lacks the tensor {NORM}"),
+        (lambda held: held.update({NORM: np.ones(3, np.float32)}), f"{NORM} has shape [3]"),
+        (lambda held: held.update({NORM: np.ones(8, np.int8)}), f"{NORM} is I8"),
+        (lambda held: held.update({NORM: np.ones(8, np.float16)}), "float16"),
+    ],
+)
+def test_tensors_are_refused_by_name(damage: Callable, said: str, tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    tensors(source, damage)
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refusal:
+        plan_import(source)
+    assert said in str(refusal.value)
+
+
+def test_shards_must_be_there(tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    names = sorted(load_file(source / "model.safetensors"))
+    shutil.move(source / "model.safetensors", source / "model-00001-of-00002.safetensors")
+    places = dict.fromkeys(names, "model-00001-of-00002.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places | {NORM: "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing"):
+        plan_import(source)
+    index.write_text(json.dumps({"weight_map": places | {"more": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ValueError, match="lacks more"):
+        plan_import(source)
+    index.write_text(json.dumps({"weight_map": {name: place for name, place in places.items() if name != NORM}}))
+    with pytest.raises(ValueError, match=f"holds {NORM}"):
+        plan_import(source)
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere"}}))
+    with pytest.raises(ValueError, match="is no file of the folder"):
+        plan_import(source)
+
+
+def test_damaged_files_are_refused(tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[:-7])
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        plan_import(source)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has neither"):
+        plan_import(source)
+    (source / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        plan_import(source)
+    with pytest.raises(ValueError, match="cannot be read"):
+        plan_import(tmp_path / "nowhere")
+
+
+def test_a_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    plan = plan_import(source)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no whole safetensors"):
+        write_import(plan, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    with pytest.raises(ValueError, match="is not empty"):
+        write_import(plan, source)
+
+
+def test_old_names_and_a_doubled_table_are_understood(tmp_path: Path):
+    source = change(
+        copy_of("qwen2", tmp_path / "theirs"),
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+            "layer_types": None,
+            "torch_dtype": "float32",
+        },
+    )
+    old = plan_import(source)
+
+    def double(held: dict[str, np.ndarray]) -> None:
+        held["lm_head.weight"] = held["model.embed_tokens.weight"].copy()
+        held["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+
+    tensors(source, double)
+    doubled = plan_import(source)
+    assert doubled.form == old.form
+    assert doubled.form.sections.model.tie_embeddings
+    tensors(source, lambda held: held.update({"lm_head.weight": held["lm_head.weight"] + 1}))
+    assert not plan_import(source).form.sections.model.tie_embeddings  # transformers does not tie what differs
