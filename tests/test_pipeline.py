@@ -167,6 +167,8 @@ def test_bad_options_are_refused_with_a_remedy(options: dict[str, Any], message:
 def test_devices_are_as_many_as_the_layout_has() -> None:
     with pytest.raises(ValueError, match="1 devices are given for 2 stages"):
         Process(Layout(num_stages=2), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"8 devices .* tensor 3 on 1 process multiply to 6 for each: give axes that"):
+        Process(Layout(num_stages=2, tensor=3), num_devices=8)
 
 
 def test_stages_share_the_devices_that_there_are() -> None:

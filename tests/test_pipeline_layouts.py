@@ -158,6 +158,7 @@ def test_a_shared_optimizer_state_is_shared_out() -> None:
         ({"data": 3}, r"2 stages x data 3 x tensor 1|cannot be dealt out evenly to 3"),
         ({"shard_optimizer": True}, "whose layout has data of at least 2"),
         ({"data": 8}, r"need 16 devices for each process"),
+        ({"mesh": {"tensor": 2, "fsdp": 3}}, r"tensor 2 x fsdp 3 .* need 12 devices for each process"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import EncoderConfig
-from rrfp_jax.models.vision_language_config import Modality, VisionLanguageConfig
+from rrfp_jax.models.mesh_fit import check_divides, check_encoder_divides
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.unit_axes import EXPERT, TENSOR
 
 COLUMNS, ROWS, WHOLE = PartitionSpec(None, TENSOR), PartitionSpec(TENSOR, None), PartitionSpec()
@@ -46,36 +47,11 @@ def partition_vision_language(config: VisionLanguageConfig, params: Any, axes: M
     num_shards = axes.get(TENSOR, 1)
     cuts = {"decoder": _checked_cut(config.decoder, axes)}
     for modality in config.modalities if num_shards > 1 else ():
-        check_encoder_divides(modality, num_shards)
+        check_encoder_divides(modality.name, modality.encoder.mlp_dim, num_shards)
         cuts[modality.name] = _encoder_cut(modality.encoder, num_shards)
         inner = modality.projector.mlp_dim or config.decoder.hidden
         cuts[modality.projector_name] = {} if inner % num_shards else _product_pair("linear_1", "linear_2")
     return {name: _placed(cuts.get(name.partition(".")[0], {}), {name: layer})[name] for name, layer in params.items()}
-
-
-def check_divides(config: LanguageModelConfig, num_shards: int, num_expert_shards: int = 1) -> None:
-    """Raise ValueError unless ``num_shards`` devices can share the model's layers, and so many others its experts."""
-    _check_size("num_heads", config.num_heads, num_shards)
-    if config.num_sparse_layers < config.num_layers:
-        _check_size("mlp_dim", config.mlp_dim, num_shards)
-    if config.experts is not None:
-        _check_size("mlp_dim" if config.experts.mlp_dim is None else "experts.mlp_dim", config.expert_dim, num_shards)
-        _check_size("experts.shared_mlp_dim", config.experts.shared_mlp_dim or 0, num_shards)
-        _check_size("experts.num_experts", config.experts.num_experts, num_expert_shards, EXPERT)
-
-
-def check_encoder_divides(modality: Modality, num_shards: int) -> None:
-    """Raise ValueError unless ``num_shards`` devices can share the encoder's layers."""
-    _check_size(f"{modality.name}.mlp_dim", modality.encoder.mlp_dim, num_shards)
-
-
-def _check_size(name: str, size: int, num_shards: int, axis: str = TENSOR) -> None:
-    if size % num_shards:
-        degree = "tensor degree" if axis == TENSOR else f"degree of {axis}"
-        raise ValueError(
-            f"{name} {size} does not divide over {axis} {num_shards}: give a {degree} that divides {size}, "
-            f"or {name} {size + -size % num_shards}"
-        )
 
 
 def _checked_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> Cut:

@@ -82,7 +82,13 @@ class Process:
         self.layout, self.cluster = layout, cluster
         if num_devices is not None and num_devices < 1:
             raise ValueError(f"{num_devices} devices are asked of each process: give at least 1")
-        self.num_devices = min(layout.devices_per_rank, num_devices or layout.devices_per_rank)
+        if num_devices is not None and num_devices > layout.devices_per_rank:
+            raise ValueError(
+                f"{num_devices} devices are asked of each process, and {layout.describe()} multiply to "
+                f"{layout.devices_per_rank} for each: give axes that multiply to {num_devices}, or devices "
+                f"{layout.devices_per_rank}"
+            )
+        self.num_devices = num_devices or layout.devices_per_rank
         """How many devices each process takes."""
         self.rank = 0 if cluster is None else cluster.rank
         self.units = layout.units_of(self.rank)

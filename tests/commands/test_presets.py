@@ -18,12 +18,12 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands import launch
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
 from rrfp_jax.exit_codes import BAD_INPUT, INTERRUPTED, PEER_LOST, PREEMPTED
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models.presets import MODELS
-from rrfp_jax.models.tensor_cut import check_divides
 from rrfp_jax.network import RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import model_graph
@@ -110,7 +110,7 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
     )
     chunks = cut_language_model(config, order.placement.num_chunks) if model is None else model.chunks
     assert len(chunks) == order.placement.num_chunks
-    check_divides(config.model, pipeline.tensor)
+    check_meshes(config)
     if order.footprints is None:
         assert max(order.windows) <= order.graph.num_microbatches, "a wider window than microbatches bounds nothing"
     if preset.parts[0] != "cpu":

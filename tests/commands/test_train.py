@@ -22,6 +22,7 @@ SMALL = ("--hidden", 32, "--mlp-dim", 32, "--length", 16, "--batch-size", 8, "--
 ROW = {
     "step",
     "loss",
+    "means",
     "grad_norm",
     "learning_rate",
     "step_time_s",

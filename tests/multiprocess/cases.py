@@ -14,7 +14,7 @@ from rrfp_jax.tasks import Placement, linear, looped
 from tests.multiprocess.launching import launched
 
 _FILE = "cases.json"
-_PATIENCE_S = 900.0
+_PATIENCE_S = 1500.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ class Case:
     num_ranks: int
     transport: str = "sockets"
     num_steps: int = 10
+    num_rows: int = 2
+    """Of a microbatch of a language model."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the pipeline; a schedule by its name."""
     delay_ms: float = 0.0

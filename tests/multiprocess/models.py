@@ -19,7 +19,7 @@ from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
 from tests.programs.toys import VOCAB, plain_model
 
-NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 8, 2, 8
+NUM_MICROBATCHES, LENGTH = 8, 8
 EXPERTS = "experts"
 PLAIN, LONG_SUMS, RAGGED, DRAWN = "plain", "long sums", "ragged", "drawn"
 """The last two have microbatches of several shapes: two encoders (:mod:`tests.ragged`), and a vision-language model
@@ -95,10 +95,10 @@ def make_batches(case: Case) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     batches = []
     for step in range(case.num_steps):
-        start = rng.integers(0, VOCAB, (NUM_MICROBATCHES, NUM_SEQUENCES, 1))
+        start = rng.integers(0, VOCAB, (NUM_MICROBATCHES, case.num_rows, 1))
         sequence = ((start + np.arange(LENGTH + 1)) % VOCAB).astype(np.int32)
         share = rng.random((NUM_MICROBATCHES, 1, 1))
-        weights = (rng.random((NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH)) < share).astype(np.float32)
+        weights = (rng.random((NUM_MICROBATCHES, case.num_rows, LENGTH)) < share).astype(np.float32)
         weights[1] *= step > 0
         batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
     return batches

@@ -15,6 +15,7 @@ from tests.plain_loop import assert_same_training
 
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
 SPLIT = {"hint": "bfw", "window": 2}
+FUSED, SPLIT_TABLE = {"schedule": "1f1b"}, {"schedule": "zb-h1"}
 ONE_OF_EACH = [
     Case(name="tensor 2", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer", options=PROPOSE),
     Case(name="4 stages", cut=(0, 1, 1, 0), num_stages=4, num_ranks=4),
@@ -171,6 +172,7 @@ def test_microbatches_of_many_shapes_with_and_without_images(cases: list[Case], 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_vision_language_model_on_drawn_words(tmp_path: Path) -> None:
     cases = sorted(VISION, key=lambda case: -case.num_ranks)
     results = train_together(cases, tmp_path)
@@ -206,11 +208,19 @@ def language_models(case: Case, *more_options: dict[str, Any]) -> list[Case]:
     ]
 
 
-def on_mesh(mesh: dict[str, int]) -> list[Case]:
-    """Stages of four devices over four processes, which have two of each stage: strictly and ready, fused and split."""
-    case = Case(name="", cut=(0,) * 2, num_stages=2, mesh=mesh, num_ranks=4)
-    strict = {"schedule": "1f1b", "consume": "strict"}
-    return language_models(case, strict, {"schedule": "zb-h1"} | PROPOSE)
+def on_mesh(mesh: dict[str, int] | list[dict[str, int]], model: str = "untied") -> list[Case]:
+    """Stages of four devices over four processes, twenty steps: strictly and ready with foresight, fused and split.
+
+    Four rows make every mesh cut them.
+    """
+    case = Case(name="", model=model, cut=(1, 1), num_stages=2, mesh=mesh, num_ranks=4, num_steps=20, num_rows=4)
+    strict = {"consume": "strict"}
+    return [
+        replace(case, name="strict, fused", model=model if model == EXPERTS else "tied", options=FUSED | strict),
+        replace(case, name="strict, split", transport="transfer", options=SPLIT_TABLE | strict),
+        replace(case, name="ready, fused", transport="transfer", options=FUSED),
+        replace(case, name="ready, split", options=SPLIT_TABLE | PROPOSE),
+    ]
 
 
 @pytest.mark.slow
@@ -229,11 +239,6 @@ def on_mesh(mesh: dict[str, int]) -> list[Case]:
             PROPOSE | SHARDED,
         ),
         language_models(Case(name="", cut=(0,) * 4, num_stages=2, data=2, tensor=2, num_ranks=4), {}, SHARDED),
-        on_mesh({"tensor": 2, "fsdp": 2}),
-        on_mesh({"fsdp": 4}),
-        on_mesh({"expert": 2, "fsdp": 2}),
-        on_mesh({"tensor": 2, "context": 2}),
-        [replace(case, model=EXPERTS) for case in on_mesh({"expert": 2, "fsdp": 2})],
     ],
     ids=[
         "4 stages on 4",
@@ -243,14 +248,38 @@ def on_mesh(mesh: dict[str, int]) -> list[Case]:
         "data 2 on 4",
         "2 x 2 x 2 on 8",
         "2 x 2 x 2 on 4, 2 chunks each",
-        "tensor 2 x fsdp 2 on 4",
-        "fsdp 4 on 4",
-        "expert 2 x fsdp 2 on 4",
-        "tensor 2 x context 2 on 4",
-        "experts over expert 2 x fsdp 2 on 4",
     ],
 )
 def test_every_layout_trains_what_the_plain_loop_trains(cases: list[Case], tmp_path: Path) -> None:
+    same_as_the_plain_loop(cases, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        on_mesh({"tensor": 2, "fsdp": 2}),
+        on_mesh({"fsdp": 4}),
+        on_mesh({"expert": 2, "fsdp": 2}),
+        on_mesh({"context": 2, "tensor": 2}),
+        on_mesh({"expert": 2, "fsdp": 2}, EXPERTS),
+        on_mesh([{"fsdp": 2, "expert": 2}, {"tensor": 2, "context": 2}]),
+    ],
+    ids=[
+        "tensor 2 x fsdp 2",
+        "fsdp 4",
+        "expert 2 x fsdp 2",
+        "context 2 x tensor 2",
+        "experts",
+        "another on each stage",
+    ],
+)
+def test_every_mesh_trains_what_the_plain_loop_trains(cases: list[Case], tmp_path: Path) -> None:
+    same_as_the_plain_loop(cases, tmp_path)
+
+
+def same_as_the_plain_loop(cases: list[Case], tmp_path: Path) -> None:
     results = train_together(cases, tmp_path)
     references = {case.model: train_reference(case) for case in cases}
     for case in cases:

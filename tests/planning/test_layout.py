@@ -80,3 +80,5 @@ def test_how_stages_share_devices() -> None:
     assert Layout(num_stages=4, tensor=2).shared_devices(0, 5) == (0, 1, 0, 1, 2, 3, 2, 3)
     with pytest.raises(ValueError, match=r"data 2 x tensor 2 need 4 of their own"):
         Layout(num_stages=4, data=2, tensor=2).shared_devices(0, 3)
+    with pytest.raises(ValueError, match=r"data 1 x tensor 2 x fsdp 2 need 4 of their own"):
+        Layout(num_stages=4, mesh={"tensor": 2, "fsdp": 2}).shared_devices(0, 3)

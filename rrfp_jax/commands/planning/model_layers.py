@@ -12,6 +12,7 @@ from rrfp_jax.commands.planning.layer_kinds import BYTES, FLOAT32, Placed, Way, 
 from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
+from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import REMATS, LayerSizes
 from rrfp_jax.planning.unit_axes import TENSOR
@@ -65,10 +66,7 @@ def model_layers(
 
     Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
     """
-    if tensor > 1:
-        from rrfp_jax.models.tensor_cut import check_divides  # loads JAX
-
-        check_divides(config.model, tensor)
+    check_divides(config.model, tensor)
     others = [axis for axis, size in (config.pipeline.mesh or {}).items() if axis != TENSOR and size > 1]
     if others:
         raise ValueError(f"planning knows what devices of the axis {TENSOR} share, not of {others[0]}: leave that out")

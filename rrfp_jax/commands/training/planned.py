@@ -13,6 +13,7 @@ from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
 from rrfp_jax.commands.studies.graphs import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set
+from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.data import VOCAB_SIZE
 from rrfp_jax.models.encoder_config import ENCODER
@@ -78,6 +79,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         raise ValueError(
             f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
         )
+    check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
     if config.vision is not None:
         return _with_vision(config, path, ordering, share)
