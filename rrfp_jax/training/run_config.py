@@ -1,4 +1,4 @@
-"""What a run is made of beyond model and data: the pipeline's layout and order, the optimizer, the run itself.
+"""What a run is made of beyond model, data and optimizer: the pipeline's layout and order, the run itself.
 
 Plain records, validated once; nothing here imports JAX, so that bad input is refused before anything is loaded.
 """
@@ -24,7 +24,6 @@ _CACHE = Rule(
 AUTO_CUT = "auto"
 _CUT = Rule("the layers of each chunk, or auto", lambda value: not isinstance(value, str) or value == AUTO_CUT)
 _PROJECTOR = Rule(", ".join(PROJECTOR_PLACES), lambda value: value in PROJECTOR_PLACES)
-_DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,31 +191,6 @@ class PipelineConfig:
                 f"stage_of_chunk names {max(stages) + 1} stages and num_stages is {self.num_stages}: give both the "
                 "same number"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
-
-    learning_rate: float
-    """Peak learning rate."""
-    final_learning_rate: float = 0.0
-    """Learning rate at the last step, if that comes after the warm-up and the step with the peak."""
-    warmup_steps: int = 0
-    """Steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps + 1)`` on."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors (norm scales) are not decayed."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, POSITIVE, "learning_rate", "eps")
-        check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps", "weight_decay")
-        check_fields(self, _DECAY, "b1", "b2")
 
 
 @dataclass(frozen=True, kw_only=True)

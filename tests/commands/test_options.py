@@ -21,7 +21,8 @@ def test_the_choices_that_are_shown_are_accepted() -> None:
     for name, choices in choices_of_options().items():
         for choice in choices:
             if name not in ("pipeline.schedule", "pipeline.hint") and choice not in ("N,N,...", "FILE.json"):
-                load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, {name: choice})
+                given = {name: choice} | ({"optimizer.final_learning_rate": None} if choice == "constant" else {})
+                load_train_config(MULTIMODAL if name.startswith(("vision", "projector")) else DEBUG, given)
             if name == "pipeline.hint" and choice != "FILE.py:NAME":
                 check_words("ready", choice, None, has_schedule=choice == "schedule")
 

@@ -92,8 +92,8 @@ def add_record_options(
 ) -> None:
     """Add an option for every field of every section, ``--field`` where its name is unique and ``--section.field``.
 
-    ``choices`` names the values of some fields, by ``section.field``; ``qualified`` sections whose options always name
-    them, so that they take no short name from others.
+    ``choices`` names the values of some fields, by ``section.field``; ``qualified`` sections, and fields of others,
+    whose options always name the section, so that they take no short name from others.
     """
     for section, record in sections.items():
         group = parser.add_argument_group(section, f"{field_texts(record)['']}.".replace("%", "%%"))
@@ -138,7 +138,7 @@ def whole_flag(name: str) -> str:
 
 def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] = ()) -> str:
     """The shortest option of a field ``section.field``."""
-    section, _, key = name.partition(".")
-    others = (record for other, record in sections.items() if other not in qualified)
-    is_unique = section not in qualified and sum(key == f.name for record in others for f in fields(record)) == 1
-    return whole_flag(key if is_unique else name)
+    key = name.partition(".")[2]
+    owners = [other for other, record in sections.items() if any(key == field.name for field in fields(record))]
+    short = [f"{other}.{key}" for other in owners if not {other, f"{other}.{key}"} & {*qualified}]
+    return whole_flag(key if short == [name] else name)

@@ -92,6 +92,7 @@ def _costs(model: ModelLayers, roofline: Roofline, config: TrainConfig) -> dict[
             each.sizes,
             fixed_bytes=each.fixed_bytes,
             param_bytes=BYTES[config.model.param_dtype],
+            num_moments=each.num_moments,
             trains=each.trains,
             has_backward=each.has_backward,
         )

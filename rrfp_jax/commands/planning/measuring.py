@@ -28,7 +28,8 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.tasks import Placement, TaskKind
 from rrfp_jax.timeline import IdleReason, Timeline
-from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.optimizer import make_optimizer
 
 NUM_MICROBATCHES = 4
 _WARM_UP = 2

@@ -19,6 +19,8 @@ from rrfp_jax.planning.unit_axes import TENSOR
 
 _COUNTS = 8
 """Of the updates that an optimizer counts, twice, for each chunk."""
+_TABLES = ("embedding", "head")
+"""Layers whose matrices are no products of hidden layers, for optimizers that tell these apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class LayerType:
     sizes: LayerSizes
     fixed_bytes: int
     """Parameters, accumulators, optimizer state, and parameters cast for computing."""
+    num_moments: int = 2
+    """Numbers of optimizer state for each parameter."""
     trains: bool = True
     """Whether its parameters change."""
     has_backward: bool = True
@@ -83,8 +87,13 @@ def model_layers(
     for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
         has_backward = place >= first
         names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
+        num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
         types[names[-1]] = LayerType(
-            sizes=each.sizes, fixed_bytes=_fixed(each, does, replicas), trains=does, has_backward=has_backward
+            sizes=each.sizes,
+            fixed_bytes=_fixed(each, num_moments if does else None, replicas),
+            num_moments=num_moments,
+            trains=does,
+            has_backward=has_backward,
         )
     return ModelLayers(
         layers=tuple(names),
@@ -111,11 +120,13 @@ def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return all(any(matches(pattern, name) for pattern in patterns) for name in names)
 
 
-def _fixed(placed: Placed, trains: bool, replicas: int) -> int:
-    """AdamW has two moments in the parameters' dtype, which replicas may share out."""
+def _fixed(placed: Placed, num_moments: int | None, replicas: int) -> int:
+    """Moments have the parameters' dtype, and replicas may share them out; None: the layer is frozen."""
     itemsize, number = BYTES[placed.param_dtype], placed.sizes.num_params
-    trained = number * FLOAT32 - (-2 * number * itemsize // replicas) + _COUNTS
-    return number * itemsize + placed.sizes.derived_bytes + trained * trains
+    held = number * itemsize + placed.sizes.derived_bytes
+    if num_moments is None:
+        return held
+    return held + number * FLOAT32 - (-num_moments * number * itemsize // replicas) + _COUNTS
 
 
 def _ends(config: TrainConfig, kinds: list[str]) -> frozenset[int]:

@@ -20,15 +20,17 @@ from rrfp_jax.data import prefetched
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.operations.offloading import moves_activations
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.loop import TrainingLoop
+from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.model_speed import ModelSpeed
-from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from rrfp_jax.training.optimizer import check_groups, make_optimizer
 from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
 
@@ -199,6 +201,8 @@ def assemble(planned: PlannedRun) -> Run:
     """
     config, ordering, order = planned.config, planned.ordering, planned.order
     layout, path = config.pipeline, planned.path
+    chunks = _chunks(planned)
+    check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
     cache = compile_cache_of(config)
     process = enter(
         num_stages=layout.num_stages,
@@ -213,7 +217,7 @@ def assemble(planned: PlannedRun) -> Run:
         progress_deadline_s=layout.progress_deadline_s,
     )
     pipeline = Pipeline(
-        _chunks(planned),
+        chunks,
         placement=order.placement,
         edges=None if planned.cut is None else planned.cut.edges,
         process=process,

@@ -29,7 +29,8 @@ from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.run_config import AUTO_CUT, OptimizerConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +90,12 @@ def _record_type(kind: Any) -> type:
 DATA_SETS = ("data", "rendered_text", "image_text")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
-QUALIFIED = ("rendered_text", "image_text", "vision", "projector")
-"""Sections whose options always name them."""
+_WITH_SECTION = ("rendered_text", "image_text", "vision", "projector")
+QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.groups")
+"""Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")
 """Sections in the order in which help texts have them; the others follow."""
-_OPTIONAL = ("cluster", "data", *QUALIFIED)
+_OPTIONAL = ("cluster", "data", *_WITH_SECTION)
 """Sections that a file may leave out."""
 
 
@@ -115,6 +117,8 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "pipeline.backward": (SPLIT, FUSED),
         "pipeline.transport": ("auto", "sockets", "transfer"),
         "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
+        "optimizer.name": tuple(OPTIMIZERS),
+        "optimizer.schedule": tuple(SCHEDULES),
         "run.platform": ("cpu",),
     }
 

@@ -10,6 +10,8 @@ _LAYOUT_ONLY = {"data": ("num_microbatches",), "rendered_text": _OF_SAMPLES, "im
 """How a batch is cut and padded changes neither its gradient nor what comes next."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
+_EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine"}
+"""What checkpoints were saved with that do not tell it."""
 
 
 def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -44,4 +46,4 @@ def _names(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _at(config: Mapping[str, Any], name: str) -> Any:
     section, _, field = name.partition(".")
-    return config.get(section, {}).get(field)
+    return config.get(section, {}).get(field, _EARLIER.get(name))

@@ -8,7 +8,7 @@ for F, the input gradient and the weight gradient each (Williams et al. 2009). W
 them computes a part, and sums of activations follow, as a ring does them: ``2 (n - 1) / n`` of the bytes over the link
 between them. What launching takes is of the task, whatever it holds, and is no part of a layer.
 
-The optimizer reads and writes parameters, accumulators and both moments once. A head's bytes and operations are those
+The optimizer reads and writes parameters, accumulators and moments once. A head's bytes and operations are those
 of its logits, which may be as much as several layers; an embedding only moves bytes.
 """
 
@@ -52,14 +52,22 @@ class Roofline:
         return number * (2 * (self.tensor - 1) / self.tensor * num_bytes / rate / 1e6 + self.efficiencies.sum_ms)
 
     def costs(
-        self, sizes: LayerSizes, *, fixed_bytes: int, param_bytes: int, trains: bool = True, has_backward: bool = True
+        self,
+        sizes: LayerSizes,
+        *,
+        fixed_bytes: int,
+        param_bytes: int,
+        num_moments: int = 2,
+        trains: bool = True,
+        has_backward: bool = True,
     ) -> LayerCosts:
-        """The costs of a layer; ``param_bytes`` of each of its parameters. Frozen ones are neither trained nor owed."""
+        """The costs of a layer; ``param_bytes`` of each of its parameters, for which the optimizer has so many moments.
+        Frozen ones are neither trained nor owed."""
         flops = sizes.tasks(trains=trains, has_backward=has_backward)
         moved = [each * does for each, does in zip(sizes.moved_bytes, (True, has_backward, trains), strict=True)]
         forward, input_gradient, weight_gradient = map(self.task_ms, flops, moved)
         sums = [self.sums_ms(number, sizes.sum_bytes) for number in sizes.sums]
-        updated = sizes.num_params * trains * 2 * (3 * param_bytes + 4)
+        updated = sizes.num_params * trains * 2 * ((1 + num_moments) * param_bytes + 4)
         return LayerCosts(
             forward_ms=forward + sums[0],
             input_gradient_ms=input_gradient + sums[1] * has_backward,

@@ -1,0 +1,98 @@
+"""Every optimizer by name trains in a pipeline what it trains in the plain loop, wherever its state lies."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.tasks import linear
+from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.optimizer import check_groups, make_optimizer
+from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup
+from tests.pipelines import make_pipeline
+from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import plain_model
+from tests.test_pipeline_experts import wide_batches
+from tests.test_pipeline_layouts import NUM_STEPS, train
+from tests.test_pipeline_training import make_batches
+
+MODEL = LanguageModelConfig(
+    vocab_size=32, hidden=16, num_layers=2, num_heads=2, mlp_dim=32, init_std=0.1, tie_embeddings=True
+)
+SPARSE = replace(MODEL, experts=ExpertsConfig(num_experts=4, experts_per_token=2, every=2), tie_embeddings=False)
+GROUPS = (
+    ParameterGroup(match=("layers.*.attention.*",), learning_rate_scale=0.1, weight_decay=0.0),
+    ParameterGroup(match=("layers.1", "*norm.scale"), learning_rate_scale=2.0, weight_decay=0.3),
+)
+TOY_GROUP = ParameterGroup(match=("layers.*.up",), learning_rate_scale=0.5)
+FIELDS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "adafactor": {"min_dim_size_to_factor": 8}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas that share the state": {"data": 2, "shard_optimizer": True},
+    "tensor": {"mesh": {"tensor": 2}},
+    "fsdp": {"mesh": {"fsdp": 2}},
+    "tensor x fsdp, shared": {"mesh": {"tensor": 2, "fsdp": 2}, "data": 2, "shard_optimizer": True},
+}
+
+
+def config_of(name: str, schedule: str) -> OptimizerConfig:
+    decay = {"decay_steps": 2} if schedule == "warmup-stable-decay" else {}
+    return OptimizerConfig(
+        name=name,
+        learning_rate=3e-3,
+        schedule=schedule,
+        warmup_steps=1,
+        groups=GROUPS,
+        **FIELDS.get(name, {}),
+        **decay,
+    )
+
+
+@cache
+def plain(name: str, schedule: str, model: LanguageModelConfig) -> tuple[list[Chunk], Any, Any]:
+    """The chunks, the optimizer, and what the plain loop makes of them."""
+    config = config_of(name, schedule)
+    optimizer = make_optimizer(config, learning_rate_schedule(config, NUM_STEPS))
+    chunks = language_model(model).split(2)
+    params = model_params(chunk.init(jax.random.key(1)) for chunk in chunks)
+    check_groups(config, params)
+    return chunks, optimizer, train_plainly(chunks, params, optimizer, wide_batches(), clip_norm=1.0)
+
+
+def check(name: str, schedule: str = "cosine", model: LanguageModelConfig = MODEL, **options: Any) -> None:
+    chunks, optimizer, expected = plain(name, schedule, model)
+    pipeline = make_pipeline(
+        chunks, placement=linear(2), optimizer=optimizer, clip_norm=1.0, progress_deadline_s=120, **options
+    )
+    assert_same_training(*train(pipeline, wide_batches()), *expected)
+
+
+def test_muon_trains_whole_matrices_where_replicas_share_its_state() -> None:
+    config = OptimizerConfig(name="muon", learning_rate=3e-3, newton_schulz_steps=2, groups=(TOY_GROUP,))
+    optimizer = make_optimizer(config, learning_rate_schedule(config, 3))
+    chunks, batches = plain_model((1, 1)), make_batches(3)
+    params = model_params(chunk.init(jax.random.key(1)) for chunk in chunks)
+    pipeline = make_pipeline(
+        chunks, placement=linear(2), optimizer=optimizer, clip_norm=1.0, data=2, shard_optimizer=True
+    )
+    assert_same_training(*train(pipeline, batches), *train_plainly(chunks, params, optimizer, batches, clip_norm=1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [MODEL, SPARSE], ids=["tied", "experts"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_with_groups_trains_what_the_plain_loop_does(
+    name: str, model: LanguageModelConfig, layout: str
+) -> None:
+    check(name, model=model, hint="bfw", **LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_what_the_plain_loop_does(schedule: str) -> None:
+    check("adamw", schedule)

@@ -1,0 +1,88 @@
+"""The optimizer's record: defaults by name, and what does not belong together is refused in one sentence."""
+
+import re
+from typing import Any
+
+import pytest
+
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.resuming import check_same_training
+from rrfp_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
+
+DEBUG = "cpu/debug"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_name_has_its_own_defaults_and_the_resolved_record_is_read_as_the_same(name: str) -> None:
+    config = OptimizerConfig(name=name, learning_rate=0.1)
+    assert config.settings == OPTIMIZERS[name]
+    others = {field for fields in OPTIMIZERS.values() for field in fields} - set(OPTIMIZERS[name])
+    assert all(getattr(config, field) is None for field in others)
+    resolved = load_train_config(
+        DEBUG, {f"optimizer.{key}": value for key, value in vars(config).items() if value is not None}
+    )
+    assert resolved.optimizer.settings == {**config.settings}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "adam"}, "name is 'adam': give one of adamw, lion, sgd, muon, adafactor"),
+        ({"schedule": "wsd"}, "schedule is 'wsd': give one of constant, cosine, linear, warmup-stable-decay"),
+        (
+            {"name": "sgd", "b1": 0.9},
+            "b1 is no field of the name sgd, which has momentum, nesterov, weight_decay: leav",
+        ),
+        ({"momentum": 0.9}, "momentum is no field of the name adamw"),
+        ({"schedule": "constant", "final_learning_rate": 0.0}, "final_learning_rate is no field of the schedule const"),
+        (
+            {"schedule": "constant", "decay_steps": 3},
+            "decay_steps is no field of the schedule constant, which has none",
+        ),
+        ({"decay_steps": 0}, "decay_steps is 0: give at least 1"),
+        ({"name": "adafactor", "clipping_threshold": 0.5}, "clipping_threshold is 0.5: give at least 1, or 0"),
+        ({"name": "sgd", "nesterov": True}, "nesterov looks ahead along the momentum, which is 0: give momentum"),
+        ({"name": "muon", "momentum": 1.0}, "momentum is 1.0: give at least 0 and less than 1"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        OptimizerConfig(learning_rate=0.1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"match": ()}, "matches nothing"),
+        (
+            {"match": ("layers.*",)},
+            "the group layers.* changes nothing: give it a learning_rate_scale or a weight_decay",
+        ),
+        ({"match": ("layers.*",), "learning_rate_scale": -1.0}, "learning_rate_scale is -1.0: give 0 or more"),
+        ({"match": ("layers.*",), "weight_decay": float("nan")}, "weight_decay is nan: give 0 or more"),
+    ],
+)
+def test_groups_that_say_nothing_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ParameterGroup(**fields)
+
+
+def test_groups_are_read_from_a_file_or_an_option() -> None:
+    groups = [{"match": ["layers.*.attention.*"], "learning_rate_scale": 0.1, "weight_decay": 0}]
+    config = load_train_config(DEBUG, {"optimizer.groups": groups})
+    assert config.optimizer.groups == (
+        ParameterGroup(match=("layers.*.attention.*",), learning_rate_scale=0.1, weight_decay=0.0),
+    )
+    assert config.as_dict()["optimizer"]["groups"] == groups
+    with pytest.raises(ValueError, match=r"--optimizer.groups .*optimizer.groups has no key 'decay'"):
+        load_train_config(DEBUG, {"optimizer.groups": [{"match": ["layers"], "decay": 0.0}]})
+
+
+def test_checkpoints_of_before_there_were_names_are_of_adamw_and_a_cosine() -> None:
+    given = load_train_config(DEBUG, {}).as_dict()
+    known = ("learning_rate", "final_learning_rate", "warmup_steps", "b1", "b2", "eps", "weight_decay")
+    earlier = {**given, "optimizer": {name: given["optimizer"][name] for name in known}}
+    assert check_same_training(earlier, given, force=False) == []
+    for changed in ({"name": "lion"}, {"schedule": "linear"}, {"groups": [{"match": ["head"], "weight_decay": 0.0}]}):
+        with pytest.raises(ValueError, match=f"optimizer.{next(iter(changed))} was"):
+            check_same_training(earlier, {**given, "optimizer": {**given["optimizer"], **changed}}, force=False)
