@@ -6,7 +6,7 @@ checkpoint whatever layout it was trained in.
 
 from dataclasses import dataclass
 
-from rrfp_jax.field_rules import Rule, check_fields
+from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields
 from rrfp_jax.models.experts_config import ExpertsConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -91,6 +91,9 @@ class LanguageModelConfig:
     """What RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
     """Whether the head uses the transposed embedding table instead of a matrix of its own."""
+    z_loss: float = 0.0
+    """Weight of the square of the logarithm of each token's softmax normaliser, which the loss of training then has
+    beside the cross entropy, as in PaLM (1e-4 there); 0: none."""
     init_std: float = 0.02
     """Standard deviation of the initial matrices. Those that write to the residual stream get
     ``init_std / sqrt(2 * num_layers)`` (Radford et al. 2019, section 2.3)."""
@@ -103,6 +106,7 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
+        check_fields(self, NOT_NEGATIVE, "z_loss")
         self._check_heads()
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)

@@ -200,3 +200,9 @@ def token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tup
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     weights = weights.astype(jnp.float32)
     return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def normaliser_loss(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    """The squares of the logarithms of the softmax's normalisers, summed over tokens by weight; a float32 scalar."""
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    return jnp.sum(squares * weights.astype(jnp.float32))

@@ -19,6 +19,7 @@ from rrfp_jax.models.decoder import (
     Embedding,
     Head,
     SparseDecoderLayer,
+    normaliser_loss,
     packed_rows,
     residual_norm,
     token_loss,
@@ -36,6 +37,8 @@ HEAD = "head"
 """The output matrix; absent with tied embeddings."""
 ROUTER_LOSS = "router_loss"
 """The named sum of what routers of experts add to the loss."""
+Z_LOSS = "z_loss"
+"""The named sum of what the z-loss adds to the loss."""
 
 
 class Merge(NamedTuple):
@@ -78,6 +81,8 @@ class LanguageModel:
         microbatch's weight to ``loss_sum``, and returns it as the named sum ``router_loss`` too: the loss of a step is
         the mean over tokens, and of each microbatch's router loss by its weight. Chunks with sparse layers then also
         read ``weights``, unless rows are packed: tokens of weight 0, or of segment 0, do not count in it.
+
+        With ``z_loss`` the last chunk adds that to ``loss_sum`` and returns it as the named sum ``z_loss``.
 
         ``packed`` is for rows that hold several samples: every chunk with decoder layers also reads ``positions`` and
         ``segments``, int32 ``[batch, length]``. A token looks only at tokens with its own segment id, and positions
@@ -123,6 +128,7 @@ def decoder_chunk(
         gives_logits=gives_logits,
         packed=packed and len(plan.layers) > 0,
         num_sparse=config.num_sparse_layers if has_router_loss else 0,
+        z_loss=config.z_loss,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
     )
     indices = tuple(merge.index_leaf for merge in merges)
@@ -185,6 +191,7 @@ def _run(
     gives_logits: bool,
     packed: bool,
     num_sparse: int,
+    z_loss: float,
     merges: tuple[tuple[str, str | None], ...],
 ) -> Any:
     """``num_sparse`` is how many layers of the model add to the router's loss; 0: it is not computed."""
@@ -211,10 +218,10 @@ def _run(
     if gives_logits:
         return logits
     loss_sum, weight = token_loss(logits, leaves["targets"], leaves["weights"])
-    if not num_sparse:
-        return loss_sum, weight
-    from_routers = router_loss * weight
-    return loss_sum + from_routers, weight, {ROUTER_LOSS: from_routers}
+    added = {ROUTER_LOSS: router_loss * weight} if num_sparse else {}
+    if z_loss:
+        added[Z_LOSS] = z_loss * normaliser_loss(logits, leaves["weights"])
+    return (loss_sum + sum(added.values()), weight, added) if added else (loss_sum, weight)
 
 
 def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which optimizer a run has, its schedule of learning rates, and groups of parameters that have it otherwise: pure data.
+"""Which optimizer a run has, its schedule of learning rates, and groups of parameters with others: pure data.
 
 Each name takes some of the fields; what belongs to another one is refused, and what is not given gets the name's own
 default. A resolved configuration therefore tells every number that counts, and None for all others.
@@ -59,8 +59,8 @@ class ParameterGroup:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
 
     match: tuple[str, ...]
-    """Paths of parameters, such as ``layers.3.mlp.up.kernel``: whole, or their beginning up to a dot, or globs, in which
-    ``*`` matches dots too."""
+    """Paths of parameters, such as ``layers.3.mlp.up.kernel``: whole, or their beginning up to a dot, or globs, in
+    which ``*`` matches dots too."""
     learning_rate_scale: float = 1.0
     """What the learning rate is multiplied by."""
     weight_decay: float | None = None

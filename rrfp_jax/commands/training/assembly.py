@@ -27,8 +27,8 @@ from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
-from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.model_speed import ModelSpeed
 from rrfp_jax.training.optimizer import check_groups, make_optimizer
 from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, RunDirectory
