@@ -42,7 +42,7 @@ def plain_logits(params: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("z_loss", [-0.1, float("nan")])
 def test_a_weight_that_is_none_is_refused(z_loss: float) -> None:
-    with pytest.raises(ValueError, match="z_loss is .*: give 0 or more"):
+    with pytest.raises(ValueError, match=r"z_loss is .*: give 0 or more"):
         replace(CONFIG, z_loss=z_loss)
 
 
