@@ -27,6 +27,7 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.data_sets import vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
@@ -90,7 +91,8 @@ def train(
         from rrfp_jax.commands.training.assembly import assemble
 
         run = assemble(planned)
-    for line in to_say:
+    note = vocabulary_note(config, planned.dataset)
+    for line in [*to_say, *([] if note is None else [note])]:
         run.console.say(line)
     try:
         return _train(run, name, fresh=fresh, force=force)

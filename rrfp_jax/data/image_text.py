@@ -56,6 +56,9 @@ class ImageText:
     Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
     """
 
+    vocab_size = 256
+    """A token is a byte."""
+
     def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None) -> None:
         self.config = config
         path = _at_home(config.path)

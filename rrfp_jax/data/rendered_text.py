@@ -60,6 +60,9 @@ class RenderedText:
     Raises ValueError, with the remedy, where there are no words, a face is unknown, or rows are too short.
     """
 
+    vocab_size = 256
+    """A token is a byte."""
+
     def __init__(self, config: RenderedTextConfig, *, cost: Cost | None = None) -> None:
         self.config = config
         self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)

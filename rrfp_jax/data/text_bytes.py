@@ -1,12 +1,7 @@
 """Bytes of text in fixed windows, shuffled anew every epoch, any step's batch computed from its number.
 
 The text is cut into windows of ``length`` tokens, one after the other; an epoch visits every window once, in an order
-that depends on (seed, epoch) alone. Sequences are counted over the whole run: sequence ``n`` is window
-``order(n // num_windows)[n % num_windows]``, and step ``s`` takes sequences ``s * batch_size`` onwards. A batch may
-therefore span two epochs, and nothing is dropped.
-
-A loader library (grain) was considered. It brings worker processes and iterator state that must be saved; gathering a
-batch of windows takes NumPy well below a millisecond and needs no state at all.
+that depends on (seed, epoch) alone (:mod:`rrfp_jax.data.epochs`).
 """
 
 import hashlib
@@ -19,6 +14,7 @@ from numpy.typing import NDArray
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Reads
 from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.parts import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
@@ -44,12 +40,15 @@ class DataConfig:
     """Sequences per step, over all microbatches."""
     num_microbatches: int
     """Equal parts into which a step's sequences are cut; divides ``batch_size``."""
+    held_out: float = 0.0
+    """Fraction of the text, at its end, that is never trained on but kept for evaluation."""
     seed: int = 0
     """Decides the order of the sequences."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "max_bytes", "length", "batch_size", "num_microbatches")
         check_fields(self, NOT_NEGATIVE, "seed")
+        check_fields(self, A_FRACTION, "held_out")
         if not self.suffixes:
             raise ValueError("suffixes is empty, so no file would be read: give at least one, for example '.txt'")
         if self.batch_size % self.num_microbatches:
@@ -69,20 +68,39 @@ class DataConfig:
 class TextBytes:
     """A deterministic data set of byte sequences; see the module's text for the order.
 
-    Attributes: ``config``; ``num_bytes`` of text that was read; ``num_windows`` (sequences per epoch).
-    Raises ValueError, with the remedy, when the text cannot be read or does not fill one batch.
+    Args:
+        part: what is trained on, or what is held out.
+
+    Attributes: ``config``; ``num_bytes`` of text that was read; ``num_windows`` of the part (sequences per epoch);
+    ``vocab_size``.
+    Raises ValueError, with the remedy, when the text cannot be read, or does not fill one batch to train on, or a
+    window that is held out.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, config: DataConfig, part: Part = TRAIN) -> None:
+        refuse_nothing_held_out(part, config.held_out)
         self.config = config
         self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)
         self.num_bytes = len(self._text)
         # The last token of the last window still needs a target.
-        self.num_windows = (self.num_bytes - 1) // config.length
-        if self.num_windows < config.batch_size:
+        num_windows = max(0, self.num_bytes - 1) // config.length
+        self.num_windows = num_trained(num_windows, config.held_out)
+        self._first = 0
+        if part == HELD_OUT:
+            # The byte before is the target of the last window that is trained on.
+            self._first = self.num_windows * config.length + 1
+            self.num_windows = max(0, self.num_bytes - self._first - 1) // config.length
+            if not self.num_windows:
+                raise ValueError(
+                    f"{self.num_bytes} bytes of text with held_out {config.held_out} hold back not one sequence of "
+                    f"length {config.length}: give more text, a larger held_out, or a smaller length"
+                )
+        elif self.num_windows < config.batch_size:
             raise ValueError(
-                f"{self.num_bytes} bytes of text hold {max(self.num_windows, 0)} sequences of length {config.length}, "
-                f"fewer than batch_size {config.batch_size}: give at least {config.batch_size * config.length + 1} "
+                f"{self.num_bytes} bytes of text hold {self.num_windows} sequences of length {config.length} to train "
+                f"on, fewer than batch_size {config.batch_size}: give at least {config.batch_size * config.length + 1} "
                 "bytes of text (more files, a larger max_bytes), or a smaller length or batch_size"
             )
 
@@ -100,7 +118,8 @@ class TextBytes:
         Each is ``[num_microbatches, microbatch_size, length]``, whatever is read of it. Safe to call from any thread.
         """
         length, seed = self.config.length, self.config.seed
-        starts = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed) * length
+        items = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed)
+        starts = self._first + items * length
         return token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
 
 

@@ -55,8 +55,10 @@ def leaf_specs(config: TrainConfig, microbatch_size: int) -> list[dict[str, Any]
 
     Raises ValueError, with the remedy, where data that must be read cannot be.
     """
-    if config.data is not None:
-        shape, dtypes = (microbatch_size, config.data.length), {"tokens": "i4", "targets": "i4", "weights": "f4"}
+    if config.row_length is not None:
+        shape, dtypes = (microbatch_size, config.row_length), {"tokens": "i4", "targets": "i4", "weights": "f4"}
+        if config.has_segments:
+            dtypes |= {"positions": "i4", "segments": "i4"}
         return [{name: np.empty(shape, dtype) for name, dtype in dtypes.items()}]
     batch_size = microbatch_size * config.data_set.num_microbatches
     section: Any = {config.data_section: replace(config.data_set, batch_size=batch_size)}

@@ -99,12 +99,12 @@ def model_layers(
         layers=tuple(names),
         types=types,
         ends=_ends(config, [each.kind for each in placed]),
-        tokens_per_sample=0.0 if config.data is None else float(config.data.length),
+        tokens_per_sample=float(config.row_length or 0),
     )
 
 
 def _placed(config: TrainConfig, way: Way) -> list[Placed]:
-    packed = config.data is None
+    packed = config.has_segments
     if config.vision is None:
         return list(decoder_layers(config.model, way, packed=packed))
     projector = config.projector or ProjectorConfig()

@@ -53,7 +53,7 @@ def small_cut(config: TrainConfig, num_stages: int) -> SmallCut:
     inner = [(LAYER,) * count for count in counts[1:-1]]
     model = replace(config.model, num_layers=sum(counts))
     if config.vision is None:
-        chunks = language_model(model).split(layers_per_chunk=counts, packed=config.data is None)
+        chunks = language_model(model).split(layers_per_chunk=counts, packed=config.has_segments)
         layers = ((EMBEDDING,), *inner, (HEAD,))
         return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
     small = replace(config, model=model, vision=_few_layers(config))

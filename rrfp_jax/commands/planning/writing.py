@@ -45,7 +45,7 @@ def check_writable(config: TrainConfig, path: Path) -> None:
             "a plan of a model with an encoder cannot be written as a configuration: leave --write out, and give "
             "encoder_layers_per_chunk, layers_per_chunk and stage_of_chunk what the report says"
         )
-    if config.data is None:
+    if config.row_length is None:
         raise ValueError(
             f"a plan is written for fixed microbatches, and {config.data_section} makes its own: leave --write out"
         )
@@ -73,10 +73,11 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
         )
     if not _is_same(named, choice):
         raise RuntimeError(f"{order_in_words(choice)} would be read from {path} as another order than was planned")
-    assert config.data is not None
     shape = choice.shape
-    data = replace(config.data, batch_size=shape.batch_size, num_microbatches=shape.num_microbatches * shape.data)
-    text = replace(config, pipeline=named, data=data).as_yaml()
+    num_microbatches = shape.num_microbatches * shape.data
+    data: Any = replace(config.data_set, batch_size=shape.batch_size, num_microbatches=num_microbatches)
+    changed: dict[str, Any] = {"pipeline": named, config.data_section: data}
+    text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")
     return written

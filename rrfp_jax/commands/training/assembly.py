@@ -35,7 +35,7 @@ from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, RunDirectory
 from rrfp_jax.training.saving import RunSaver
 
 _DATA_THREADS = 2
-"""Threads that decode images or draw them."""
+"""Threads that decode images or draw them, or run a user's own code."""
 
 
 class Run:
@@ -169,8 +169,8 @@ class Run:
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
-        is_drawn = self.config.data is None
-        num_threads = _DATA_THREADS if is_drawn else 1
+        is_slow = self.config.row_length is None
+        num_threads = _DATA_THREADS if is_slow else 1
         with prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches:
             self.state = loop.run(self.state, batches, self.config.run.steps)
         # not after an error: closing waits for programs, one of which may hang

@@ -23,14 +23,19 @@ from rrfp_jax.commands.common.field_words import as_text, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
+from rrfp_jax.data.tokens_config import TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
+
+DataSetConfig = DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | OwnDataConfig
+"""What a data set can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class TrainConfig:
     data: DataConfig | None = None
     rendered_text: RenderedTextConfig | None = None
     image_text: ImageTextConfig | None = None
+    tokens: TokensConfig | None = None
+    own_data: OwnDataConfig | None = None
     vision: VisionConfig | None = None
     """None: a language model."""
     projector: ProjectorConfig | None = None
@@ -64,7 +71,7 @@ class TrainConfig:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
     @property
-    def data_set(self) -> DataConfig | RenderedTextConfig | ImageTextConfig:
+    def data_set(self) -> DataSetConfig:
         """The one that is given."""
         return next(each for name in DATA_SETS if (each := getattr(self, name)) is not None)
 
@@ -72,6 +79,19 @@ class TrainConfig:
     def data_section(self) -> str:
         """Its section's name."""
         return next(name for name in DATA_SETS if getattr(self, name) is not None)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether rows may hold several samples, each attending to itself alone."""
+        if isinstance(data := self.data_set, TokensConfig | OwnDataConfig):
+            return data.pack
+        return self.data is None
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens of a row where all microbatches are of the same rows; None: the data must be read to know it."""
+        data = self.data_set
+        return data.length if isinstance(data, DataConfig | TokensConfig) else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for YAML."""
@@ -87,10 +107,10 @@ def _record_type(kind: Any) -> type:
     return next(member for member in get_args(kind) or (kind,) if member is not type(None))
 
 
-DATA_SETS = ("data", "rendered_text", "image_text")
+DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
-_WITH_SECTION = ("rendered_text", "image_text", "vision", "projector")
+_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector")
 QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.groups")
 """Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")

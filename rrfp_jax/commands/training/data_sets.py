@@ -1,19 +1,64 @@
 """The data set of a run, and whether the model can read what is in it."""
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.data import ImageText, ImageTextConfig, RenderedText, RenderedTextConfig, TextBytes
+from rrfp_jax.data import (
+    TRAIN,
+    ImageText,
+    ImageTextConfig,
+    OwnData,
+    Part,
+    RenderedText,
+    RenderedTextConfig,
+    TextBytes,
+    Tokens,
+)
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 
-RunData = TextBytes | RenderedText | ImageText
+RunData = TextBytes | RenderedText | ImageText | Tokens | OwnData
 """What a run trains on."""
+_WITH_IMAGES = ("rendered_text", "image_text")
 
 
-def make_data_set(config: TrainConfig) -> RunData:
-    """Raises ValueError, with the remedy, where the data cannot be read, or not by this model."""
-    if config.data is not None:
-        if config.vision is not None:
-            raise ValueError("data is text alone, and the model has vision: give rendered_text or image_text instead")
-        return TextBytes(config.data)
+def make_data_set(config: TrainConfig, part: Part = TRAIN) -> RunData:
+    """What a run trains on, or the part of it that is held out for evaluation.
+
+    Raises ValueError, with the remedy, where the data cannot be read, or not by this model, or has no such part.
+    """
+    data = _text(config, part) if config.data_section not in _WITH_IMAGES else _text_with_images(config, part)
+    if config.model.vocab_size < data.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokens of {config.data_section} are up to "
+            f"{data.vocab_size - 1}: give at least {data.vocab_size}"
+        )
+    return data
+
+
+def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
+    """That the model knows more tokens than a token set can have, in one sentence; None where it does not."""
+    if not isinstance(data, Tokens) or config.model.vocab_size == data.vocab_size:
+        return None
+    return (
+        f"the model's vocabulary of {config.model.vocab_size} is larger than that of the data, {data.vocab_size}: the "
+        "other tokens never come"
+    )
+
+
+def _text(config: TrainConfig, part: Part) -> TextBytes | Tokens | OwnData:
+    if config.vision is not None:
+        raise ValueError(
+            f"{config.data_section} is text alone, and the model has vision: give rendered_text or image_text instead"
+        )
+    if config.own_data is not None:
+        return OwnData(config.own_data, config.model.vocab_size, part)
+    if config.tokens is not None:
+        return Tokens(config.tokens, part)
+    assert config.data is not None
+    return TextBytes(config.data, part)
+
+
+def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:
+    if part != TRAIN:
+        raise ValueError(f"{config.data_section} holds nothing back as a data set of its own: leave the evaluation out")
     from rrfp_jax.commands.training.model_parts import sample_cost
 
     cost = sample_cost(config)

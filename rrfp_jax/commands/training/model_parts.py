@@ -33,7 +33,7 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
         layers_per_chunk=layout.layer_counts,
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
-        packed=config.data is None,
+        packed=config.has_segments,
     )
     return freeze(chunks, layout.freeze)
 

@@ -15,7 +15,6 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.starting import check_init_from
-from rrfp_jax.data import VOCAB_SIZE
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.tasks import Placement
@@ -75,10 +74,6 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     RunDirectory(path).check()
     check_init_from(config)
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {config.model.vocab_size}, but a byte has {VOCAB_SIZE} values: give at least that"
-        )
     check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
     if config.vision is not None:

@@ -3,11 +3,20 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_DECIDING = ("model", "vision", "projector", "data", "rendered_text", "image_text", "optimizer")
+from rrfp_jax.commands.training.config import DATA_SETS
+
+_DECIDING = ("model", "vision", "projector", *DATA_SETS, "optimizer")
 _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run": ("seed",)}
 _OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
-_LAYOUT_ONLY = {"data": ("num_microbatches",), "rendered_text": _OF_SAMPLES, "image_text": _OF_SAMPLES}
-"""How a batch is cut and padded changes neither its gradient nor what comes next."""
+_LAYOUT_ONLY = {
+    "data": ("num_microbatches",),
+    "rendered_text": _OF_SAMPLES,
+    "image_text": _OF_SAMPLES,
+    "tokens": ("num_microbatches", "path", "tokenizer"),
+    "own_data": ("num_microbatches",),
+}
+"""How a batch is cut and padded changes neither its gradient nor what comes next; which tokens and which tokenizer it
+is, the digest of the token sets says."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
 _EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine"}

@@ -105,6 +105,21 @@ class TokenSet:
         start, *rest = self._index.ends(max(number - 1, 0), number + 1).tolist()
         return (start, rest[0]) if rest else (0, start)
 
+    def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Where documents ``first`` to ``stop - 1`` end, with the tokens that close them, int64 ``[stop - first]``.
+
+        Raises IndexError for documents outside the set, BrokenData where ends do not ascend.
+        """
+        if not 0 <= first <= stop <= self.num_documents:
+            raise IndexError(f"{self.path} has {self.num_documents} documents, and not {first} to {stop}")
+        ends = self._index.ends(first, stop)
+        self._check_ascending(ends)
+        return ends
+
+    def _check_ascending(self, ends: NDArray[np.int64]) -> None:
+        if not (ends[1:] > ends[:-1]).all() or (len(ends) and not 0 < ends[0] <= ends[-1] <= self.num_tokens):
+            raise BrokenData(f"{self.path / DOCUMENTS} is damaged (ends that do not ascend): {_ANEW}")
+
     def document_at(self, position: int) -> int:
         """The number of the document that holds the token at ``position``."""
         if not 0 <= position < self.num_tokens:

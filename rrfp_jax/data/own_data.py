@@ -1,0 +1,158 @@
+"""A data set of one's own in place of ours: nothing but its length and its elements by number is asked of it.
+
+An element is a mapping of leaves, arrays of one sample: ``tokens``, ``targets`` and ``weights``, and with ``pack``
+``positions`` and ``segments``, each ``[length]`` and alike in all elements. A ``grain.MapDataset`` is one as it stands:
+element ``i`` is a function of ``i`` alone there. A data set that only iterates is none, as its position would be state.
+"""
+
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
+from rrfp_jax.data.epochs import check_step, items_at
+from rrfp_jax.data.own_data_config import OwnDataConfig
+from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+
+_DTYPES: dict[str, type] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+_OF_PACKED: dict[str, type] = {"positions": np.int32, "segments": np.int32}
+_IDS = ("tokens", "targets")
+_MOST_NUMBERS = 2**62
+"""A data set that repeats itself for ever may say that it is longer."""
+
+Element = dict[str, NDArray[Any]]
+
+
+class OwnData:
+    """A deterministic data set of what ``config.object`` holds; see the module's text.
+
+    Args:
+        vocab_size: of the model; tokens and targets are less.
+        part: what is trained on, or what is held out.
+
+    Attributes: ``config``; ``num_elements`` of the part; ``vocab_size``; ``is_packed``; ``fingerprint``: its own, if it
+    has a text of that name, else its length and a digest of the first element.
+    Raises ValueError, with the remedy, where there is no such object, or its first element does not fit.
+    """
+
+    def __init__(self, config: OwnDataConfig, vocab_size: int, part: Part = TRAIN) -> None:
+        refuse_nothing_held_out(part, config.held_out)
+        self.config, self.vocab_size, self.is_packed = config, vocab_size, config.pack
+        self._dtypes = _DTYPES | (_OF_PACKED if config.pack else {})
+        self._elements = _found(config)
+        num_all = min(len(self._elements), _MOST_NUMBERS)
+        num_train = num_trained(num_all, config.held_out)
+        self._first, self.num_elements = (num_train, num_all - num_train) if part == HELD_OUT else (0, num_train)
+        if not self.num_elements:
+            where = "held out" if part == HELD_OUT else "left to train on"
+            raise ValueError(
+                f"{config.object} has {num_all} elements, and none is {where}: give more, or less held_out"
+            )
+        self._shape: tuple[int, ...] | None = None
+        first = self._element(0)
+        self._shape = first["tokens"].shape
+        self.fingerprint = self._own_fingerprint(num_all, first)
+
+    def _own_fingerprint(self, num_all: int, first: Element) -> str:
+        own = getattr(self._elements, "fingerprint", None)
+        if isinstance(own, str):
+            return own
+        digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in first.values())).hexdigest()[:16]
+        return f"{num_all} elements, SHA-256 of the first {digest}"
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The one shape of all microbatches."""
+        import jax
+
+        shape = (self.config.microbatch_size, *(self._shape or ()))
+        return [{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in self._dtypes.items()}]
+
+    def batch(self, step: int, reads: Reads | None = None) -> Batch:
+        """The batch of ``step`` (0, 1, ...): the leaves, ``[num_microbatches, microbatch_size, length]``.
+
+        Elements of microbatches of which nothing is read are not asked for, unless they have ``segments``. Raises
+        BrokenData, naming the element, where one fails or does not fit.
+        """
+        check_step(step)
+        config, size = self.config, self.config.microbatch_size
+        places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
+        shuffled = items_at(places, num=self.num_elements, seed=config.seed) if config.shuffle else places
+        numbers = (shuffled % self.num_elements).reshape(config.num_microbatches, size).tolist()
+        needed = [
+            reads is None or self.is_packed or any(number in reads.get(name, ()) for name in self._dtypes)
+            for number in range(config.num_microbatches)
+        ]
+        spec = self.buckets[0]
+        microbatches: Sequence[Mapping[str, Any]] = [
+            self._microbatch(own) if is_needed else spec for own, is_needed in zip(numbers, needed, strict=True)
+        ]
+        leaves = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
+        return {name: np.stack(leaf) for name, leaf in leaves.items()} if all(needed) else leaves
+
+    def _microbatch(self, numbers: Sequence[int]) -> Element:
+        elements = [self._element(number) for number in numbers]
+        return {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
+
+    def _element(self, number: int) -> Element:
+        """Element ``number`` of the part, checked."""
+        number += self._first
+        what = f"element {number} of {self.config.object}"
+        try:
+            found = self._elements[number]
+        except Exception as error:  # whatever somebody else's code raises
+            raise BrokenData(f"{what} cannot be read ({type(error).__name__}: {error}): mend the data set") from error
+        if not isinstance(found, Mapping):
+            raise BrokenData(f"{what} is of type {type(found).__name__}: let it be a mapping of leaves")
+        missing = [name for name in self._dtypes if name not in found]
+        if missing:
+            raise BrokenData(f"{what} lacks {', '.join(missing)}: it has {', '.join(map(str, found)) or 'nothing'}")
+        leaves = {name: np.asarray(found[name]) for name in self._dtypes}
+        shape = self._shape or leaves["tokens"].shape
+        for name, leaf in leaves.items():
+            if leaf.shape != shape or len(shape) != 1:
+                raise BrokenData(
+                    f"{what} has {name} of shape {list(leaf.shape)}: let all leaves of all elements be of one length, "
+                    f"that of the first tokens, {list(shape)}"
+                )
+            if leaf.dtype.kind not in ("biuf" if name == "weights" else "iu"):
+                raise BrokenData(f"{what} has {name} of {leaf.dtype}: give whole numbers, or numbers for weights")
+        for name in _IDS:
+            if leaves[name].size and not 0 <= int(leaves[name].min()) <= int(leaves[name].max()) < self.vocab_size:
+                raise BrokenData(
+                    f"{what} has {name} from {leaves[name].min()} to {leaves[name].max()}, and the model a vocabulary "
+                    f"of {self.vocab_size}: give a larger vocab_size, or other tokens"
+                )
+        return {name: leaf.astype(self._dtypes[name]) for name, leaf in leaves.items()}
+
+
+def _found(config: OwnDataConfig) -> Any:
+    """The data set that is meant; raises ValueError where there is none."""
+    module, _, name = config.object.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        if isinstance(found, type) or not hasattr(found, "__getitem__"):
+            found = found(**config.arguments)
+        elif config.arguments:
+            raise ValueError("it is a data set already and takes no arguments")
+    except Exception as error:  # whatever somebody else's code raises
+        raise ValueError(
+            f"{config.object} cannot be had ({type(error).__name__}: {error}): mend object or arguments"
+        ) from error
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(found, method)]
+    if missing:
+        raise ValueError(
+            f"{config.object} is of type {type(found).__name__}, without {' and '.join(missing)}: give a data set with "
+            "a length and elements by number, such as a grain.MapDataset"
+        )
+    return found

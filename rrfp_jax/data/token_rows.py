@@ -1,0 +1,187 @@
+"""The rows that a token set is cut into, each found by its number.
+
+*Windows* follow each other in the text and are all full; a document may begin in one and end in another.
+
+*Packed rows* hold whole documents, in their order, as many as fit; the rest of the row is padding. A document that is
+longer than a row is cut, and what is left at its end shares a row with the next ones. So a row is a stretch of the text
+too, and one number says where it begins: the index has that and the first document of each row, 16 bytes for thousands
+of tokens, made by one pass over the ends of documents.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.tokens import TokenSet
+from rrfp_jax.data.tokens_config import RowsConfig
+
+_BLOCK = 1 << 18
+"""Documents whose ends are read at a time."""
+
+
+class RowLayouts(NamedTuple):
+    """Where documents lie in rows; all are ``[rows, length]``."""
+
+    positions: NDArray[np.int32]
+    """From 0 in each document; 0 in padding."""
+    segments: NDArray[np.int32]
+    """From 1; 0 is padding."""
+    weights: NDArray[np.float32]
+    """1 where the next token is of the same document, else 0."""
+
+
+class TokenRows(Protocol):
+    """The rows of one part of a token set."""
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        ...
+
+    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The rows of these numbers with the token after each, ``[rows, length + 1]``; padding is 0."""
+        ...
+
+    def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts | None:
+        """Where documents lie in the rows of these numbers; None: they do not matter."""
+        ...
+
+
+def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
+    """The rows of a part. Raises ValueError, with the remedy, where there is not one."""
+    refuse_nothing_held_out(part, config.held_out)
+    of_part = _packed_rows if config.pack else _windows
+    rows = of_part(tokens, config, part)
+    if not rows.num:
+        raise ValueError(_refusal(tokens, config, part))
+    return rows
+
+
+def _refusal(tokens: TokenSet, config: RowsConfig, part: Part) -> str:
+    what = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
+    if not config.held_out:
+        return f"{what}, not enough for a row of {config.length}: give more text, or a smaller length"
+    where = "held out" if part == HELD_OUT else "left to train on"
+    return (
+        f"{what}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
+        "another held_out, or a smaller length"
+    )
+
+
+class _Windows:
+    def __init__(self, tokens: TokenSet, length: int, first: int, num: int) -> None:
+        self._tokens, self._length, self._first, self.num = tokens, length, first, num
+
+    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        return self._tokens.windows(self._first + numbers * self._length, self._length + 1).astype(np.int32)
+
+    def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts | None:  # noqa: ARG002
+        return None
+
+
+def _windows(tokens: TokenSet, config: RowsConfig, part: Part) -> _Windows:
+    length = config.length
+    # The last token of the last window still needs a target.
+    num_train = num_trained(max(0, tokens.num_tokens - 1) // length, config.held_out)
+    if part == TRAIN:
+        return _Windows(tokens, length, 0, num_train)
+    first = num_train * length + 1  # the token before is the target of the last window that is trained on
+    return _Windows(tokens, length, first, max(0, tokens.num_tokens - first - 1) // length)
+
+
+class _PackedRows:
+    """``starts`` ``[rows + 1]``, the last one where the part ends; ``documents`` ``[rows + 1]``, the first of each row,
+    and the number of the last document and 1."""
+
+    def __init__(self, tokens: TokenSet, length: int, starts: NDArray[np.int64], documents: NDArray[np.int64]) -> None:
+        self._tokens, self._length, self._starts, self._documents = tokens, length, starts, documents
+        self.num = len(starts) - 1
+
+    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        starts, stops = self._starts[numbers], self._starts[numbers + 1]
+        rows = np.zeros((len(numbers), self._length + 1), np.int32)
+        is_inside = starts + self._length < self._tokens.num_tokens
+        rows[is_inside] = self._tokens.windows(starts[is_inside], self._length + 1)
+        for row in np.flatnonzero(~is_inside).tolist():
+            own = self._tokens.tokens(int(starts[row]), self._tokens.num_tokens)
+            rows[row, : len(own)] = own
+        is_padding = np.arange(self._length + 1) >= (stops - starts)[:, None]
+        is_padding[:, -1] = stops - starts < self._length  # rows that are not full end with a document
+        rows[is_padding] = 0
+        return rows
+
+    def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts:
+        places = np.arange(self._length, dtype=np.int32)
+        is_token = places < (self._starts[numbers + 1] - self._starts[numbers])[:, None]
+        begins = np.zeros((len(numbers), self._length + 1), bool)
+        begins[:, 0] = True
+        for row, number in enumerate(numbers.tolist()):
+            begins[row, self._ends(number)] = True
+        begins, is_last = begins[:, :-1], begins[:, 1:]
+        positions = places - np.maximum.accumulate(np.where(begins, places, np.int32(0)), axis=1)
+        return RowLayouts(
+            positions=positions * is_token,
+            segments=np.cumsum(begins, axis=1, dtype=np.int32) * is_token,
+            weights=(is_token & ~is_last).astype(np.float32),
+        )
+
+    def _ends(self, number: int) -> NDArray[np.int64]:
+        """Where documents end in a row."""
+        first, following = self._documents[number : number + 2].tolist()
+        # The document that the next row begins with may begin in this one.
+        ends = self._tokens.document_ends(first, min(following + 1, self._tokens.num_documents))
+        ends = ends - self._starts[number]
+        return ends[(ends > 0) & (ends <= self._length)]
+
+
+def _packed_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> _PackedRows:
+    """The first document that begins where only a fraction of the tokens is left, and all after it, are held out."""
+    num_train = num_trained(tokens.num_tokens, config.held_out)
+    first_held_out = tokens.num_documents
+    if num_train < tokens.num_tokens:
+        first_held_out = tokens.document_at(num_train)
+        first_held_out += tokens.document(first_held_out)[0] < num_train
+    first, stop = (0, first_held_out) if part == TRAIN else (first_held_out, tokens.num_documents)
+    starts, documents = row_index(tokens, config.length, first, stop)
+    return _PackedRows(tokens, config.length, starts, documents)
+
+
+def row_index(tokens: TokenSet, length: int, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where rows of documents ``first`` to ``stop - 1`` begin, and the end, ``[rows + 1]``; the first document of each,
+    and ``stop``, ``[rows + 1]``.
+
+    Raises BrokenData where documents do not ascend.
+    """
+    starts, documents = [], []
+    end = tokens.document(first - 1)[1] if first else 0
+    at = first
+    while at < stop:
+        until = min(stop, at + max(_BLOCK, 2 * length))
+        ends = tokens.document_ends(at, until)
+        begins = np.concatenate([[end], ends[:-1]])
+        last_pieces = begins + (ends - begins - 1) // length * length
+        following = np.searchsorted(ends, last_pieces + length, side="right")
+        leaders = _chain(following.tolist(), is_all=until == stop)
+        own = np.array(leaders[: None if until == stop else -1])
+        num_pieces = (last_pieces[own] - begins[own]) // length + 1
+        piece = np.arange(num_pieces.sum()) - (np.cumsum(num_pieces) - num_pieces).repeat(num_pieces)
+        starts.append(begins[own].repeat(num_pieces) + piece * length)
+        documents.append((own + at).repeat(num_pieces))
+        if until == stop:
+            end = int(ends[-1])
+            break
+        end = int(begins[leaders[-1]])  # of that row documents of the next block may be part
+        at += leaders[-1]
+    return np.concatenate([*starts, [end]]).astype(np.int64), np.concatenate([*documents, [stop]]).astype(np.int64)
+
+
+def _chain(following: list[int], *, is_all: bool) -> list[int]:
+    """The documents that begin rows, each found from the one before; without ``is_all`` the last begins a row of which
+    more documents may be part."""
+    leaders = [0]
+    while (further := following[leaders[-1]]) < len(following):
+        leaders.append(further)
+    assert is_all or len(leaders) > 1
+    return leaders

@@ -1,0 +1,150 @@
+"""A data set of one's own: only its length and its elements by number are asked of it."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from rrfp_jax.data import BrokenData, OwnData, OwnDataConfig
+
+LENGTH, NUM = 6, 10
+MODULE = """
+import numpy as np
+
+asked = []
+
+
+class Corpus:
+    def __init__(self, num=10, broken=None, **changed):
+        self.num, self.broken, self.changed = num, broken, changed
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, number):
+        asked.append(number)
+        if number == self.broken:
+            raise KeyError("gone")
+        ids = np.arange(6, dtype=np.int64) + number
+        leaves = {"tokens": ids, "targets": ids + 1, "weights": np.ones(6), "of_mine": 0}
+        leaves |= {"positions": np.arange(6), "segments": np.ones(6, int)}
+        return {name: leaf for name, leaf in (leaves | self.changed).items() if leaf is not None}
+
+
+ready = Corpus()
+Corpus.Inner = Corpus
+
+
+def stream():
+    return iter([])
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_corpus.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("my_corpus", None)
+
+
+def data(name="Corpus", part="train", **changes):
+    values = {"batch_size": 4, "num_microbatches": 2, "seed": 1}
+    return OwnData(OwnDataConfig(object=f"my_corpus:{name}", **(values | changes)), 40, part)
+
+
+def numbers(batch):
+    return np.asarray(batch["tokens"])[..., 0].ravel().tolist()
+
+
+def test_batches_hold_every_element_once_an_epoch_in_an_order_that_follows_from_the_step(module):
+    found = data()
+    seen = [number for step in range(5) for number in numbers(found.batch(step))]
+    assert sorted(seen[:NUM]) == sorted(seen[NUM:]) == [*range(NUM)]
+    assert seen[:NUM] != seen[NUM:]
+    batch = found.batch(2)
+    assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in batch.items()} == {
+        "tokens": ((2, 2, LENGTH), "int32"),
+        "targets": ((2, 2, LENGTH), "int32"),
+        "weights": ((2, 2, LENGTH), "float32"),
+    }
+    assert numbers(data(num_microbatches=1).batch(2)) == numbers(batch)
+    assert [number for step in range(5) for number in numbers(data(shuffle=False).batch(step))] == [*range(NUM)] * 2
+
+
+def test_only_elements_that_are_read_are_asked_for(module):
+    found = data()
+    asked = sys.modules["my_corpus"].asked
+    asked.clear()
+    batch = found.batch(0, {"tokens": range(1, 2)})
+    assert asked == numbers({"tokens": batch["tokens"][1]})
+    assert (batch["tokens"][0].shape, batch["tokens"][0].dtype) == ((2, LENGTH), np.int32)
+    asked.clear()
+    assert set(data(pack=True).batch(0, {})) > {"positions", "segments"}
+    assert len(asked) == 5  # segments are whole everywhere, and the first element is looked at
+
+
+def test_the_last_elements_can_be_held_out(module):
+    parts = [data(part=part, held_out=0.3, batch_size=1, num_microbatches=1) for part in ("train", "held_out")]
+    seen = [{numbers(each.batch(step))[0] for step in range(20)} for each in parts]
+    assert seen == [set(range(7)), {7, 8, 9}]
+    with pytest.raises(ValueError, match="has 10 elements, and none is left to train on"):
+        data(held_out=0.95)
+
+
+def test_what_is_named_may_be_a_data_set_a_class_or_inside_one(module):
+    first = numbers(data().batch(0))
+    assert numbers(data("ready").batch(0)) == numbers(data("Corpus.Inner").batch(0)) == first
+    assert data(arguments={"num": 5}).num_elements == 5
+    assert data().fingerprint == data("ready").fingerprint != data(arguments={"num": 5}).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Nothing", {}, r"my_corpus:Nothing cannot be had \(AttributeError: .*mend object or arguments"),
+        ("ready", {"arguments": {"num": 5}}, "it is a data set already and takes no arguments"),
+        ("Corpus", {"arguments": {"broken": 0}}, r"element 0 .* cannot be read \(KeyError: 'gone'\): mend"),
+        ("Corpus", {"arguments": {"targets": None}}, "element 0 of my_corpus:Corpus lacks targets: it has tokens, "),
+        ("Corpus", {"arguments": {"targets": [1, 2]}}, r"has targets of shape \[2\]: let all leaves .* be of one len"),
+        ("Corpus", {"arguments": {"tokens": [0.5] * 6}}, "has tokens of float64: give whole numbers"),
+        ("Corpus", {"arguments": {"tokens": [39, 40, 0, 0, 0, 0]}}, "tokens from 0 to 40, and the model a vocabulary"),
+        ("Corpus", {"arguments": {"num": 0}}, "has 0 elements, and none is left to train on"),
+        ("stream", {}, "of type list_iterator, without __len__ and __getitem__: give a data set with a length"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_the_start(module, name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        data(name, **changes)
+
+
+def test_an_element_that_fails_later_is_named(module):
+    found = data(arguments={"broken": 3})
+    with pytest.raises(BrokenData, match=r"element 3 of my_corpus:Corpus cannot be read \(KeyError: 'gone'\)"):
+        list(map(found.batch, range(3)))
+
+
+@pytest.mark.parametrize("name", ["corpus", "a b:c", ":c", "a:", "a:b-c"])
+def test_a_name_of_another_form_is_refused(name):
+    with pytest.raises(ValueError, match=r"give package\.module:NAME"):
+        OwnDataConfig(object=name, batch_size=1, num_microbatches=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_map_dataset_of_grain_is_one_as_it_stands(module, tmp_path):
+    (tmp_path / "with_grain.py").write_text(
+        "import grain\n"
+        "from my_corpus import Corpus\n"
+        "def shuffled(seed):\n"
+        "    return grain.MapDataset.source(Corpus()).shuffle(seed=seed).repeat()\n"
+    )
+    config = {"object": "with_grain:shuffled", "arguments": {"seed": 3}, "batch_size": 4, "num_microbatches": 2}
+    found = OwnData(OwnDataConfig(shuffle=False, **config), 40)
+    seen = [number for step in range(5) for number in numbers(found.batch(step))]
+    assert sorted(seen[:NUM]) == sorted(seen[NUM:]) == [*range(NUM)]
+    assert seen[:NUM] != seen[NUM:]
+    assert numbers(OwnData(OwnDataConfig(**config), 40).batch(3)) == numbers(
+        OwnData(OwnDataConfig(**config), 40).batch(3)
+    )
