@@ -79,7 +79,11 @@ def test_a_slow_link_gets_one_within_the_memory_of_the_first() -> None:
     assert all(each <= limit for stage in held for each, limit in zip(stage, most, strict=True))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "1f1b-split", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "name",
+    ["1f1b", "1f1b-split", "zb-h1"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("zb-h2", "zb-v", "interleaved-1f1b")],
+)
 def test_where_nothing_differs_or_all_is_noise_the_table_stays(name: str) -> None:
     order = order_of(name)
     for sigma in (0.0, 0.5, 1.0):

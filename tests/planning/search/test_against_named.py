@@ -81,11 +81,11 @@ def check_never_slower(seed: int) -> None:
 
 
 def test_never_slower_than_a_named_table_that_fits() -> None:
-    check_never_slower(0)
+    check_never_slower(11)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 40))
+@pytest.mark.parametrize("seed", range(40))
 def test_never_slower_in_many_settings(seed: int) -> None:
     check_never_slower(seed)
 
