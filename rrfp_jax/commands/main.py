@@ -16,6 +16,7 @@ from rrfp_jax.version import __version__
 COMMANDS = {
     "train": "train a model through a pipeline",
     "launch": "start, watch and end the processes of a run on this host",
+    "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "read": "what a trained vision-language model reads in pictures of words",
     "import-hf": "take in a model of Hugging Face, to train it further",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",

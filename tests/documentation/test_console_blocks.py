@@ -37,6 +37,9 @@ FAILED_RUN = (
 BEFORE = {"python -m experiments.replay runs/mine": FAILED_RUN}
 """What a block takes for granted, by the beginning of its first command."""
 
+FOLDERS = ("tpu_gpu_configs", "docs")
+"""Of the checkout, which examples read."""
+
 CONSOLE = blocks("console")
 
 
@@ -89,7 +92,8 @@ def parse(command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [one for one in CONSOLE if any(map(is_run, one.commands))], ids=str)
 def test_blocks_run_as_they_stand_but_for_fewer_steps(block: Block, tmp_path: Path):
-    (tmp_path / "tpu_gpu_configs").symlink_to(ROOT / "tpu_gpu_configs")
+    for name in FOLDERS:
+        (tmp_path / name).symlink_to(ROOT / name)
     before = [command for start, command in BEFORE.items() if block.commands[0].startswith(start)]
     script = "\n".join([*before, *map(fewer_steps, filter(is_run, block.commands))])
     environment = of_child("JAX_DISABLE_MOST_OPTIMIZATIONS") | {
@@ -106,7 +110,7 @@ def test_blocks_run_as_they_stand_but_for_fewer_steps(block: Block, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-6000:]
-    written = {path.name for path in tmp_path.iterdir()} - {"tpu_gpu_configs", "runs", "run.key"}
+    written = {path.name for path in tmp_path.iterdir()} - {*FOLDERS, "runs", "run.key"}
     assert not written, "outside runs/"
 
 

@@ -6,7 +6,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,8 @@ from rrfp_jax.data.tokens.header import (
 class TokenSetWriter:
     """Writes the files of a token set into a folder, which it makes; :meth:`finish` writes the header.
 
-    Until then the folder is no token set. A caller that wants all or nothing renames it afterwards.
+    Until then the folder is no token set. A caller that wants all or nothing renames it afterwards. Left by an error in
+    a ``with`` block, the folder is removed.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, end_of_document: int) -> None:
@@ -87,11 +88,14 @@ class TokenSetWriter:
                 (self._folder / file).write_bytes(data)
         return header
 
-    def abandon(self) -> None:
-        """Close the files and remove the folder."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tokens.close()
         self._ends.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if kind is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def write_token_set(
@@ -111,15 +115,11 @@ def write_token_set(
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: name another folder, or remove it")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    writer = TokenSetWriter(temporary, vocab_size=vocab_size, end_of_document=end_of_document)
-    try:
+    with TokenSetWriter(temporary, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
         for document in documents:
             writer.add(document)
         header = writer.finish(tokenizer=tokenizer)
         os.rename(temporary, target)
-    except BaseException:
-        writer.abandon()
-        raise
     return header
 
 

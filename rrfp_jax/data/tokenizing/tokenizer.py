@@ -1,0 +1,157 @@
+"""What makes tokens of texts: a file of the ``tokenizers`` library, or nothing but the bytes of UTF-8.
+
+A text is tokenised as it stands: what the file says about cutting, padding, dropping merges at random, or tokens that
+open a text is not applied, for those are no part of the text.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.data.tokens.header import TOKENIZER
+
+BYTES_VOCAB_SIZE = 256
+_CONFIG = "tokenizer_config.json"
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_THREADS = "TOKENIZERS_PARALLELISM"
+
+
+class Encoder(Protocol):
+    """Makes tokens of texts."""
+
+    vocab_size: int
+    """Every token is less than this."""
+    end_of_document: int
+    """The token that closes a document."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of every text, ``[tokens]`` each."""
+        ...
+
+
+class ByteEncoder:
+    """Tokens are bytes; the zero byte closes a document."""
+
+    vocab_size, end_of_document = BYTES_VOCAB_SIZE, 0
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The bytes of every text, uint8 ``[bytes]`` each."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class FileEncoder:
+    """Tokens of a tokenizer.json; its special tokens in a text are plain text, unless ``reads_special``."""
+
+    def __init__(self, data: bytes, *, end_of_document: int, reads_special: bool) -> None:
+        self._tokenizer = load(data, TOKENIZER)
+        self._tokenizer.encode_special_tokens = not reads_special
+        self.vocab_size, self.end_of_document = size_of(self._tokenizer), end_of_document
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of every text, uint32 ``[tokens]`` each."""
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise BrokenData(
+                f"the tokenizer cannot encode a text ({str(error).splitlines()[0]}): take one for any character"
+            ) from error
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+
+class TokenizerFile(NamedTuple):
+    """A tokenizer that can be used."""
+
+    name: str
+    data: bytes | None
+    """tokenizer.json as it stands; None: tokens are bytes."""
+    end_of_document: int
+
+
+def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
+    """The tokenizer in a file, or in a folder that has a tokenizer.json.
+
+    ``end_of_document`` is the token that closes documents; None: the ``eos_token`` of tokenizer_config.json beside, or
+    a usual one that the tokenizer has. Raises ValueError, with the remedy, where there is no such file or token.
+    """
+    file = Path(path).expanduser()
+    file = file / TOKENIZER if file.is_dir() else file
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json, train, or bytes") from None
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
+        ) from None
+    return TokenizerFile(file.name, data, end_of_document_in(load(data, str(file)), file, end_of_document))
+
+
+def load(data: bytes, name: str) -> Any:
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, without what does not belong to a text's own tokens."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(data.decode())
+    except Exception as error:
+        raise ValueError(
+            f"{name} is no file of the tokenizers library ({str(error).splitlines()[0]}): name a tokenizer.json"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def size_of(tokenizer: Any) -> int:
+    """One more than the largest token."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+
+def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
+    """The number of the token that closes documents; arguments as in :func:`read_tokenizer`."""
+    if named is not None:
+        number = tokenizer.token_to_id(named)
+        if number is None:
+            raise ValueError(f"{file} has no token {named!r}: name one of its tokens with --end-of-document")
+        return number
+    candidates = (_configured_end(file.parent / _CONFIG), *_USUAL_ENDS)
+    numbers = (tokenizer.token_to_id(token) for token in candidates if token is not None)
+    found = next((number for number in numbers if number is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{file} does not say which token closes a document, and has none of {', '.join(_USUAL_ENDS)}: name one of "
+            "its tokens with --end-of-document"
+        )
+    return found
+
+
+def _configured_end(path: Path) -> str | None:
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):  # missing, or nothing that tells
+        return None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+@contextmanager
+def threads_of_tokenizers(are_on: bool) -> Iterator[None]:
+    """Whether the ``tokenizers`` library uses threads of its own in the block; afterwards as before."""
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "true" if are_on else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before

@@ -1,0 +1,159 @@
+"""Every document is read once, wherever spans begin, and what is no text is named by file and row."""
+
+import gzip
+import json
+import os
+import re
+from itertools import pairwise
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rrfp_jax.data import BrokenData
+from rrfp_jax.data.tokenizing import cutting, streams
+from rrfp_jax.data.tokenizing.documents import Span, files_forgotten, parts_in
+from rrfp_jax.data.tokenizing.pieces import survey
+from rrfp_jax.data.tokenizing.sources import TEXT_SUFFIXES, find_sources
+
+TEXTS = ["one", "", "two\nlines", "süß " * 9, "x" * 70, "\u2028last\\"]
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    with files_forgotten():
+        yield
+
+
+def write(path, data):
+    """Compressed as the name says."""
+    kind = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(path.suffix)
+    if kind is None:
+        path.write_bytes(data)
+    else:
+        with pa.CompressedOutputStream(str(path), kind) as file:
+            file.write(data)
+    return path
+
+
+def surveyed(path, column="text"):
+    (found,) = survey(find_sources([path], TEXT_SUFFIXES)[0], column, 1, lambda _: None)
+    return found
+
+
+def read(path, *cuts, column="text"):
+    """The documents of a file, read in spans between the cuts."""
+    source, length = surveyed(path, column).source, surveyed(path, column).length
+    bounds = [0, *cuts, length]
+    documents, text = [], ""
+    for start, stop in pairwise(bounds):
+        for part in parts_in(Span(source, start, stop, length), column):
+            text += part.text
+            if part.is_last:
+                documents.append(text)
+                text = ""
+    assert text == ""
+    return documents
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n \n"])
+def test_lines_are_read_once_wherever_spans_begin(tmp_path, suffix, ending, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 7)
+    data = ending.join(json.dumps({"n": 1, "text": text}) for text in TEXTS).encode()
+    for end in (b"", ending.encode()):
+        path = write(tmp_path / f"a.jsonl{suffix}", data + end)
+        with files_forgotten():
+            for cut in range(1, len(data), 5 if suffix else 1):
+                assert read(path, cut) == TEXTS
+            assert read(path, *range(1, len(data), 3)) == TEXTS
+
+
+def test_a_compressed_file_is_begun_anew_where_one_goes_far_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_KEPT_BYTES", 16)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 8)
+    data = os.urandom(400).hex().encode()
+    stream = streams.bytes_of(str(write(tmp_path / "a.gz", data)), "gzip")
+    for start in (0, 100, 99, 300, 290, 5, 799, 800, 900, 0):
+        assert stream.read(start, 50) == data[start : start + 50]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_of_text_is_one_document_wherever_spans_begin(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 16)
+    monkeypatch.setattr(cutting, "_NEAR_BYTES", 12)
+    for text in ("Süß ist der\nMorgen, und" * 9, "ö" * 33, "x", "", "\n" * 40):
+        path = write(tmp_path / f"a.txt{suffix}", text.encode())
+        for step in (16, 48):
+            with files_forgotten():
+                assert read(path, *range(step, len(text.encode()), step)) == [text]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_rows_are_read_once_wherever_spans_begin(tmp_path, kind):
+    table = pa.table({"n": range(len(TEXTS) * 3), "body": pa.array(TEXTS * 3, pa.string()).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    for cut in (1, 4, 7, 17):
+        assert read(tmp_path / "a.parquet", cut, column="body") == TEXTS * 3
+
+
+def refused(path, words, column="text"):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        read(path, column=column)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+
+
+GOOD = b'{"text": "a"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "a"', "line 3 is no JSON (Expecting ',' delimiter"),
+        (b'{"text": "\xff"}', "line 3 is no JSON (its bytes are not UTF-8): mend or remove it"),
+        (b'["text"]', "line 3 is a list where an object is expected"),
+        (b'{"body": "a", "n": 1}', "line 3 has no column 'text' (it has body, n): name one with --column"),
+        (b"{}", "line 3 has no column 'text' (it has none)"),
+        (b'{"text": null}', "line 3 has null in column 'text' where text is expected"),
+        (b'{"text": 3}', "line 3 has a number in column 'text'"),
+        (b'{"text": "\\ud800"}', "line 3 has half a character in column 'text'"),
+        (b"[" * 100_000, "line 3 is no JSON"),
+    ],
+)
+def test_a_line_that_is_no_text_is_named(tmp_path, line, words):
+    refused(write(tmp_path / "a.jsonl", GOOD + line + b"\n" + GOOD), words)
+    refused(write(tmp_path / "a.jsonl.gz", GOOD + line), words)
+
+
+def test_a_row_or_column_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", None], "n": [1, 2]}), path, row_group_size=1)
+    refused(path, "row 1 (from 0) has null in column 'text'")
+    refused(path, "has int64 in column 'n' where text is expected: name another --column", "n")
+    refused(path, "has no column 'body' (it has text, n): name one with --column", "body")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    data = gzip.compress(GOOD * 1000)
+    refused(write_raw(tmp_path / "a.jsonl.gz", data[:-9]), "is damaged (Truncated compressed stream)")
+    refused(write_raw(tmp_path / "a.jsonl.gz", b"nothing"), "is damaged (")
+    refused(write_raw(tmp_path / "a.jsonl.gz", b""), "is damaged (it is empty)")
+    refused(write_raw(tmp_path / "a.parquet", b"PAR1nothingPAR1"), "cannot be read (")
+    refused(write_raw(tmp_path / "a.txt", b"ab\xffc"), "is no text in UTF-8 (byte 0xff at 2)")
+    path = tmp_path / "b.parquet"
+    pq.write_table(pa.table({"text": ["some text"] * 50}), path, compression=None, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[4:60] = b"\xff" * 56
+    refused(write_raw(path, bytes(data)), "is damaged (at row 0 or behind")
+
+
+def write_raw(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def test_broken_data_is_what_is_raised(tmp_path):
+    with pytest.raises(BrokenData):
+        read(write(tmp_path / "a.jsonl", b"1"))

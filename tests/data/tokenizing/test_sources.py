@@ -1,0 +1,56 @@
+"""Which files are tokenised, in which order, under which names."""
+
+import pytest
+
+from rrfp_jax.data.tokenizing.sources import LINES, ROWS, TEXT, TEXT_SUFFIXES, find_sources
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "root"
+    for name in ("b.txt", "a/z.jsonl.gz", "a/B.MD", "a.parquet", "a/x.pdf", ".hidden/h.txt", "a/.h.txt", "c.json.zst"):
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).touch()
+    return root
+
+
+def test_files_come_by_their_relative_paths_with_their_kinds(folder):
+    sources, left_out = find_sources([folder], TEXT_SUFFIXES)
+    assert [(each.name, each.kind, each.compression) for each in sources] == [
+        ("a.parquet", ROWS, None),
+        ("a/B.MD", TEXT, None),
+        ("a/z.jsonl.gz", LINES, "gzip"),
+        ("b.txt", TEXT, None),
+        ("c.json.zst", LINES, "zstd"),
+    ]
+    assert [path.name for path in left_out] == ["x.pdf"]
+
+
+def test_several_inputs_keep_their_order_and_folders_give_their_names(folder):
+    sources, _ = find_sources([str(folder / "b.txt"), folder / "a", folder], [".txt"])
+    assert [each.name for each in sources] == [
+        "b.txt",
+        "a/z.jsonl.gz",
+        "root/a.parquet",
+        "root/a/z.jsonl.gz",
+        "root/b.txt",
+        "root/c.json.zst",
+    ]
+
+
+def test_suffixes_of_text_can_be_named(folder):
+    assert [each.name for each in find_sources([folder / "a"], [".pdf"])[0]] == ["x.pdf", "z.jsonl.gz"]
+    assert find_sources([folder / "a" / "x.pdf"], [".pdf"])[0][0].kind == TEXT
+
+
+def test_what_cannot_be_used_is_refused(folder):
+    for inputs, words in (
+        ([], "there is no input"),
+        ([folder / "nowhere"], "nowhere does not exist"),
+        ([folder / "a/x.pdf"], r"x\.pdf is of no known kind: plain text ends in \.txt, .* \(--suffixes names others\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_sources(inputs, TEXT_SUFFIXES)
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no file of a known kind"):
+        find_sources([folder / "empty"], TEXT_SUFFIXES)
