@@ -38,9 +38,10 @@ from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime import PipelineRuntime, StepMetrics
+from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.adapting import Adapting
 from rrfp_jax.runtime.determinism import require_determinism
+from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationShapes
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -125,8 +126,10 @@ class Pipeline:
         """What the chunks hold; the stages', once they run."""
         self._preparation: Prepared | None = None
         self._adapting = Adapting(self.process) if ordering.adaptive else None
-        self._enqueued: deque[StepMetrics] = deque()
+        self._enqueued: deque[StepMetrics | EvaluationMetrics] = deque()
         self._step = 0
+        self._turn = 0
+        """The number of the next step of any kind."""
 
     def reordered(self, ordering: Ordering = Ordering(), *, options: RuntimeOptions | None = None) -> "Pipeline":
         """A pipeline of its own that differs in the order of tasks, and in how it runs if ``options`` are given.
@@ -185,6 +188,7 @@ class Pipeline:
         """
         self._check_new("restore a state")
         self._state, self._step = self._model.from_chunks(states, self._graph), step
+        self._turn = step
         return PipelineState(step)
 
     def trains(self, chunk: int) -> bool:
@@ -245,19 +249,51 @@ class Pipeline:
         buckets = running.buckets.numbers(leaves)
         skipped = self._absent(running, buckets, absent)
         pairs = running.copies.pairs(skipped)
-        while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
-            self._wait_for_oldest()
-        future = running.runtime.submit(self._step, StepBatch(leaves, buckets), pairs, running.weights.of(buckets))
+        self._make_room()
+        batch_of_step = StepBatch(leaves, buckets, self._step)
+        weights = running.weights.of(buckets)
+        future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, trained=self._step)
         tables_planned = 0 if self._adapting is None else self._adapting.num_planned
         metrics = StepMetrics(
             future,
+            self._step,
             has_norm=self.updates.needs_norm,
             tables_planned=tables_planned,
             forwards_skipped=len(set(skipped)),
         )
         self._enqueued.append(metrics)
         self._step += 1
+        self._turn += 1
         return PipelineState(self._step), metrics
+
+    def evaluate(self, state: PipelineState, batch: Mapping[str, Any]) -> EvaluationMetrics:
+        """Enqueue forwards alone, of the parameters as they are after ``state``, which is not consumed.
+
+        Nothing of training changes by it: no parameter, no random key, no number of a step. ``batch`` is as for
+        ``step``, with at most as many microbatches as the pipeline was prepared for (:class:`EvaluationShapes`), an
+        equal number for each replica; :meth:`reads` tells which of them this process reads. All processes call it
+        alike. Chunks get no random key.
+
+        Raises ValueError where the pipeline was not prepared for evaluations, or for other shapes; otherwise as
+        ``step``.
+        """
+        self._checked(state)
+        evaluation = self._running().evaluation
+        if evaluation is None:
+            raise ValueError("the pipeline was not prepared for evaluations: give prepare their shapes (evaluation)")
+        leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
+        batch_of_step, absent = evaluation.step(leaves, self._step)
+        self._make_room()
+        future = self._running().runtime.submit(self._turn, batch_of_step, absent, evaluates=True, trained=self._step)
+        metrics = EvaluationMetrics(future, self._step)
+        self._enqueued.append(metrics)
+        self._turn += 1
+        return metrics
+
+    def _make_room(self) -> None:
+        """Wait until one more step may be enqueued."""
+        while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
+            self._wait_for_oldest()
 
     def _absent(
         self, running: Prepared, buckets: Sequence[int], absent: Iterable[tuple[int, int]]
@@ -295,7 +331,7 @@ class Pipeline:
         """A step that failed stays in the queue, so that nobody goes on from half of an update."""
         result = self._enqueued[0].result()
         self._enqueued.popleft()
-        if self._adapting is not None:
+        if self._adapting is not None and isinstance(result, StepResult):
             self._adapting.record(result.timeline)
 
     def prepare(
@@ -303,18 +339,20 @@ class Pipeline:
         batch: Mapping[str, Any],
         *,
         buckets: Iterable[Mapping[str, Any]] | None = None,
+        evaluation: EvaluationShapes | None = None,
         progress: CompileProgress = lambda done, total: None,
     ) -> None:
         """Compile every program for microbatches of these shapes and start the stages, if not done yet.
 
         ``batch`` is like those of ``step``, of arrays or specs. ``buckets`` are the shapes that microbatches may have,
         each with a spec or array for every leaf that such a microbatch has; None: those of ``batch``.
+        ``evaluation`` has those of :meth:`evaluate`; None: it will not be called.
         ``progress`` is called with the number of programs that this process has compiled and of all that it compiles,
         from 0 on, one call at a time, from any thread; not at all where nothing is left to compile.
 
         ``step`` does so by itself with its first batch. Raises ValueError where chunks, graph and shapes do not fit.
         """
-        self._prepared(batch, buckets, progress)
+        self._prepared(batch, buckets, progress, evaluation)
 
     def reads(self, num_microbatches: int) -> dict[str, range]:
         """For every leaf the microbatches of which this process reads it: what a data set must make here."""
@@ -333,6 +371,7 @@ class Pipeline:
         batch: Mapping[str, Any],
         buckets: Iterable[Mapping[str, Any]] | None = None,
         progress: CompileProgress = lambda done, total: None,
+        evaluation: EvaluationShapes | None = None,
     ) -> Prepared:
         if self._preparation is None:
             if self._state is None:
@@ -347,6 +386,7 @@ class Pipeline:
                 ordering=self.ordering,
                 options=self.options,
                 progress=progress,
+                evaluation=evaluation,
             )
         return self._preparation
 

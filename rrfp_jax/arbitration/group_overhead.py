@@ -89,7 +89,7 @@ class _Member:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, StepStarted):
-            self.plans[event.step] = self.arbiter.plan_without(event.absent).plan
+            self.plans[event.step] = self.arbiter.plan_without(event.absent, evaluates=event.evaluates).plan
             self.begin_s[event.step] = max(event.time_s, self.begin_s.get(event.step, -inf))
         elif isinstance(event, InputArrived):
             self.arrival_s.setdefault((event.step, event.message), event.time_s)

@@ -106,7 +106,7 @@ def illegal(what: str, stage: int, step: int | None, task: Task | Message, story
 def of_event(event: Event) -> str:
     """What happened."""
     if isinstance(event, StepStarted):
-        return f"step {event.step} started"
+        return f"step {event.step} started{' to evaluate' if event.evaluates else ''}"
     if isinstance(event, InputArrived):
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):

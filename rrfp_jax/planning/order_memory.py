@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
+from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
 from rrfp_jax.planning.moved_activations import moved_activations
 from rrfp_jax.planning.row_memory import bytes_in_row
@@ -44,6 +45,31 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
         )
         for stage, chunks in enumerate(order.placement.chunks_of_stage)
     ]
+
+
+def forecast_evaluation(order: Order, sizes: Mapping[int, ChunkBytes]) -> list[StageForecast]:
+    """The predicted peak of every stage in steps that evaluate: nothing is held for a backward, and read-ahead bounds
+    the activations that wait.
+
+    Args:
+        order: that of evaluation (:meth:`rrfp_jax.arbitration.Order.evaluating`).
+        sizes: of its forwards.
+    """
+    waiting = max((limit for _, limit in order.read_ahead), default=0)
+    return [
+        forecast_stage([replace(sizes[c], stash=0, owed=0, output_grads=0) for c in chunks], waiting, waiting)
+        for chunks in order.placement.chunks_of_stage
+    ]
+
+
+def check_evaluation_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None]) -> None:
+    """Raise ValueError where an evaluation is predicted to need more than a stage's limit."""
+    for stage, (forecast, limit) in enumerate(zip(forecasts, limits, strict=True)):
+        if limit is not None and forecast.peak > limit:
+            raise ValueError(
+                f"stage {stage} is predicted to need {format_bytes(forecast.peak)} in evaluations, and has "
+                f"{format_bytes(limit)}: make the microbatches of evaluation sets smaller"
+            )
 
 
 def reached(order: Order, chunk: int, num_microbatches: int) -> int:

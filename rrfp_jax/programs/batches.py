@@ -26,6 +26,8 @@ class StepBatch(NamedTuple):
     """By name, an array of each microbatch."""
     buckets: Sequence[int] = ()
     """By microbatch, the number of its bucket."""
+    step: int | None = None
+    """The training step on whose number random keys depend; None: the step's own number."""
 
 
 def leaves_read(

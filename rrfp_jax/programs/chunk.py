@@ -32,7 +32,7 @@ outputs
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Chunk:
     shared: frozenset[str] = frozenset()
     """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
     uses_key: bool = False
-    """Whether ``apply`` reads ``key``; otherwise it gets None."""
+    """Whether ``apply`` reads ``key``; otherwise it gets None, as all do in evaluations, where nothing is random."""
     partition: Partition | None = None
     """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""
 
@@ -109,6 +109,11 @@ class Chunk:
     def known_outputs(self) -> dict[Any, Any]:
         """For :func:`rrfp_jax.programs.shapes.derive_shapes`: the shapes of outputs by those of what was read."""
         return {}
+
+
+def without_key(chunk: Chunk) -> Chunk:
+    """The chunk as evaluations run it, where ``key`` is None."""
+    return replace(chunk, uses_key=False) if chunk.uses_key else chunk
 
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.analysis import memory_of
-from rrfp_jax.programs.chunk import Chunk, Params, check_seed, trained_specs
+from rrfp_jax.programs.chunk import Chunk, Params, check_seed, trained_specs, without_key
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
 from rrfp_jax.programs.compiling import count_programs
 from rrfp_jax.programs.derived import DerivedValues
@@ -43,6 +43,8 @@ class Variant(NamedTuple):
     shapes: ChunkShapes
     plan: ChunkPlan
     """See :func:`rrfp_jax.programs.chunk_plan.plan_chunk`; serves for any number of units."""
+    evaluates: bool = False
+    """Whether these microbatches are run forward alone; they come after all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +151,12 @@ class CompiledChunk:
                 index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
             )
             """R and U."""
+        forward_graph, quiet = graph.evaluating(), without_key(self.chunk)
         self.variants = tuple(
             MicrobatchPrograms(
                 index,
-                self.chunk,
-                graph,
+                quiet if variant.evaluates else self.chunk,
+                forward_graph if variant.evaluates else graph,
                 variant.shapes,
                 programs,
                 sharding=sharding,
@@ -164,6 +167,7 @@ class CompiledChunk:
             for variant, programs, places in zip(variants, gradients, self._derived.places, strict=True)
         )
         """By number."""
+        self._evaluating = tuple(variant.evaluates for variant in variants)
         self._of = tuple(None if number is None else self.variants[number] for number in self.variant_of)
         self._temporaries = [temporaries(programs.compiled) for programs in gradients]
         self.compiled = self._by_name(gradients)
@@ -228,6 +232,12 @@ class CompiledChunk:
         """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs; of
         every part the most that a bucket needs."""
         return largest(self.sizes_of_variants)
+
+    @cached_property
+    def sizes_of_evaluation(self) -> ChunkSizes | None:
+        """The same for microbatches that are run forward alone; None where there are none."""
+        sizes = [s for s, number in zip(self.sizes_of_variants, self._evaluating, strict=True) if number]
+        return largest(sizes) if sizes else None
 
     @cached_property
     def sizes_of_variants(self) -> tuple[ChunkSizes, ...]:

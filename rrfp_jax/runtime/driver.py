@@ -38,6 +38,7 @@ from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
 _CHECKS_PER_DEADLINE = 8
+_STEPS_NAMED = 16
 _STOP_TIMEOUT_S = 5.0
 _STOP_AFTER_FAILURE_S = 0.5
 """A program that hangs, or waits for a process that is lost, does not end."""
@@ -144,7 +145,10 @@ class PipelineRuntime:
         self._is_closed = False
         self._begun_s = 0.0
         """When the first step that is under way was submitted, or a step ended elsewhere."""
-        self._num_stages, self._graph = arbiters[0].placement.num_stages, arbiters[0].graph
+        self._num_stages = arbiters[0].placement.num_stages
+        self._trained: dict[int, int] = {}
+        """Of the last steps, the number of the training step that they are, or that an evaluation comes after."""
+        self._evaluations: set[int] = set()
         for arbiter in arbiters:
             self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), log_steps, just_in_time)
         self._start()
@@ -215,20 +219,30 @@ class PipelineRuntime:
         batch: StepBatch,
         absent: Absences = (),
         weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        *,
+        evaluates: bool = False,
+        trained: int | None = None,
     ) -> "Future[StepOutcome]":
-        """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps.
+        """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps, those
+        that evaluate (:mod:`rrfp_jax.arbitration.evaluation`) like any others.
 
-        ``weights`` has, for stages whose capacity bounds what they hold, what each of their microbatches weighs. The
-        plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed after
-        ``close``, and ValueError for pairs that cannot be absent.
+        ``trained`` is the number by which people know the step, where steps that evaluate have come before: how many
+        were trained. ``weights`` has, for stages whose capacity bounds what they hold, what each of their microbatches
+        weighs. The plans of a step that lacks some pairs are made here, on the calling thread. Raises PipelineClosed
+        after ``close``, and ValueError for pairs that cannot be absent.
         """
-        graph = self._graph.skipping(absent)
+        arbiters = [actor.arbiter for actor in self._actors.values()]
+        graph = arbiters[0].graph_of(evaluates=evaluates).skipping(absent)
+        plans = [a.plan_without(absent, weights.get(a.stage, ()), evaluates=evaluates) for a in arbiters]
         starts = [
-            partial(
-                actor.start_step, step, batch, graph, actor.arbiter.plan_without(absent, weights.get(actor.stage, ()))
-            )
-            for actor in self._actors.values()
+            partial(actor.start_step, step, batch, graph, plan)
+            for actor, plan in zip(self._actors.values(), plans, strict=True)
         ]
+        self._trained[step] = step if trained is None else trained
+        self._trained.pop(step - _STEPS_NAMED, None)
+        self._evaluations.discard(step - _STEPS_NAMED)
+        if evaluates:
+            self._evaluations.add(step)
         future: Future[StepOutcome] = Future()
         with self._closing:
             if self._is_closed:
@@ -350,8 +364,15 @@ class PipelineRuntime:
             if error is None:
                 self._pump(self._actors[stage].completed, instruction, start_s, end_s)
             else:
-                what = f"step {instruction.step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
+                what = (
+                    f"{self._name(instruction.step)}: {instruction.task} on stage {stage} failed: {error_text(error)}"
+                )
                 self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+
+    def _name(self, step: int) -> str:
+        """A step for people, who count those that train."""
+        trained = self._trained.get(step, step)
+        return f"evaluation after {trained} steps" if step in self._evaluations else f"step {trained}"
 
     def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
         thread = self._threads[stage]
@@ -475,7 +496,10 @@ class PipelineRuntime:
         for stage, actor in self._actors.items():
             started = self._threads[stage].started
             since_s = now - (started[1] if started else actor.last_event_s)
-            states.append(stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank))
+            state = stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank)
+            states.append(
+                replace(state, step=None if state.step is None else self._trained.get(state.step, state.step))
+            )
         return states
 
 

@@ -19,7 +19,7 @@ from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
-from rrfp_jax.programs.chunk import Chunk, trained_specs
+from rrfp_jax.programs.chunk import Chunk, trained_specs, without_key
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
@@ -60,7 +60,7 @@ class HostedPrograms:
     """The compiled programs of the hosted chunks."""
 
     shapes: tuple[tuple[ChunkShapes, ...], ...]
-    """Of every bucket and chunk of the model."""
+    """Of every bucket and chunk of the model; those of evaluations come last."""
     chunks: dict[int, CompiledChunk]
     """By number in the pipeline of all replicas."""
     replicas: dict[int, StageUpdates]
@@ -195,31 +195,39 @@ class HostedModel:
         progress: CompileProgress = lambda done, total: None,
         *,
         max_programs: int | None = None,
+        evaluation: Buckets | None = None,
     ) -> HostedPrograms:
         """Compile everything for microbatches of these shapes, once; ``graph`` is that of one replica.
 
+        ``evaluation`` are the shapes of those that are run forward alone; they are numbered after the others.
         ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
 
         Raises ValueError where chunks, graph and buckets do not fit, or where that would be more than ``max_programs``
         different ones.
         """
-        key = (graph, buckets.key)
+        key = (graph, buckets.key, evaluation and evaluation.key)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(graph, buckets, progress, max_programs)
+            self._compiled[key] = self._compile(graph, buckets, evaluation, progress, max_programs)
         return self._compiled[key]
 
     def _compile(
-        self, graph: PipelineGraph, buckets: Buckets, progress: CompileProgress, max_programs: int | None
+        self,
+        graph: PipelineGraph,
+        buckets: Buckets,
+        evaluation: Buckets | None,
+        progress: CompileProgress,
+        max_programs: int | None,
     ) -> HostedPrograms:
         _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
-        shapes = tuple(
-            derive_shapes(self.chunks, graph, bucket, absent_chunks(self.chunks, graph, bucket))
-            for bucket in buckets.specs
-        )
-        programs = HostedPrograms(shapes, {}, {})
+        shapes = _shapes(self.chunks, graph, buckets)
+        quiet, forward_graph = tuple(map(without_key, self.chunks)), graph.evaluating()
+        of_evaluation = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
+        programs = HostedPrograms((*shapes, *of_evaluation), {}, {})
 
         def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
-            return self._variants(base, graph, shapes)
+            variants, of_bucket = self._variants(base, graph, shapes)
+            more, of_more = self._evaluations(base, forward_graph, of_evaluation, len(variants))
+            return [*variants, *more], [*of_bucket, *of_more]
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
             with count.counting():
@@ -244,7 +252,7 @@ class HostedModel:
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
             variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
-            _check_number(variants.values(), len(buckets), max_programs)
+            _check_number(variants.values(), len(programs.shapes), max_programs)
             count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
             for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
                 programs.chunks.update(compiled)
@@ -281,6 +289,25 @@ class HostedModel:
                 f"{describe_chunk(self.chunks, base)} runs in none of the {len(shapes)} buckets: prepare the pipeline "
                 "for one whose microbatches have all leaves"
             )
+        return variants, of_bucket
+
+    def _evaluations(
+        self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]], first: int
+    ) -> tuple[list[Variant], list[int | None]]:
+        """The same for evaluations, numbered from ``first`` on: forwards that keep nothing; ``graph`` is theirs."""
+        chunks = tuple(map(without_key, self.chunks))
+        numbers: dict[Hashable, int] = {}
+        variants: list[Variant] = []
+        of_bucket: list[int | None] = []
+        for each in shapes:
+            if not each[base].exists:
+                of_bucket.append(None)
+                continue
+            number = numbers.setdefault(each[base].read, first + len(variants))
+            if number == first + len(variants):
+                plan = plan_chunk(base, chunks, graph, each, store=self._store)
+                variants.append(Variant(each[base], plan, evaluates=True))
+            of_bucket.append(number)
         return variants, of_bucket
 
     def _has_lean_forward(self, base: int, graph: PipelineGraph) -> bool:
@@ -351,6 +378,12 @@ class HostedModel:
             return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
 
         return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))
+
+
+def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:
+    """Of every bucket and chunk."""
+    absent = (absent_chunks(chunks, graph, bucket) for bucket in buckets.specs)
+    return tuple(derive_shapes(chunks, graph, *each) for each in zip(buckets.specs, absent, strict=True))
 
 
 def _has_specs(state: Any) -> bool:

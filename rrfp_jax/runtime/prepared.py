@@ -27,11 +27,12 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, prepared_evaluation
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits
@@ -67,6 +68,8 @@ class Prepared:
     """Of microbatches, where their bytes are bounded."""
     make_arbiters: Callable[[Order], list[StageArbiter]]
     """Fresh arbiters of the stages that this process hosts, for an order."""
+    evaluation: PreparedEvaluation | None
+    """For steps that evaluate; None: there are none."""
 
 
 def prepare(
@@ -79,6 +82,7 @@ def prepare(
     ordering: Ordering,
     options: RuntimeOptions,
     progress: CompileProgress,
+    evaluation: EvaluationShapes | None = None,
 ) -> Prepared:
     """Compile and start everything; the stages take ``state`` over.
 
@@ -87,24 +91,28 @@ def prepare(
         buckets: the shapes that microbatches may have.
         num_microbatches: of a step, over all replicas.
         progress: told how many programs are compiled, and of how many.
+        evaluation: the shapes of steps that evaluate; None: no step will.
 
     Raises ValueError where chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, data = model.process, model.process.layout.data
     graph = _for_batch(graph, num_microbatches, ordering, data)
+    evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
-        programs = model.compile(graph, buckets, progress, max_programs=options.max_programs)
-        sizes, devices = _gather_sizes(process, programs, buckets)
+        programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
+        sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
         order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
         if ordering.window_bytes is not None and len(buckets) > 1 and _counts_microbatches(ordering):
             order = replace(order, capacities=(ordering.window_bytes,) * process.layout.num_units)
         forecast = forecast_memory(order, sizes, graph.num_microbatches)
         limit = options.memory_limit_bytes
-        check_fits(
-            forecast,
-            [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)],
-            is_strict=ordering.consume == STRICT,
-        )
+        limits = [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)]
+        check_fits(forecast, limits, is_strict=ordering.consume == STRICT)
+        if evaluation is not None:
+            batches = evaluation.batches
+            check_evaluation_fits(
+                forecast_evaluation(order.evaluating(batches), _evaluation_sizes(process, programs)), limits
+            )
         check_same_programs(model, programs)
         model.connect()
     copies, rules = replication(graph, data), model.updates.step_rules(data)
@@ -119,20 +127,31 @@ def prepare(
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
             shortest_s=process.shortest_foreseen_s(),
+            evaluation_batches=0 if evaluation is None else evaluation.batches,
         )
 
     runtime = process.start(
         make_arbiters(order),
         lambda unit, ship: wrap(make_stage(unit, ship)),
         edge=_edge_of(model, programs),
-        num_buckets=len(buckets),
+        num_buckets=len(programs.shapes),
         progress_deadline_s=options.progress_deadline_s,
         log_steps=options.log_steps,
         just_in_time=dispatch.just_in_time,
     )
+    skipped = [frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes]
+    of_evaluation = None
+    if evaluation is not None and evaluated is not None:
+        of_evaluation = prepared_evaluation(
+            evaluated,
+            graph.evaluating(evaluation.batches),
+            skipped[len(buckets) :],
+            first_bucket=len(buckets),
+            num_replicas=data,
+        )
     return Prepared(
         buckets=buckets,
-        skipped=tuple(frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes),
+        skipped=tuple(skipped[: len(buckets)]),
         num_microbatches=num_microbatches,
         order=order,
         copies=copies,
@@ -141,6 +160,7 @@ def prepare(
         runtime=runtime,
         weights=Weights(order, programs.chunks, process.units),
         make_arbiters=make_arbiters,
+        evaluation=of_evaluation,
     )
 
 
@@ -168,7 +188,7 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
 
 
 def _gather_sizes(
-    process: Process, programs: HostedPrograms, buckets: Buckets
+    process: Process, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
 ) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
     """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits.
 
@@ -178,7 +198,7 @@ def _gather_sizes(
     told = [
         [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
         [*zip(process.units, limits, strict=True)],
-        crc32(repr(buckets.key).encode()),
+        crc32(repr((buckets.key, evaluated and evaluated.key)).encode()),
     ]
     gathered = process.gather("sizes", told)
     other = next((rank for rank, (*_, numbered) in gathered.items() if numbered != gathered[0][-1]), None)
@@ -192,6 +212,14 @@ def _gather_sizes(
         sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
         devices |= dict(units)
     return sizes, devices
+
+
+def _evaluation_sizes(process: Process, programs: HostedPrograms) -> dict[int, ChunkBytes]:
+    """Of every chunk of all replicas, what evaluations need; nothing of a chunk that none of them runs."""
+    own = {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in programs.chunks.items()}
+    told = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in own.items()]
+    gathered = process.gather("sizes of evaluations", told)
+    return {chunk: ChunkBytes.from_tuple(row) for rows in gathered.values() for chunk, *row in rows}
 
 
 def _in_microbatches(

@@ -412,10 +412,11 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
     """What the units exchange between chunks, one for each way, so that all is worked out before the first step."""
     ways: dict[tuple[MessageKind, int, int], Message] = {}
     for arbiter in arbiters:
-        plan = arbiter.plan_without(()).plan
-        sent = (message for sends in plan.sends for message, _ in sends)
-        for message in (*sent, *plan.arrivals):
-            ways.setdefault(message[:3], message)
+        for evaluates in (False, True) if arbiter.evaluation_batches else (False,):
+            plan = arbiter.plan_without((), evaluates=evaluates).plan
+            sent = (message for sends in plan.sends for message, _ in sends)
+            for message in (*sent, *plan.arrivals):
+                ways.setdefault(message[:3], message)
     return list(ways.values())
 
 

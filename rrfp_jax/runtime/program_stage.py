@@ -256,7 +256,8 @@ class ProgramStage:
             return
         bucket = 0 if task.microbatch < 0 else self._bucket(step, task.microbatch)
         inbox_bytes = self._mailbox.held_bytes + self._in_transit()
-        self._meter.ran(task, bucket, inbox_bytes, is_remade=self._is_remade(task.chunk, task.microbatch))
+        is_remade = bool(self._steps[step].graph.ops) and self._is_remade(task.chunk, task.microbatch)
+        self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
 
     def _abort(self, error: BaseException) -> None:
         if self._replicas is not None:  # the others must not wait for this one
@@ -275,12 +276,12 @@ class ProgramStage:
             for p in graph.predecessors(chunk)
         )
         leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
-        read = (inputs, leaves, step, microbatch)
-        for op in self._keep_inputs:
+        read = (inputs, leaves, step if state.batch.step is None else state.batch.step, microbatch)
+        for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
                 task = Task(TaskKind(op.letter), chunk, microbatch)
                 state.forwards[task] = lambda: programs.forward(held.params, *read, derived=held.derived)
-        if self._is_remade(chunk, microbatch):
+        if graph.ops and self._is_remade(chunk, microbatch):
             outputs = programs.outputs(held.params, *read, derived=held.derived)
         else:
             outputs, stash = programs.forward(held.params, *read, derived=held.derived)

@@ -47,9 +47,15 @@ class StepMetrics:
     """The result of an enqueued step; ``result()`` waits for it."""
 
     def __init__(
-        self, future: "Future[StepOutcome]", *, has_norm: bool, tables_planned: int, forwards_skipped: int
+        self,
+        future: "Future[StepOutcome]",
+        step: int,
+        *,
+        has_norm: bool,
+        tables_planned: int,
+        forwards_skipped: int,
     ) -> None:
-        self._future, self._has_norm = future, has_norm
+        self._future, self._step, self._has_norm = future, step, has_norm
         self._tables_planned, self._forwards_skipped = tables_planned, forwards_skipped
 
     def done(self) -> bool:
@@ -60,7 +66,7 @@ class StepMetrics:
         outcome = result_of(self._future)
         verdict = outcome.result
         return StepResult(
-            step=outcome.step,
+            step=self._step,
             loss=verdict.loss,
             weight=verdict.weight,
             grad_norm=verdict.grad_norm if self._has_norm else None,

@@ -338,6 +338,7 @@ class PipelineGraph:
             self.num_microbatches * num_batches,
             tuple(edge._replace(carries_gradient=False) for edge in self.edges),
             absent=tuple(absent),
+            shared=self.shared,
             frozen=frozenset(range(self.num_chunks)),
             owned=tuple((first * num_batches, stop * num_batches) for first, stop in self.owned),
         )
