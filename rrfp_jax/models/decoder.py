@@ -14,6 +14,8 @@ from flax import nnx
 
 from rrfp_jax.models.attention import causal_attention, segment_bias
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
+from rrfp_jax.models.context_attention import context_attention
+from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.parts import learned, projection, rms_norm
 
@@ -33,6 +35,32 @@ def packed_rows(config: LanguageModelConfig, positions: jax.Array, segments: jax
     """From the position of every token in its segment and the segment's id, both int ``[batch, length]``."""
     bias = segment_bias(segments, jnp.dtype(config.compute_dtype))
     return PackedRows(*_turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), bias)
+
+
+class CutRows(NamedTuple):
+    """The same of rows, packed or not, whose positions are dealt out over devices."""
+
+    sin: jax.Array
+    """Of the rotary angles, float32 ``[batch or 1, length, 1, head_dim / 2]``."""
+    cos: jax.Array
+    """Likewise."""
+    segments: jax.Array | None
+    """Of packed rows, int ``[batch, length]``."""
+    cut: ContextCut
+    """How they are dealt out."""
+
+
+def cut_rows(
+    config: LanguageModelConfig, cut: ContextCut, length: int, positions: Any = None, segments: Any = None
+) -> CutRows:
+    """For rows of so many places in the order of ``cut``, as ``positions`` and ``segments`` of packed rows are."""
+    if positions is None:
+        positions = jnp.asarray(SequenceOrder(cut.devices, config.sliding_window)(length))[None]
+    return CutRows(*_turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), segments, cut)
+
+
+Rows = PackedRows | CutRows | None
+"""None: of one sample each, whole on every device."""
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
@@ -86,20 +114,24 @@ class Attention(nnx.Module):
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, packed: PackedRows | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows = None) -> jax.Array:
         """``[batch, length, hidden]`` to the same shape and dtype."""
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (self._rotated(heads, packed) for heads in (query, key))
-        bias = None if packed is None else packed.bias
-        mixed = causal_attention(query, key, value, window=self.window, bias=bias)
+        query, key = (self._rotated(heads, rows) for heads in (query, key))
+        if isinstance(rows, CutRows):
+            options: dict[str, Any] = {"cut": rows.cut, "segments": rows.segments}
+            mixed = context_attention(query, key, value, window=self.window, **options)
+        else:
+            bias = None if rows is None else rows.bias
+            mixed = causal_attention(query, key, value, window=self.window, bias=bias)
         return self.output(mixed.reshape(*x.shape[:-1], -1))
 
-    def _rotated(self, heads: jax.Array, packed: PackedRows | None) -> jax.Array:
-        if packed is None:
+    def _rotated(self, heads: jax.Array, rows: Rows) -> jax.Array:
+        if rows is None:
             return rotate(heads, self.rope_theta, self.rope_scaling)
-        return _turned(heads, packed.sin, packed.cos)
+        return _turned(heads, rows.sin, rows.cos)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
@@ -149,9 +181,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = residual_norm(config, rngs)
         self.mlp = GatedMLP(config, rngs)
 
-    def __call__(self, x: jax.Array, packed: PackedRows | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows = None) -> jax.Array:
         """``[batch, length, hidden]`` to the same shape and dtype."""
-        x = x + self.attention(self.attention_norm(x), packed)
+        x = x + self.attention(self.attention_norm(x), rows)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -166,11 +198,14 @@ class SparseDecoderLayer(nnx.Module):
         self.mlp = MixtureOfExperts(config, rngs)
 
     def __call__(
-        self, x: jax.Array, packed: PackedRows | None = None, *, is_token: Any = None, counts: Any = None
+        self, x: jax.Array, rows: Rows = None, *, is_token: Any = None, counts: Any = None
     ) -> tuple[jax.Array, Any]:
         """The stream, and what the router adds to the loss; see :class:`rrfp_jax.models.experts.MixtureOfExperts`."""
-        x = x + self.attention(self.attention_norm(x), packed)
-        y, loss = self.mlp(self.mlp_norm(x), is_token=is_token, counts=counts)
+        x = x + self.attention(self.attention_norm(x), rows)
+        order = None
+        if isinstance(rows, CutRows):
+            order = SequenceOrder(rows.cut.devices, self.config.sliding_window)(x.shape[1])
+        y, loss = self.mlp(self.mlp_norm(x), is_token=is_token, counts=counts, order=order)
         return x + y, loss
 
 

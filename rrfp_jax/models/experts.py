@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend.backend import get_backend
 
@@ -78,17 +79,21 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, rngs)
         self.shared = None if self.config.shared_mlp_dim is None else SharedExpert(config, rngs)
 
-    def __call__(self, x: jax.Array, *, is_token: Any = None, counts: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, *, is_token: Any = None, counts: Any = None, order: np.ndarray | None = None
+    ) -> tuple[jax.Array, Any]:
         """The result, shaped like ``x``, and what the router adds to the loss, or None.
 
         Of bool ``[batch, length]``, ``is_token`` says which are no padding (None: all), ``counts`` which the router's
-        loss is about (None: it is not wanted).
+        loss is about (None: it is not wanted). ``order`` are the natural positions of tokens that lie in another order,
+        int ``[length]``: with a capacity, earlier ones come first.
         """
         logits = jnp.einsum("blh,he->ble", x.astype(jnp.float32), self.router[...].astype(jnp.float32))
         routes = route(self.config, logits)
         matrices = self.experts.matrices()
         if self.config.capacity_factor is not None:
-            y = by_places(x, routes, *matrices, capacity=self.config.capacity(x.shape[1]), is_token=is_token)
+            capacity = self.config.capacity(x.shape[1])
+            y = by_places(x, routes, *matrices, capacity=capacity, is_token=is_token, order=order)
         else:
             y = (by_runs if get_backend().platform == "tpu" else by_all)(x, routes, *matrices)
         if self.shared is not None:
@@ -126,11 +131,17 @@ def by_places(
     *,
     capacity: int,
     is_token: jax.Array | None = None,
+    order: np.ndarray | None = None,
 ) -> jax.Array:
     """Every expert computes up to ``capacity`` tokens of each row, the first ones that chose it."""
     is_late = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token
     places = partial(_places, num_experts=len(gate), capacity=capacity)
-    source, is_taken = jax.vmap(places)(routes.experts, is_late)
+    if order is None:
+        source, is_taken = jax.vmap(places)(routes.experts, is_late)
+    else:
+        home = np.argsort(order)
+        source, is_taken = jax.vmap(places)(routes.experts[:, home], is_late[:, home])
+        source = jnp.asarray(home)[source]
     taken = jax.vmap(lambda row, at, there: jnp.where(there[..., None], row[at], 0))(x, source, is_taken)
     inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
     weights = jax.vmap(lambda row, at: jnp.take_along_axis(row.T, at, axis=1))(routes.weights, source) * is_taken

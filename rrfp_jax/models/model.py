@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 from rrfp_jax.models.decoder import (
     DecoderLayer,
     Embedding,
     Head,
+    Rows,
     SparseDecoderLayer,
+    cut_rows,
     normaliser_loss,
     packed_rows,
     residual_norm,
@@ -64,6 +67,8 @@ class LanguageModel:
         embedding_in: int = 0,
         head_in: int = -1,
         packed: bool = False,
+        *,
+        context: ContextCut | None = None,
     ) -> list[Chunk]:
         """Cut the model into chunks, in order; every cut computes the same function of the same parameters.
 
@@ -88,6 +93,10 @@ class LanguageModel:
         ``segments``, int32 ``[batch, length]``. A token looks only at tokens with its own segment id, and positions
         begin anew in each segment; padding is segment 0.
 
+        ``context`` is for stages whose mesh has an axis of that name: positions are dealt out over its devices so that
+        all have equally much to look at, and attention looks across the cuts. Batches stay in their natural order;
+        ``apply`` reads leaves in that of ``leaf_orders``. On another mesh the chunks compute the same.
+
         Raises ValueError, with the remedy, for a cut that does not add up.
         """
         plans = plan_cut(
@@ -97,7 +106,7 @@ class LanguageModel:
             embedding_in=embedding_in,
             head_in=head_in,
         )
-        return [decoder_chunk(self.config, plan, packed=packed) for plan in plans]
+        return [decoder_chunk(self.config, plan, packed=packed, context=context) for plan in plans]
 
 
 def decoder_chunk(
@@ -109,6 +118,7 @@ def decoder_chunk(
     merges: tuple[Merge, ...] = (),
     cut_over_devices: Partition | None = None,
     gives_logits: bool = False,
+    context: ContextCut | None = None,
 ) -> Chunk:
     """One chunk of a decoder whose layers have names that begin with ``prefix``.
 
@@ -130,17 +140,23 @@ def decoder_chunk(
         num_sparse=config.num_sparse_layers if has_router_loss else 0,
         z_loss=config.z_loss,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
+        context=context,
     )
     indices = tuple(merge.index_leaf for merge in merges)
+    leaves = (
+        ("tokens",) * plan.embedding
+        + indices
+        + ("positions", "segments") * (packed and len(plan.layers) > 0)
+        + ("targets",) * (plan.head and not gives_logits)
+        + ("weights",) * (counts_weights or (plan.head and not gives_logits))
+    )
+    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
     return chunk_of(
         layers,
         run,
         plan.title,
-        leaves=("tokens",) * plan.embedding
-        + indices
-        + ("positions", "segments") * (packed and len(plan.layers) > 0)
-        + ("targets",) * (plan.head and not gives_logits)
-        + ("weights",) * (counts_weights or (plan.head and not gives_logits)),
+        leaves=leaves,
+        leaf_orders={} if order is None else dict.fromkeys(leaves, order),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
         partition=partial(partition, config) if cut_over_devices is None else cut_over_devices,
@@ -193,6 +209,7 @@ def _run(
     num_sparse: int,
     z_loss: float,
     merges: tuple[tuple[str, str | None], ...],
+    context: ContextCut | None,
 ) -> Any:
     """``num_sparse`` is how many layers of the model add to the router's loss; 0: it is not computed."""
     hidden, router_loss = inputs if num_sparse and not embeds else (inputs, jnp.zeros((), jnp.float32))
@@ -202,7 +219,7 @@ def _run(
             if features is not None:
                 hidden = merged(hidden, features if projector is None else modules[projector](features), leaves, index)
     layers = [module for module in modules.values() if isinstance(module, DecoderLayer | SparseDecoderLayer)]
-    rows = packed_rows(layers[0].config, leaves["positions"], leaves["segments"]) if packed else None
+    rows = _rows(layers[0].config, context, hidden.shape[1], leaves if packed else None) if layers else None
     is_token = leaves["segments"] != 0 if packed else None
     for layer in layers:
         if isinstance(layer, DecoderLayer):
@@ -222,6 +239,14 @@ def _run(
     if z_loss:
         added[Z_LOSS] = z_loss * normaliser_loss(logits, leaves["weights"])
     return (loss_sum + sum(added.values()), weight, added) if added else (loss_sum, weight)
+
+
+def _rows(config: LanguageModelConfig, context: ContextCut | None, length: int, packed: Any) -> Rows:
+    """What layers need to know of rows; ``packed`` are the leaves that say so, or None."""
+    told = () if packed is None else (packed["positions"], packed["segments"])
+    if context is not None:
+        return cut_rows(config, context, length, *told)
+    return packed_rows(config, *told) if told else None
 
 
 def merged(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax.Array], name: str) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 
 from rrfp_jax.models.attention import segment_bias
 from rrfp_jax.models.audio import Frames
+from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
 from rrfp_jax.models.encoder_config import (
     DECODER,
@@ -67,14 +68,16 @@ class VisionLanguageModel:
         head_in: int = -1,
         packed: bool = False,
         gives_logits: bool = False,
+        context: ContextCut | None = None,
     ) -> ChunkGraph:
         """Cut the model into chunks; every cut computes the same function of the same parameters.
 
         The three lists give the number of layers of every chunk; None: all in one. 0 is for a chunk that holds only
         what stands before the first layer or behind the last. ``projector_in`` says where projectors are: ``encoder``
         (the last chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk).
-        ``head_in`` and ``packed`` are those of :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the
-        last chunk returns float32 logits ``[batch, length, vocab_size]`` in place of the loss, to read them out.
+        ``head_in``, ``packed`` and ``context``, all of the decoder, are those of
+        :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the last chunk returns float32 logits
+        ``[batch, length, vocab_size]`` in place of the loss, to read them out.
 
         Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, and where the
         encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images, patches]``; all its chunks with layers
@@ -95,7 +98,8 @@ class VisionLanguageModel:
             modality.name: self._encoder_chunks(modality, counts[modality.name], projector_in)
             for modality in self.config.modalities
         }
-        chains["decoder"] = self._decoder_chunks(decoder_layers_per_chunk, projector_in, head_in, packed, gives_logits)
+        options = {"packed": packed, "gives_logits": gives_logits, "context": context}
+        chains["decoder"] = self._decoder_chunks(decoder_layers_per_chunk, projector_in, head_in, **options)
         return _graph(chains)
 
     def _encoder_chunks(self, modality: Modality, counts: Sequence[int] | None, projector_in: str) -> list[Chunk]:
@@ -130,7 +134,7 @@ class VisionLanguageModel:
         return self._chunk(layers, run, f"{modality.name}: {plan.title}", leaves)
 
     def _decoder_chunks(
-        self, counts: Sequence[int] | None, projector_in: str, head_in: int, packed: bool, gives_logits: bool
+        self, counts: Sequence[int] | None, projector_in: str, head_in: int, **options: Any
     ) -> list[Chunk]:
         config = self.config.decoder
         plans = plan_cut(
@@ -147,11 +151,10 @@ class VisionLanguageModel:
             decoder_chunk(
                 config,
                 plan,
-                packed=packed,
                 prefix="decoder.",
                 merges=merges if plan.embedding else (),
                 cut_over_devices=partial(partition_vision_language, self.config),
-                gives_logits=gives_logits,
+                **options,
             )
             for plan in plans
         ]

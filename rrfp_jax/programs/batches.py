@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk import Chunk, LeafOrder
 
 Bucket = dict[str, jax.ShapeDtypeStruct]
 """The shapes of one microbatch's leaves by name; what it lacks is missing."""
 Leaf = Any
 """A leaf of a step: by microbatch number an array, a spec or None."""
+
+
+def _natural(length: int) -> np.ndarray:
+    return np.arange(length)
 
 
 class StepBatch(NamedTuple):
@@ -39,7 +43,8 @@ def leaves_read(
 ) -> dict[str, Leaf]:
     """The leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
 
-    A step reads its batch while the caller may already refill the buffers for the next. Of leaves that none of the
+    A step reads its batch while the caller may already refill the buffers for the next. Where chunks read positions in
+    another order than they are in the batch, that is done here. Of leaves that none of the
     chunks ``copied_for`` (None: all) reads only the shape is kept. ``may_lack`` names the leaves that microbatches may
     lack (:func:`rrfp_jax.programs.buckets.leaves_to_lack`).
 
@@ -62,7 +67,17 @@ def leaves_read(
     own = {
         name for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for for name in chunk.leaves
     }
-    return {name: _kept(batch[name], is_copied=name in own) for name in present}
+    orders = _orders(chunks)
+    return {name: _kept(batch[name], orders.get(name), is_copied=name in own) for name in present}
+
+
+def _orders(chunks: Sequence[Chunk]) -> dict[str, LeafOrder]:
+    orders: dict[str, LeafOrder] = {}
+    for chunk in chunks:
+        for name in chunk.leaves:
+            if orders.setdefault(name, chunk.leaf_orders.get(name, _natural)) != chunk.leaf_orders.get(name, _natural):
+                raise ValueError(f"chunks read {name!r} in different orders: give all of them the same `leaf_orders`")
+    return {name: order for name, order in orders.items() if order is not _natural}
 
 
 def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
@@ -112,16 +127,18 @@ def _num_entries(name: str, leaf: Any) -> int:
     return int(leaf.shape[0])
 
 
-def _kept(leaf: Any, *, is_copied: bool) -> Leaf:
+def _kept(leaf: Any, order: LeafOrder | None, *, is_copied: bool) -> Leaf:
     if isinstance(leaf, list | tuple):
-        return [None if entry is None else _copied(entry) if is_copied else _spec(entry) for entry in leaf]
+        return [None if entry is None else _copied(entry, order) if is_copied else _spec(entry) for entry in leaf]
     if is_copied and not isinstance(leaf, jax.ShapeDtypeStruct):
-        return np.array(leaf)
+        return _copied(leaf, order, axis=2)
     return _Alike(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), leaf.shape[0])
 
 
-def _copied(entry: Any) -> Any:
-    return entry if isinstance(entry, jax.ShapeDtypeStruct) else np.array(entry)
+def _copied(entry: Any, order: LeafOrder | None, axis: int = 1) -> Any:
+    if isinstance(entry, jax.ShapeDtypeStruct):
+        return entry
+    return np.array(entry) if order is None else np.take(np.asarray(entry), order(entry.shape[axis]), axis=axis)
 
 
 def _spec(entry: Any) -> jax.ShapeDtypeStruct:

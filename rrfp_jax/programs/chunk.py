@@ -17,6 +17,9 @@ leaves
     A dictionary from batch leaf name to the array of one microbatch: they are read where they are needed and never
     travel from chunk to chunk. A microbatch without some leaf skips the chunks that read it, and what only they feed;
     but a chunk runs without a leaf that it calls optional, which is then missing in the dictionary.
+mesh
+    ``apply`` is traced with the abstract mesh of the unit that will run it, if that has several devices, so that it may
+    call ``jax.shard_map`` over axes that ``jax.sharding.get_abstract_mesh()`` has. Shapes are derived without any.
 key
     A typed random key that depends on (seed, step, microbatch) only. A chunk folds in its global layer numbers itself,
     so that the randomness of a layer does not depend on where the model is cut.
@@ -32,7 +35,7 @@ outputs
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,6 +52,9 @@ Partition = Callable[[Any, Mapping[str, int]], Any]
 """``partition(params, axes)``: for parameters of these shapes on a unit whose mesh has these axes, with their sizes, a
 tree with one ``jax.sharding.PartitionSpec`` per parameter. It may name any of the axes at a dimension that they divide;
 what is not named is whole. It changes where parameters lie, never what is computed."""
+LeafOrder = Callable[[int], np.ndarray]
+"""From how many positions a leaf ``[rows, positions, ...]`` has, to which of them stands at each place. Compared by
+``==``."""
 
 
 class Loss(NamedTuple):
@@ -71,6 +77,9 @@ class Chunk:
     """``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
     """Names of the batch leaves that ``apply`` reads."""
+    leaf_orders: Mapping[str, LeafOrder] = field(default_factory=dict)
+    """Of ``leaves`` whose positions ``apply`` reads in another order than the batch has them: the pipeline reorders
+    them as it copies the batch."""
     optional_leaves: frozenset[str] = frozenset()
     """Those of ``leaves`` without which it runs as well."""
     frozen: frozenset[str] = frozenset()

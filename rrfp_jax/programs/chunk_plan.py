@@ -8,14 +8,14 @@ stays in one piece or is split. A chunk that computes the loss gets its output g
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding, use_abstract_mesh
 
 from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key, trained_specs
 from rrfp_jax.programs.handover import OwedLayout, StashLayout, lay_out_owed, lay_out_stash, made_specs, sums_owed
@@ -172,20 +172,25 @@ def plan_chunk(
     *,
     remat: Remat = "none",
     lean_forward: bool = False,
+    mesh: Mesh | None = None,
     store: ProgramStore | None = None,
 ) -> ChunkPlan:
     """Trace the forward of chunk ``index`` and, where a gradient reaches it, its backward; nothing is compiled.
 
     The plan is for one device until it is ``laid_out`` on others, and serves for any number of units, and for all
     chunks of a kind: ``store`` has those that are made already. It knows parameters by the names that the chunk's
-    function knows. ``lean_forward`` asks for a forward without stash too, if there is anything to spare. Raises
-    ValueError, naming the chunk, for what cannot be differentiated.
+    function knows. ``lean_forward`` asks for a forward without stash too, if there is anything to spare. ``mesh`` is
+    that of the units that will run it, of which only axes and sizes matter (None: one device). Raises ValueError,
+    naming the chunk, for what cannot be differentiated.
     """
     with naming(chunks, index):
-        kind = _kind(chunks[index], index, graph, shapes[index], remat)
-        plan: ChunkPlan = (store or ProgramStore()).get(
-            ("plan", kind), lambda: replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
-        )
+        kind = (_kind(chunks[index], index, graph, shapes[index], remat), () if mesh is None else mesh.abstract_mesh)
+
+        def make() -> ChunkPlan:
+            with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
+                return replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
+
+        plan: ChunkPlan = (store or ProgramStore()).get(("plan", kind), make)
         makes_stash = any(place.origin == "made" for place in plan.split.stash_places)
         return replace(plan, kind=(kind, "lean"), has_lean_forward=True) if lean_forward and makes_stash else plan
 

@@ -25,7 +25,7 @@ from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
-from rrfp_jax.programs.shardings import all_passing, unit_shardings
+from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
@@ -280,6 +280,7 @@ class HostedModel:
                     each,
                     remat=self._remat[base],
                     lean_forward=self._has_lean_forward(base, graph),
+                    mesh=mesh_of(self._grid(base).unit_sharding(self._grid(base).local_replicas[0])),
                     store=self._store,
                 )
                 variants.append(Variant(each[base], plan))

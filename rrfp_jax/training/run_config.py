@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.models.context_cut import AUTO as AUTO_CONTEXT
+from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
 
@@ -23,6 +25,7 @@ _CACHE = Rule(
 )
 AUTO_CUT = "auto"
 _CUT = Rule("the layers of each chunk, or auto", lambda value: not isinstance(value, str) or value == AUTO_CUT)
+_CONTEXT = Rule(", ".join(CONTEXT_ATTENTIONS), lambda value: value in CONTEXT_ATTENTIONS)
 _PROJECTOR = Rule(", ".join(PROJECTOR_PLACES), lambda value: value in PROJECTOR_PLACES)
 
 
@@ -40,6 +43,10 @@ class PipelineConfig:
     """All axes over the devices of a stage with their sizes, innermost first, in place of ``tensor``: ``tensor`` shares
     matrices; ``fsdp`` cuts parameters, gradients, optimizer state and the rows of a microbatch; ``expert`` rows;
     ``context`` the positions of sequences. For example ``{tensor: 2, fsdp: 4}``."""
+    context_attention: str = AUTO_CONTEXT
+    """How attention looks at positions of other devices of ``context``: their keys and values are gathered before it
+    (``gather``), or passed from neighbour to neighbour while it computes (``ring``); ``auto`` takes the ring where the
+    gathered ones of a layer were larger than its part of the residual stream."""
     encoder_mesh: dict[str, int] | None = None
     """Those of the encoder's stages where they are others, as many devices; None: as ``mesh``."""
     shard_optimizer: bool = False
@@ -135,6 +142,7 @@ class PipelineConfig:
         if self.recompute is not None and self.remat == "full":
             raise ValueError("recompute and remat full both compute forwards again: leave one of them out")
         check_fields(self, _PROJECTOR, "projector_in")
+        check_fields(self, _CONTEXT, "context_attention")
         check_fields(self, _CUT, "layers_per_chunk")
         if self.costs is not None and self.layers_per_chunk != AUTO_CUT:
             raise ValueError("costs are for layers_per_chunk auto: give that too, or leave costs out")

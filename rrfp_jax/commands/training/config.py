@@ -28,6 +28,7 @@ from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.data.tokens_config import TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
+from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.schedules import schedule_names
@@ -129,6 +130,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "vision.norm": NORMS,
         "pipeline.layers_per_chunk": (AUTO_CUT, "N,N,..."),
         "pipeline.costs": ("FILE.json",),
+        "pipeline.context_attention": CONTEXT_ATTENTIONS,
         "pipeline.projector_in": PROJECTOR_PLACES,
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),

@@ -7,10 +7,12 @@ from typing import NamedTuple
 from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models import language_model, vision_language_model
+from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.layer_cut import balanced_counts
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.flops import pairs
+from rrfp_jax.planning.unit_axes import CONTEXT
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.tasks import Edge, Placement
@@ -34,8 +36,15 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
         packed=config.has_segments,
+        context=_context(layout),
     )
     return freeze(chunks, layout.freeze)
+
+
+def _context(layout: PipelineConfig) -> ContextCut | None:
+    """How the decoder's sequences are cut; its stages all have one mesh."""
+    devices = (layout.mesh or {}).get(CONTEXT, 1)
+    return ContextCut(devices=devices, attention=layout.context_attention) if devices > 1 else None
 
 
 def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
@@ -72,6 +81,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             projector_in=layout.projector_in,
             head_in=layout.head_chunk,
             packed=True,
+            context=_context(layout),
         )
     except ValueError as error:
         words = {"decoder_layers_per_chunk": "layers_per_chunk", "head_in": "head_chunk"}
