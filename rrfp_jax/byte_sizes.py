@@ -1,11 +1,12 @@
-"""Numbers of bytes as people write them: ``512MiB``, ``1.5 KiB``."""
+"""Numbers of bytes as people write them: ``512MiB``, ``1.5 KiB``, ``5GB``."""
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(text: str, what: str) -> int:
     """``512MiB`` or ``2GiB`` as a number of bytes; raises ValueError, which names ``what``, on anything else."""
-    for unit, factor in reversed(_UNITS.items()):
+    for unit, factor in reversed((_UNITS | _DECIMAL).items()):
         number = text.strip().removesuffix(unit)
         if number != text.strip():
             try:

@@ -129,6 +129,8 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert "bubble" in rrfp("emulate", *sizes, "--durations-ms", "1,1,1", "--steps", 2, "--events", "log.json.gz")
     assert "1f1b" in rrfp("levels", *sizes)
     assert "F" in rrfp("replay", "log.json.gz", "--microbatch", 1)
+    rrfp("export-hf", "alone", "hub")
+    rrfp("import-hf", "hub", "imported")
     rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--run-dir", "seeing")
     rrfp("read", "seeing", "--samples", 32)
     assert "cpu/debug" in rrfp("config", "--list")
@@ -136,7 +138,15 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert "complete" in rrfp("completion", "bash")
     assert __version__ in rrfp("doctor", "--run-dir", "alone")
     assert set(COMMANDS) <= called
-    assert sorted(path.name for path in empty.iterdir()) == ["alone", "log.json.gz", "pages", "seeing", "two"]
+    assert sorted(path.name for path in empty.iterdir()) == [
+        "alone",
+        "hub",
+        "imported",
+        "log.json.gz",
+        "pages",
+        "seeing",
+        "two",
+    ]
 
 
 def bare_environment() -> Mapping[str, str]:

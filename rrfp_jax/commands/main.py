@@ -19,6 +19,7 @@ COMMANDS = {
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "read": "what a trained vision-language model reads in pictures of words",
     "import-hf": "take in a model of Hugging Face, to train it further",
+    "export-hf": "write a trained model as one of Hugging Face",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",
     "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
     "emulate": "the real runtime on stages whose tasks only take time",

@@ -108,6 +108,7 @@ def load(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
     model, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager", dtype="auto")
+    model.config._experts_implementation = "eager"
     assert not info["missing_keys"], info["missing_keys"]
     assert not info["unexpected_keys"], info["unexpected_keys"]
     assert not info["mismatched_keys"], info["mismatched_keys"]
@@ -117,6 +118,13 @@ def load(folder: Path) -> Any:
 def random_tokens(vocab_size: int, seed: int, shape: tuple[int, int] = (2, 19)) -> np.ndarray:
     """Tokens ``shape``."""
     return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+def hub_name(name: str) -> str:
+    """The name that a tensor of a CLIP or SigLIP tower has in the files of the hub, which we write."""
+    for part in ("embeddings", "pre_layrnorm", "encoder.layers", "post_layernorm", "head"):
+        name = name.replace(f"vision_tower.{part}.", f"vision_tower.vision_model.{part}.")
+    return name
 
 
 def gradients_by_file_name(model: Any) -> dict[str, np.ndarray]:
