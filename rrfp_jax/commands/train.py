@@ -112,7 +112,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")
         run.finish()
         return DONE
-    with run.directory.metrics() if run.is_first else nullcontext() as metrics:
+    with run.metrics() if run.is_first else nullcontext() as metrics:
         loop = run.loop(metrics)
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         try:

@@ -12,11 +12,18 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rrfp_jax.observe.output_files import replacing
 
 _log = logging.getLogger(__name__)
+
+
+class TakesRows(Protocol):
+    """What a run gives its rows to."""
+
+    def write(self, values: Mapping[str, Any]) -> Any:
+        """Write one row; raises ValueError for values that JSON does not know."""
 
 
 class MetricsFile:
@@ -35,13 +42,14 @@ class MetricsFile:
         self.dropped: bytes = self._repair()
         """The partial last line that was removed on opening; empty where the file was whole."""
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Append one object.
+    def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one object, and return it as it stands there, in JSON's own types.
 
         Values are what JSON knows, NumPy or JAX scalars and arrays, or nested dicts and lists of them; everything else
         raises ValueError, and then the file is unchanged.
         """
-        line = json.dumps(_strict(values, "metrics"), allow_nan=False, ensure_ascii=False)
+        row: dict[str, Any] = _strict(values, "metrics")
+        line = json.dumps(row, allow_nan=False, ensure_ascii=False)
         data, start = line.encode() + b"\n", self._file.seek(0, os.SEEK_END)
         try:
             if (self._file.write(data) or 0) < len(data):
@@ -51,6 +59,7 @@ class MetricsFile:
             if not self._is_full:
                 _log.warning("%s takes no more lines (%s): some are left out", self.path, error.strerror)
             self._is_full = True
+        return row
 
     def close(self) -> None:
         self._file.close()

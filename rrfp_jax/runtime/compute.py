@@ -50,6 +50,9 @@ class StageThreads(Protocol):
     def is_alive(self) -> bool:
         """Whether a thread has not ended."""
 
+    def name_tasks(self, is_on: bool) -> None:
+        """Name tasks in traces from now on, or no more; while no step is under way."""
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the end; False if there still is work after ``timeout_s``."""
 
@@ -58,7 +61,7 @@ class ComputeThread:
     """Runs instructions one after another and reports each completion, all in one thread."""
 
     def __init__(self, name: str, launch: Launch, done: Done) -> None:
-        self._launch, self._done = launch, done
+        self._launch, self._done, self._unnamed = launch, done, launch
         self._queue: SimpleQueue[RunTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.submit: Callable[[RunTask], None] = self._queue.put
@@ -69,6 +72,11 @@ class ComputeThread:
 
     def ask_to_stop(self) -> None:
         self._queue.put(None)
+
+    def name_tasks(self, is_on: bool) -> None:
+        from rrfp_jax.runtime.named_tasks import named
+
+        self._launch = named(self._unnamed, until_ended=True) if is_on else self._unnamed
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

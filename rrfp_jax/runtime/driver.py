@@ -265,6 +265,11 @@ class PipelineRuntime:
         else:
             done.set_result(None)
 
+    def name_tasks(self, is_on: bool) -> None:
+        """Have every task named in traces of :mod:`jax.profiler`, or no more; no step must be under way."""
+        for thread in self._all_threads():
+            thread.name_tasks(is_on)
+
     def close(self) -> bool:
         """Stop the threads, and the loop if it is the runtime's own; the future of a step under way fails.
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from rrfp_jax.arbitration import DecisionTimer, RunTask
 from rrfp_jax.runtime.compute import Done, Launch, Started
 from rrfp_jax.runtime.executor import Launched
+from rrfp_jax.runtime.named_tasks import named
 from rrfp_jax.runtime.sleeping import reduce_timer_slack
 from rrfp_jax.tasks import Task
 
@@ -43,7 +44,7 @@ class LaunchAndWait:
     """
 
     def __init__(self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None) -> None:
-        self._launch, self._done = launch, done
+        self._launch, self._done, self._unnamed = launch, done, launch
         self._clock = None if decide is None else _DecisionClock(decide)
         self._orders: SimpleQueue[_Order | Started | None] = SimpleQueue()
         """Instructions; and, where decisions are asked for, tasks that have started."""
@@ -78,6 +79,9 @@ class LaunchAndWait:
 
     def ask_to_stop(self) -> None:
         self._orders.put(None)
+
+    def name_tasks(self, is_on: bool) -> None:
+        self._launch = named(self._unnamed, until_ended=False) if is_on else self._unnamed
 
     def is_alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp_jax.data.contents import BatchContents, contents_of
-from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.timeline import IdleReason, Timeline
 from rrfp_jax.training.model_speed import ModelSpeed, StepSpeed
 from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class TrainingLoop:
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
         speed: what operations of the model are counted by; None: they are not.
+        profile: starts and stops a trace between steps; None: there is none.
         num_skipped: updates that were left out before the first step of this loop.
     """
 
@@ -86,19 +88,20 @@ class TrainingLoop:
         pipeline: Pipeline,
         *,
         learning_rate: Callable[[int], Any],
-        metrics: MetricsFile | None,
+        metrics: TakesRows | None,
         on_step: Callable[[StepRow], None],
         timeline_steps: int,
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
         speed: ModelSpeed | None = None,
+        profile: StepProfile | None = None,
         num_skipped: int = 0,
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
         self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
         self._saver, self._host_data = saver, dict(host_data or {})
-        self._speed, self._num_skipped = speed, num_skipped
+        self._speed, self._profile, self._num_skipped = speed, profile, num_skipped
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
         self._wishes = pipeline.process.wishes
@@ -121,6 +124,12 @@ class TrainingLoop:
             if running is None and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
+            if self._profile is not None and self._profile.is_boundary(state.step):
+                if running is not None:
+                    self._record(*running)
+                    running = None
+                self._profile.turn()
+                self._last_end_s = time.perf_counter()  # which may have taken seconds
             state, enqueued = self._pipeline.step(state, batch)
             if running is not None:
                 self._record(*running)

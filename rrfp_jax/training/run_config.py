@@ -11,7 +11,9 @@ from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Ru
 from rrfp_jax.models.context_cut import AUTO as AUTO_CONTEXT
 from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
+from rrfp_jax.observe.trackers.config import check_trackers
 from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
+from rrfp_jax.training.step_profile import parse_steps
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
 _PROTOCOL = Rule("leader or propose", lambda value: value in ("leader", "propose"))
@@ -216,6 +218,13 @@ class RunConfig:
     """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1
     """Every so many steps a line is printed, in place of a terminal's bar; also for the last one and those left out."""
+    trackers: tuple[str, ...] = ()
+    """Who gets the rows of ``metrics.jsonl`` too: some of csv, tensorboard, wandb, mlflow. One that fails is left out,
+    and the run goes on. What they are told stands in the section ``tracking``."""
+    profile_steps: str | None = None
+    """Steps of which a trace for Perfetto and XProf is written, as ``10:13`` for 10, 11 and 12; None: none."""
+    profile_ranks: tuple[int, ...] | None = (0,)
+    """The ranks that write one; None: all."""
     timeline_steps: int = 1
     """How many of the last steps the timeline shows."""
     platform: str | None = None
@@ -243,6 +252,11 @@ class RunConfig:
             parse_bytes(self.compile_cache_size, "compile_cache_size")
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
         check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices")
+        check_trackers(self.trackers)
+        if self.profile_steps is not None and parse_steps(self.profile_steps).start >= self.steps:
+            raise ValueError(
+                f"profile_steps is {self.profile_steps}, and the last step is {self.steps - 1}: give steps up to that"
+            )
         if self.platform not in (None, "cpu"):
             raise ValueError(
                 f"platform is {self.platform!r}: give cpu for virtual devices, or null for the devices that JAX finds"

@@ -3,8 +3,10 @@
 ``config.yaml``       the resolved configuration
 ``metrics.jsonl``     one object per step
 ``metrics.jsonl.damaged``   lines of it that were none
+``metrics.csv``, ``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``   what trackers keep
 ``timeline.png``      picture of the last steps
 ``trace.json``        the same for ui.perfetto.dev
+``profile/``          traces of chosen steps, a folder for each rank that takes one
 ``checkpoints/``      the newest committed steps
 ``run.lock``          who is at work here; removed at the end
 ``failure.json``      the wait-for report, if the run had to be given up
@@ -15,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,14 @@ import yaml
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
+from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackingConfig
+from rrfp_jax.observe.trackers.interface import PastRows, TrackedRun
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.training.run_lock import RunLock
+from rrfp_jax.training.step_profile import FOLDER as PROFILE
 
 CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
 CHECKPOINTS, DAMAGED = "checkpoints", f"{METRICS}.damaged"
@@ -71,7 +76,7 @@ class RunDirectory:
 
     def leftovers(self) -> list[str]:
         """What an earlier run has left here, by name."""
-        names = (CONFIG, METRICS, DAMAGED, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS)
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *logs) if (self.path / name).exists()]
 
@@ -106,6 +111,15 @@ class RunDirectory:
     def metrics(self) -> MetricsFile:
         """The metrics file, opened for appending."""
         return MetricsFile(self.path / METRICS)
+
+    def tracked_metrics(
+        self, config: Mapping[str, Any], names: Sequence[str], settings: TrackingConfig, *, first_step: int
+    ) -> TrackedMetrics:
+        """The metrics file, and these trackers that get its rows too; ``first_step`` is the next to be trained."""
+        file = self.metrics()
+        past = PastRows(file.path, file.path.stat().st_size)
+        run = TrackedRun(path=self.path, config=config, first_step=first_step, past=past, settings=settings)
+        return TrackedMetrics(file, run, names)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
         """Write the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""

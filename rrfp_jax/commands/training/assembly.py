@@ -1,6 +1,7 @@
 """From a planned run to the objects that train."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,7 +18,8 @@ from rrfp_jax.commands.training.planned import PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.data import prefetched
-from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.observe.metrics import TakesRows
+from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.operations.offloading import moves_activations
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs
@@ -31,8 +33,10 @@ from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.model_speed import ModelSpeed
 from rrfp_jax.training.optimizer import check_groups, make_optimizer
-from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, RunDirectory
+from rrfp_jax.training.run_config import RunConfig
+from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, RunDirectory
 from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training.step_profile import StepProfile, parse_steps, profile_folder
 
 _DATA_THREADS = 2
 """Threads that decode images or draw them, or run a user's own code."""
@@ -52,6 +56,7 @@ class Run:
         self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
         self._training, self._cache = planned.training, cache
+        self._profile = _profile(self.config.run, process, pipeline, directory.path)
         settings = self.config.run
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
         self.state = PipelineState(0)
@@ -153,7 +158,16 @@ class Run:
                 f"the run was to have {steps} steps and now has {self.config.run.steps}: its learning rates change"
             )
 
-    def loop(self, metrics: MetricsFile | None) -> TrainingLoop:
+    def metrics(self) -> TrackedMetrics:
+        """The run's rows, on the first rank: the file, and the trackers that it names."""
+        names = self.config.run.trackers
+        if names:
+            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {', '.join(names)}")
+        return self.directory.tracked_metrics(
+            self.config.as_dict(), names, self.config.tracking, first_step=self.state.step
+        )
+
+    def loop(self, metrics: TakesRows | None) -> TrainingLoop:
         """The loop over this run's steps."""
         return TrainingLoop(
             self.pipeline,
@@ -163,6 +177,7 @@ class Run:
             timeline_steps=self.config.run.timeline_steps,
             saver=self._saver,
             host_data={"config": self._training},
+            profile=self._profile,
             speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
             num_skipped=self._num_skipped,
         )
@@ -171,8 +186,13 @@ class Run:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
         is_slow = self.config.row_length is None
         num_threads = _DATA_THREADS if is_slow else 1
-        with prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches:
+        with (
+            prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches,
+            self._profile or nullcontext(),
+        ):
             self.state = loop.run(self.state, batches, self.config.run.steps)
+        if self._profile is not None and self._profile.is_written:
+            self.console.say(f"the trace of steps {self.config.run.profile_steps} is in {self._profile.folder}")
         # not after an error: closing waits for programs, one of which may hang
         self.finish()
 
@@ -242,6 +262,21 @@ def assemble(planned: PlannedRun) -> Run:
     )
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
     return Run(planned, pipeline, process, RunDirectory(path), cache)
+
+
+def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Path) -> StepProfile | None:
+    """What traces this process's steps, if it is to."""
+    num_ranks, rank = process.layout.num_ranks, process.rank or 0
+    for each in settings.profile_ranks or ():
+        if not 0 <= each < num_ranks:
+            raise ValueError(f"profile_ranks has {each}: give numbers from 0 to {num_ranks - 1}, or null for all")
+    if settings.profile_steps is None or rank not in (settings.profile_ranks or range(num_ranks)):
+        return None
+    return StepProfile(
+        parse_steps(settings.profile_steps),
+        profile_folder(path, rank),
+        lambda is_on: pipeline.runtime.name_tasks(is_on),  # noqa: PLW0108 - it runs only later
+    )
 
 
 def compile_cache_of(config: TrainConfig) -> CompileCache | None:

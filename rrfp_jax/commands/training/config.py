@@ -22,6 +22,7 @@ from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hin
 from rrfp_jax.commands.common.field_words import as_text, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
+from rrfp_jax.commands.training.yaml_text import read_yaml
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
@@ -31,6 +32,7 @@ from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
@@ -59,6 +61,7 @@ class TrainConfig:
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
@@ -111,7 +114,7 @@ def _record_type(kind: Any) -> type:
 DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
-_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector")
+_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "tracking")
 QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.groups")
 """Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")
@@ -142,6 +145,8 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "optimizer.name": tuple(OPTIMIZERS),
         "optimizer.schedule": tuple(SCHEDULES),
         "run.platform": ("cpu",),
+        "run.trackers": TRACKERS,
+        "tracking.wandb_mode": WANDB_MODES,
     }
 
 
@@ -152,7 +157,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     type, and values that the records refuse.
     """
     path = find_config(path)
-    sections: dict[str, dict[str, Any]] = {"cluster": {}} | _read(path)
+    sections: dict[str, dict[str, Any]] = {"tracking": {}, "cluster": {}} | _read(path)
     given: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
@@ -196,7 +201,7 @@ def _parse(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
     is_list = takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
     try:
-        return yaml.safe_load(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
+        return read_yaml(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
         flag = flag_of(SECTIONS, name, QUALIFIED)
         raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
@@ -212,7 +217,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     except UnicodeDecodeError:
         raise ValueError(f"configuration {path} is not UTF-8 text: give the path of a YAML file") from None
     try:
-        content = yaml.safe_load(text)
+        content = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):

@@ -17,6 +17,7 @@ from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.observe.trackers.config import check_installed
 from rrfp_jax.tasks import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
@@ -73,6 +74,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     """
     RunDirectory(path).check()
     check_init_from(config)
+    check_installed(config.run.trackers)
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)

@@ -1,0 +1,52 @@
+"""Which trackers there are, and what they need to know."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from rrfp_jax.field_rules import Rule, check_fields
+
+TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
+"""Names of trackers; the package of one that is a library has the same name."""
+WANDB_MODES = ("online", "offline")
+_EXTRA = "pip install 'rrfp-jax[trackers]'"
+
+_NAME = Rule("text", lambda value: bool(value.strip()))
+_MODE = Rule(" or ".join(WANDB_MODES), lambda value: value in WANDB_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """What trackers are told about a run."""
+
+    project: str = "rrfp-jax"
+    """The project of W&B, and the experiment of MLflow, to which the run belongs."""
+    name: str | None = None
+    """The run's name there; None: that of its run directory."""
+    wandb_entity: str | None = None
+    """The user or team of W&B; None: the one that is logged in."""
+    wandb_mode: str | None = None
+    """``offline`` keeps everything in the run directory, for ``wandb sync``; None: the environment variable WANDB_MODE,
+    else ``online``."""
+    mlflow_uri: str | None = None
+    """MLflow's store or server, such as ``sqlite:////data/mlflow.db``; None: the environment variable
+    MLFLOW_TRACKING_URI, else the folder ``mlflow`` in the run directory."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _NAME, "project", "name", "wandb_entity", "mlflow_uri")
+        check_fields(self, _MODE, "wandb_mode")
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise ValueError, with the remedy, for a name that is no tracker, twice the same, or one not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(f"trackers has {name!r}: give some of {', '.join(TRACKERS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"trackers has {name} twice: give it once")
+
+
+def check_installed(names: tuple[str, ...]) -> None:
+    """Raise ValueError, with the remedy, for a tracker whose library is missing; loads none."""
+    for name in names:
+        if name != "csv" and find_spec(name) is None:
+            raise ValueError(f"the tracker {name} is not installed: {_EXTRA}, or leave it out of trackers")

@@ -1,0 +1,187 @@
+"""Trackers hold what the metrics file holds, after an orderly end, a kill and a resume; what fails is left out."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, TrackingConfig, tracked_metrics
+from rrfp_jax.observe.trackers.columns import flat, scalars
+from rrfp_jax.observe.trackers.config import check_installed, check_trackers
+from rrfp_jax.training.run_directory import RunDirectory
+from tests.observe.trackers.reading import assert_equal, of_file
+
+SLOW_TO_LOAD = ("wandb", "mlflow")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_LOAD else ()) for name in TRACKERS]
+CONFIG = {"model": {"hidden": 8, "layers": [1, 2]}, "run": {"steps": 10, "trackers": ["csv"]}}
+
+
+def row(step: int, attempt: int = 0) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 5 / (step + 3) + attempt / 7,
+        "grad_norm": None if step == 2 else 0.1 * step,
+        "skipped": step == 2,
+        "idle_s": {"fill": 0.25, "input": step / 3},
+        "peak_memory_bytes": [7, 2**40 + 1],
+    }
+
+
+def held_out(step: int) -> dict[str, Any]:
+    return {"step": step, "evaluation": "held-out", "loss": 1.5, "perplexity": 4.48}
+
+
+def train(path: Path, tracker: str, steps: range, attempt: int = 0, **settings: Any) -> None:
+    """A run from the first of these steps on, which evaluates at every third."""
+    directory = RunDirectory(path)
+    directory.start(CONFIG, from_step=steps.start)
+    with directory.tracked_metrics(
+        CONFIG, [tracker], TrackingConfig(wandb_mode="offline", **settings), first_step=steps.start
+    ) as metrics:
+        for step in steps:
+            metrics.write(row(step, attempt))
+            if step % 3 == 2:
+                metrics.write(held_out(step))
+
+
+@pytest.mark.parametrize("tracker", EACH)
+def test_rows_are_those_of_the_file_also_after_a_resume(tracker: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, tracker, range(4))
+    assert_equal(tracker, run)
+    train(run, tracker, range(4, 7))  # as after SIGTERM
+    assert_equal(tracker, run)
+    train(run, tracker, range(5, 9), attempt=1)  # as after a failure: 5 and 6 are trained again
+    assert_equal(tracker, run)
+    assert [step for step, _ in of_file(run)] == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+
+
+@pytest.mark.parametrize("tracker", EACH)
+def test_rows_that_a_kill_has_cost_are_made_up_for(tracker: str, tmp_path: Path) -> None:
+    train(tmp_path, tracker, range(3))
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        for step in (3, 4, 5):
+            file.write(row(step))
+    train(tmp_path, tracker, range(5, 7), attempt=1)
+    assert_equal(tracker, tmp_path)
+
+
+@pytest.mark.parametrize("tracker", EACH)
+def test_a_tracker_that_comes_later_gets_all_rows(tracker: str, tmp_path: Path) -> None:
+    train(tmp_path, "csv", range(3))
+    train(tmp_path, tracker, range(3, 5))
+    assert_equal(tracker, tmp_path)
+
+
+@pytest.mark.slow
+def test_mlflow_knows_the_configuration_and_how_the_run_ended(tmp_path: Path) -> None:
+    train(tmp_path / "mine", "mlflow", range(2), project="p")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(tmp_path / "mine" / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("p")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.data.params == {
+        "model/hidden": "8",
+        "model/layers": "[1, 2]",
+        "run/steps": "10",
+        "run/trackers": "['csv']",
+    }
+
+
+class Faulty:
+    """A tracker that does as it is told, and notes what it gets."""
+
+    def __init__(self, fails_at: int | None = None, hangs_at: int | None = None) -> None:
+        self.rows: list[int] = []
+        self._fails_at, self._hangs_at, self.let_go = fails_at, hangs_at, threading.Event()
+        self.closed: bool | None = None
+
+    def write(self, row: Any) -> None:
+        if row["step"] == self._fails_at:
+            raise OSError("no route to\n the server")
+        if row["step"] == self._hangs_at:
+            self.let_go.wait()
+        self.rows.append(row["step"])
+
+    def close(self, *, failed: bool) -> None:
+        self.closed = failed
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty], TrackedMetrics]:
+    def open_with(tracker: Faulty) -> TrackedMetrics:
+        monkeypatch.setattr(tracked_metrics, "_starter", lambda name: lambda run: tracker)
+        monkeypatch.setattr(tracked_metrics, "_CLOSE_S", 0.2)
+        directory = RunDirectory(tmp_path)
+        directory.start(CONFIG)
+        return directory.tracked_metrics(CONFIG, ["wandb"], TrackingConfig(), first_step=0)
+
+    return open_with
+
+
+def test_a_tracker_that_fails_is_left_out_with_one_warning(
+    faulty: Callable[[Faulty], TrackedMetrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Faulty(fails_at=1)
+    with caplog.at_level(logging.WARNING), faulty(tracker) as metrics:
+        for step in range(4):
+            metrics.write(row(step))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tracker wandb is left out from here on: no route to the server"
+    ]
+    assert tracker.rows == [0]
+    assert len(of_file(tmp_path)) == 4
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(
+    faulty: Callable[[Faulty], TrackedMetrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Faulty(hangs_at=1)
+    with caplog.at_level(logging.WARNING), faulty(tracker) as metrics:
+        for step in range(4):
+            metrics.write(row(step))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tracker wandb is left out from here on: it has not taken the last rows in time"
+    ]
+    assert len(of_file(tmp_path)) == 4
+    tracker.let_go.set()
+
+
+def test_a_slow_tracker_has_all_rows_when_the_run_ends_and_hears_of_a_failure(
+    faulty: Callable[[Faulty], TrackedMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Faulty()
+    monkeypatch.setattr(tracker, "write", lambda row: (time.sleep(0.005), tracker.rows.append(row["step"])))
+    metrics = faulty(tracker)
+    for step in range(20):
+        metrics.write(row(step))
+    metrics.__exit__(RuntimeError, RuntimeError("a rank was lost"), None)
+    assert tracker.rows == list(range(20))
+    assert tracker.closed is True
+
+
+def test_names_are_flat_and_numbers_of_evaluations_have_their_set_s() -> None:
+    assert flat({"a": {"b": [1, {"c": None}]}, "d": "x"}) == {"a/b/0": 1, "a/b/1/c": None, "d": "x"}
+    assert scalars({"step": 3, "loss": 1, "skipped": True, "grad_norm": None}) == {"loss": 1.0, "skipped": 1.0}
+    assert scalars(held_out(3)) == {"evaluation/held-out/loss": 1.5, "evaluation/held-out/perplexity": 4.48}
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="trackers has 'tensorbord': give some of csv, tensorboard"):
+        check_trackers(("tensorbord",))
+    with pytest.raises(ValueError, match="csv twice"):
+        check_trackers(("csv", "csv"))
+    with pytest.raises(ValueError, match="wandb_mode is sometimes: give online or offline"):
+        TrackingConfig(wandb_mode="sometimes")
+    monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: None)
+    check_installed(("csv",))
+    with pytest.raises(ValueError, match=r"tracker wandb is not installed: pip install 'rrfp-jax\[trackers\]'"):
+        check_installed(("csv", "wandb"))
