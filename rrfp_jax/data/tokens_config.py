@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rrfp_jax.data.parts import A_FRACTION
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +67,40 @@ class TokensConfig(RowsConfig):
                 )
             if not all(0 < weight < float("inf") for weight in self.weights):
                 raise ValueError(f"weights is {list(self.weights)}: give numbers above 0, and leave out what has 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFilesConfig(RowsConfig):
+    """Files of documents that are tokenised at the first start, once for all runs on this host."""
+
+    path: tuple[str, ...]
+    """Files, folders, or patterns such as ``data/*.jsonl``."""
+    column: str = "text"
+    """The field that holds the text of a document."""
+    tokenizer: str = "bytes"
+    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text."""
+    end_of_document: str | None = None
+    """The token of the tokenizer that closes documents. None: what its folder's tokenizer_config.json says, or a usual
+    one."""
+    cache: str | None = None
+    """Folder that keeps the tokens for later starts. None: ``rrfp/tokens`` in the user's cache folder."""
+    wait_minutes: float = 240.0
+    """How long a process waits for another one that tokenises the same files."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, POSITIVE, "wait_minutes")
+        if not self.path:
+            raise ValueError("path is empty: give at least one file, folder or pattern")
+        if self.tokenizer == "train":
+            raise ValueError("tokenizer is train: make one with rrfp tokenize --tokenizer train, and name its file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlConfig(TextFilesConfig):
+    """JSON lines with a document each, plain or compressed, tokenised at the first start and kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetConfig(TextFilesConfig):
+    """Parquet files with a document in each row, tokenised at the first start and kept."""

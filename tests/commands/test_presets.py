@@ -33,7 +33,7 @@ from tests.commands.running import ROOT
 CONFIGS = ROOT / "tpu_gpu_configs"
 PRESETS = sorted(path.relative_to(CONFIGS) for kind in ("cpu", "gpu", "tpu") for path in CONFIGS.glob(f"{kind}/*.yaml"))
 MACHINE = re.compile(r"# Machine: (\d+) nodes? x (\d+) devices, (\d+) process(?:es)? on each node\.")
-ON_THIS_MACHINE = ("debug", "multimodal")
+ON_THIS_MACHINE = ("debug", "multimodal", "text")
 """Presets of one process on any machine."""
 JOB_SETS = {"jobset.yaml": ("nvidia.com/gpu", 8), "jobset_tpu.yaml": ("google.com/tpu", 4)}
 

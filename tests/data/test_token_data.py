@@ -19,7 +19,7 @@ LENGTH = 12
 def sets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     for seed, name in enumerate("ab"):
-        token_set(folder / name, np.random.default_rng(seed).integers(4, 25, size=60).tolist(), seed)
+        token_set(folder / name, np.random.default_rng(seed).integers(4, 11, size=90).tolist(), seed)
     return folder
 
 

@@ -27,7 +27,7 @@ from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
-from rrfp_jax.data.tokens_config import TokensConfig
+from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
@@ -37,7 +37,9 @@ from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
 
-DataSetConfig = DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | OwnDataConfig
+DataSetConfig = (
+    DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
+)
 """What a data set can be."""
 
 
@@ -54,6 +56,8 @@ class TrainConfig:
     rendered_text: RenderedTextConfig | None = None
     image_text: ImageTextConfig | None = None
     tokens: TokensConfig | None = None
+    jsonl: JsonlConfig | None = None
+    parquet: ParquetConfig | None = None
     own_data: OwnDataConfig | None = None
     vision: VisionConfig | None = None
     """None: a language model."""
@@ -87,7 +91,7 @@ class TrainConfig:
     @property
     def has_segments(self) -> bool:
         """Whether rows may hold several samples, each attending to itself alone."""
-        if isinstance(data := self.data_set, TokensConfig | OwnDataConfig):
+        if isinstance(data := self.data_set, RowsConfig | OwnDataConfig):
             return data.pack
         return self.data is None
 
@@ -95,7 +99,7 @@ class TrainConfig:
     def row_length(self) -> int | None:
         """Tokens of a row where all microbatches are of the same rows; None: the data must be read to know it."""
         data = self.data_set
-        return data.length if isinstance(data, DataConfig | TokensConfig) else None
+        return data.length if isinstance(data, DataConfig | RowsConfig) else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for YAML."""
@@ -111,7 +115,7 @@ def _record_type(kind: Any) -> type:
     return next(member for member in get_args(kind) or (kind,) if member is not type(None))
 
 
-DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "own_data")
+DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "jsonl", "parquet", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
 _WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "tracking")

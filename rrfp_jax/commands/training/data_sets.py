@@ -1,5 +1,7 @@
 """The data set of a run, and whether the model can read what is in it."""
 
+import sys
+
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.data import (
     TRAIN,
@@ -52,8 +54,17 @@ def _text(config: TrainConfig, part: Part) -> TextBytes | Tokens | OwnData:
         return OwnData(config.own_data, config.model.vocab_size, part)
     if config.tokens is not None:
         return Tokens(config.tokens, part)
+    files = config.jsonl or config.parquet
+    if files is not None:
+        from rrfp_jax.data.text_files import tokens_of_files
+
+        return tokens_of_files(files, part, say=_say)
     assert config.data is not None
     return TextBytes(config.data, part)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:

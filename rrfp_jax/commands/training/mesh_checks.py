@@ -28,10 +28,9 @@ def check_meshes(config: TrainConfig) -> None:
         of_encoder = layout.encoder_mesh or mesh
         _check_names(of_encoder, "encoder_mesh")
         check_encoder_divides("vision", config.vision.mlp_dim, of_encoder.get(TENSOR, 1))
-    if config.data is not None:
-        data = config.data
-        _check_rows(mesh, data.batch_size // data.num_microbatches, data.num_microbatches)
-        _check_positions(mesh, data.length)
+    if config.row_length is not None:
+        _check_rows(mesh, config.data_set.microbatch_size, config.data_set.num_microbatches)
+        _check_positions(mesh, config.row_length)
 
 
 def _check_names(mesh: Mapping[str, int], key: str) -> None:

@@ -8,11 +8,14 @@ from rrfp_jax.commands.training.config import DATA_SETS
 _DECIDING = ("model", "vision", "projector", *DATA_SETS, "optimizer")
 _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run": ("seed",)}
 _OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
+_OF_FILES = ("num_microbatches", "path", "tokenizer", "cache", "wait_minutes")
 _LAYOUT_ONLY = {
     "data": ("num_microbatches",),
     "rendered_text": _OF_SAMPLES,
     "image_text": _OF_SAMPLES,
     "tokens": ("num_microbatches", "path", "tokenizer"),
+    "jsonl": _OF_FILES,
+    "parquet": _OF_FILES,
     "own_data": ("num_microbatches",),
 }
 """How a batch is cut and padded changes neither its gradient nor what comes next; which tokens and which tokenizer it

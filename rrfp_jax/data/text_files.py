@@ -1,0 +1,148 @@
+"""Files of documents as a token set: tokenised when they are first seen, and kept in the user's cache folder.
+
+The folder of a token set there is named by a digest of all that decides it: the contents and names of the files, the
+tokenizer and the column. So files that change, or another tokenizer, give another one, and a folder of files that was
+only moved does not. One process tokenises; others that need the same wait for it, and go on where it stopped if it
+dies.
+"""
+
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rrfp_jax.data.parts import TRAIN, Part
+from rrfp_jax.data.token_data import Tokens
+from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
+from rrfp_jax.data.tokenizing.sources import LINES, ROWS, Source, find_sources
+from rrfp_jax.data.tokens.header import HEADER
+from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
+
+_VERSION = 1
+"""Part of the digest; to be raised where the same files would give other tokens."""
+_KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet)")}
+_LOOK_EVERY_S = 0.2
+_TELL_EVERY_S = 60.0
+
+Say = Callable[[str], None]
+"""Is told what takes long, in one sentence."""
+
+
+def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, say: Say) -> Tokens:
+    """The data set of these files, which are tokenised now if they never were.
+
+    Raises ValueError, with the remedy, naming file and row, where they cannot be, where the wait for another process
+    has taken too long, and as :class:`Tokens` does.
+    """
+    sources = _sources(config)
+    cache = _cache_folder(config)
+    options = TokenizeOptions(tokenizer=config.tokenizer, end_of_document=config.end_of_document, column=config.column)
+    target = cache / _digest_of_all(sources, options, cache)
+    if not (target / HEADER).is_file():
+        with _alone(target, config.wait_minutes, say):
+            if not (target / HEADER).is_file():
+                say(f"tokenising {len(sources)} files into {target}, once for all later starts")
+                tokenize([source.path for source in sources], target, options)
+    shared = {name: getattr(config, name) for name in ("length", "batch_size", "num_microbatches", "pack")}
+    found = TokensConfig(path=(str(target),), held_out=config.held_out, seed=config.seed, **shared)
+    return Tokens(found, part)
+
+
+def _sources(config: TextFilesConfig) -> list[Source]:
+    """The files that are meant, in order; raises ValueError where there are none, or one is of another kind."""
+    kind, words = _KINDS[type(config)]
+    found: list[Source] = []
+    for pattern in config.path:
+        for path in _matching(pattern):
+            sources, _ = find_sources([path], ())
+            own = [source for source in sources if source.kind == kind]
+            if not own:
+                raise ValueError(f"{path} holds no {words}: give other files, or another section for them")
+            found += own
+    return found
+
+
+def _matching(pattern: str) -> list[str]:
+    given = os.path.expanduser(pattern)
+    if not glob.has_magic(given) or os.path.exists(given):
+        return [given]
+    found = sorted(glob.glob(given, recursive=True))
+    if not found:
+        raise ValueError(f"no file matches {pattern}: give the paths of existing files")
+    return found
+
+
+def _cache_folder(config: TextFilesConfig) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(config.cache).expanduser() if config.cache is not None else Path(home, "rrfp", "tokens")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the folder {folder} for tokens ({error.strerror}): name another one with cache"
+        ) from None
+    return folder.absolute()
+
+
+def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: Path) -> str:
+    tokenizer = Path(options.tokenizer).expanduser()
+    files = [tokenizer / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if not tokenizer.is_dir():
+        files = [tokenizer, tokenizer.with_name("tokenizer_config.json")]
+    told = [
+        _VERSION,
+        [(source.name, source.kind, _digest(source.path, cache)) for source in sources],
+        [_digest(str(file), cache) for file in files if file.is_file()],
+        [options.column, options.end_of_document],
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def _digest(path: str, cache: Path) -> str:
+    """The SHA-256 of a file, from a note of an earlier start where the file has not been changed since."""
+    try:
+        status = os.stat(path)
+        stamp = json.dumps([os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ino])
+        note = cache / "digests" / hashlib.sha256(stamp.encode()).hexdigest()[:32]
+        with suppress(OSError, UnicodeDecodeError):
+            if len(known := note.read_text()) == 64:
+                return known
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or leave it out") from None
+    with suppress(OSError):  # it is only slower without
+        note.parent.mkdir(exist_ok=True)
+        temporary = note.with_suffix(f".{secrets.token_hex(4)}")
+        temporary.write_text(digest)
+        os.replace(temporary, note)
+    return digest
+
+
+@contextmanager
+def _alone(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
+    """Hold the lock of a token set; what holds it ends with its process."""
+    began_s, told_s = time.monotonic(), None
+    with target.with_suffix(".lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited_s = time.monotonic() - began_s
+            if waited_s > 60 * wait_minutes:
+                raise ValueError(
+                    f"another process has been tokenising into {target} for {wait_minutes:g} minutes: look at that "
+                    "one, raise wait_minutes, or tokenize the files with rrfp tokenize before training"
+                )
+            if told_s is None or waited_s - told_s > _TELL_EVERY_S:
+                told_s = waited_s
+                say(f"waiting for another process, which tokenises into {target} ({waited_s:.0f} s)")
+            time.sleep(_LOOK_EVERY_S)
+        yield
