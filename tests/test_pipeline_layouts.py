@@ -1,11 +1,13 @@
 """Replicas and tensor-parallel stages train what the plain loop trains, in one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
@@ -167,23 +169,37 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         train(make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, **options), make_batches())
 
 
+@pytest.mark.parametrize("spec", [PartitionSpec("expert"), PartitionSpec(None, None, "tensor")], ids=str)
+def test_a_partition_that_names_an_absent_axis_or_dimension_is_refused_at_once(spec: PartitionSpec) -> None:
+    first, last = make_chunks(2, tied=False)
+    cut = replace(first, partition=lambda params, axes: jax.tree.map(lambda _: spec, params))
+    with make_pipeline([cut, last], placement=linear(2), mesh={"tensor": 2, "fsdp": 2}, optimizer=OPTIMIZER) as one:
+        words = r"chunk 0 \(embedding, layer 0\) cannot cut its parameter .* over fsdp 2 x tensor 2: name axes of the"
+        with pytest.raises(ValueError, match=words):
+            one.init(jax.random.key(0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}, {"context": 2, "fsdp": 2}], ids=str)
 def test_fsdp_holds_a_part_of_parameters_accumulators_and_optimizer_state(mesh: dict[str, int]) -> None:
-    """As forecast, and as the arrays lie."""
-    chunks = make_chunks(2, tied=False)
-    held = []
-    for axes in ({"tensor": 1}, mesh):
-        with make_pipeline(chunks, placement=linear(2), mesh=axes, optimizer=OPTIMIZER) as pipeline:
-            before = {id(array) for array in jax.live_arrays()}
-            state = pipeline.init(jax.random.key(0))
-            assert state.step == 0
-            new = [array for array in jax.live_arrays() if id(array) not in before]
-            on_device: dict[Any, int] = {}
-            for shard in (shard for array in new for shard in array.addressable_shards):
-                on_device[shard.device] = on_device.get(shard.device, 0) + shard.data.nbytes
-            pipeline.prepare(make_batches()[0])
-            held.append((max(forecast.fixed for forecast in pipeline.forecast), max(on_device.values())))
+    """Each of them as its arrays lie, and all together as forecast."""
+    whole, part = (held_on({"tensor": 1}), held_on(mesh))
+    assert set(whole) == {"params", "accumulators", "optimizer_state", "forecast"}
     parts = mesh["fsdp"] * mesh.get("tensor", 1)
-    for whole, part in zip(*held, strict=True):
-        assert part <= 1.05 * whole / parts
+    for name, size in whole.items():
+        assert size / parts <= part[name] <= 1.05 * size / parts, (name, size, part[name])
+
+
+def held_on(mesh: dict[str, int]) -> dict[str, int]:
+    """Bytes of the fullest device, and of its forecast's fixed part."""
+    with make_pipeline(make_chunks(2, tied=False), placement=linear(2), mesh=mesh, optimizer=OPTIMIZER) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        pipeline.prepare(make_batches()[0])
+        held: dict[str, dict[Any, int]] = {}
+        for _, chunk in pipeline.chunk_states(state):
+            for name in ("params", "accumulators", "optimizer_state"):
+                on_device = held.setdefault(name, {})
+                for shard in (s for array in jax.tree.leaves(getattr(chunk, name)) for s in array.addressable_shards):
+                    on_device[shard.device] = on_device.get(shard.device, 0) + shard.data.nbytes
+        fullest = {name: max(on_device.values()) for name, on_device in held.items()}
+        return fullest | {"forecast": max(forecast.fixed for forecast in pipeline.forecast)}

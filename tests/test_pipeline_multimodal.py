@@ -29,9 +29,12 @@ def pipeline_of(
     hears: bool = False,
     freeze: tuple[str, ...] = (),
     stages: tuple[int, ...] | None = None,
+    meshes: tuple[tuple[tuple[str, int], ...], ...] = (),
     **options: Any,
 ) -> Pipeline:
-    """A pipeline to be reordered, which has a stage for every chunk by default."""
+    """A pipeline to be reordered, which has a stage for every chunk by default; ``meshes`` has the axes of each."""
+    if meshes:
+        options["mesh"] = [dict(axes) for axes in meshes]
     graph = model(projector_in=projector_in, hears=hears)
     chunks = frozen(graph.chunks, freeze) if freeze else graph.chunks
     placement = linear(len(chunks)) if stages is None else Placement(stages)
@@ -92,6 +95,7 @@ def test_the_data_are_as_mixed_as_they_should_be() -> None:
     assert any(any(step) and not any(half) for step in pictures for half in (step[:2], step[2:]))
 
 
+OTHER_MESHES = {"stages": (0, 1, 1), "meshes": ((("fsdp", 4),), (("tensor", 2), ("context", 2)))}
 OWN, ALL_BUT_PROJECTOR = {"projector_in": "own"}, {"freeze": ("vision", "decoder")}
 STRICT, SPLIT = {"consume": "strict"}, {"hint": "bfw", "window": 2}
 FAST: list[dict[str, Any]] = [
@@ -112,6 +116,9 @@ SLOW: list[dict[str, Any]] = [
     {"schedule": "gpipe"} | STRICT,
     {"tensor": 2},
     {"tensor": 2, "projector_in": "decoder", "schedule": "zb-h1"},
+    {"schedule": "zb-h1"} | OTHER_MESHES,
+    {"schedule": "1f1b"} | STRICT | OTHER_MESHES,
+    {"schedule": "zb-h1", "projector_in": "decoder", "meshes": ((("fsdp", 2),), (("tensor", 2),), (("expert", 2),))},
     {"freeze": ("vision",), "data": 2},
     {"data": 2, "tensor": 2, "stages": (0, 1, 1), "shard_optimizer": True} | SPLIT,
     {"projector_in": "decoder", "stages": (0, 0, 1)},

@@ -127,38 +127,47 @@ OTHERS = {
 }
 
 
-MESHES: list[dict[str, int]] = [
-    {"tensor": 2, "fsdp": 2},
-    {"fsdp": 4},
-    {"expert": 2, "fsdp": 2},
-    {"tensor": 2, "context": 2},
+MESHES: list[tuple[int, dict[str, int]]] = [
+    (4, {"tensor": 2, "fsdp": 2}),
+    (4, {"fsdp": 4}),
+    (4, {"expert": 2, "fsdp": 2}),
+    (4, {"context": 2, "tensor": 2}),
+    (1, {"fsdp": 4}),
+    (4, {"tensor": 2, "fsdp": 2}),
 ]
+"""Numbers of processes, and the mesh of each of two stages."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
-    """Each goes on from the middle of the run before."""
+    """Each goes on from the middle of the run before; tests/test_pipeline_meshes.py has every pair, in one process."""
     runs = [tmp_path / str(number) for number in range(len(MESHES))]
-    expected = uninterrupted(runs[0], 4, num_stages=2, mesh=MESHES[0], keep_checkpoints=10)
-    for before, folder, mesh in zip(runs, runs[1:], MESHES[1:], strict=False):
+    (num_processes, mesh), *others = MESHES
+    alike = {"num_stages": 2, "keep_checkpoints": 10, "batch_size": 16}
+    expected = uninterrupted(runs[0], num_processes, mesh=mesh, **alike)
+    for before, folder, (num_processes, mesh) in zip(runs, runs[1:], others, strict=False):
         shutil.copytree(before / "run", folder / "run")
         for step in (15, 20):
             shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
-        with train(folder, 4, num_stages=2, mesh=mesh, keep_checkpoints=10) as launcher:
+        with train(folder, num_processes, mesh=mesh, **alike) as launcher:
             assert launcher.wait(300) == 0, launcher.text
         assert "going on after 10 steps" in launcher.text
         outcome_of(folder / "run", NUM_STEPS).assert_close(expected)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_goes_on_in_every_layout(tmp_path: Path) -> None:
-    expected = uninterrupted(tmp_path / "whole", 4, num_stages=4, backward="split", keep_checkpoints=10)
+    """With four rows in a microbatch, which divide over four devices."""
+    options = {"backward": "split", "keep_checkpoints": 10, "batch_size": 16}
+    expected = uninterrupted(tmp_path / "whole", 4, num_stages=4, **options)
     for number, (name, (num_processes, layout)) in enumerate((ALIKE | OTHERS).items()):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole" / "run", folder / "run")
         for step in (15, 20):
             shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
-        with train(folder, num_processes, **layout) as launcher:
+        with train(folder, num_processes, **layout, batch_size=16) as launcher:
             assert launcher.wait(300) == 0, launcher.text
         assert "going on after 10 steps" in launcher.text
         outcome = outcome_of(folder / "run", NUM_STEPS)
