@@ -17,7 +17,8 @@ forecast. ``deterministic``: what accumulating in microbatch order costs.
 ``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
 bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
 second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
-transfers overlap compute, and what agreement within a stage costs. What is compared runs in turn, several times;
+transfers overlap compute, and what agreement within a stage costs. ``tokenize``: tokens of 100 MB of text, beside the
+``tokenizers`` library alone. What is compared runs in turn, several times;
 medians are printed.
 """
 
@@ -43,6 +44,7 @@ from experiments.bench_processes import bench_processes
 from experiments.bench_simulation import bench_simulation
 from experiments.bench_split import bench_split
 from experiments.bench_throughput import bench_throughput
+from experiments.bench_tokenize import bench_tokenize
 from experiments.bench_transport import bench_transport
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import run_command
@@ -94,6 +96,7 @@ def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
         "orders": bench_orders,
         "device": bench_device,
         "transport": bench_transport,
+        "tokenize": bench_tokenize,
         "throughput": lambda console: bench_throughput(console, torch_python),
         "processes": bench_processes,
     }

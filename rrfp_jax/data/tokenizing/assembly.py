@@ -14,7 +14,7 @@ from rrfp_jax.data.tokens.header import TokenSetHeader
 from rrfp_jax.data.tokens.writer import TokenSetWriter
 
 
-def assemble(folder: Path, task: Task, files: PieceFiles, corpus: Corpus, tell: Progress) -> TokenSetHeader:
+def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenSetHeader:
     """Write the token set into ``folder``, in place of what a killed process may have left there.
 
     Raises ValueError where the files hold no document, or one has changed since its digest was taken.
@@ -22,8 +22,9 @@ def assemble(folder: Path, task: Task, files: PieceFiles, corpus: Corpus, tell: 
     shutil.rmtree(folder, ignore_errors=True)
     num_documents = [0] * len(corpus.surveyed)
     counter = Counter(tell, WRITING, len(corpus.pieces))
-    vocab_size = task.encoder().vocab_size
-    with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=task.end_of_document) as writer:
+    name, data, end_of_document, vocab_size = task.tokenizer
+    files = task.files
+    with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
         for piece in corpus.pieces:
             made = files.read(piece.key)
             if made is None:
@@ -36,8 +37,8 @@ def assemble(folder: Path, task: Task, files: PieceFiles, corpus: Corpus, tell: 
             raise ValueError(f"{corpus.surveyed[0].source.path} and what else was named hold no document: name others")
         _check_unchanged(corpus, files)
         return writer.finish(
-            tokenizer=task.tokenizer,
-            name=task.name,
+            tokenizer=data,
+            name=name,
             sources=_sources_file(corpus.surveyed, num_documents),
             text_column=None if all(each.source.kind == TEXT for each in corpus.surveyed) else task.column,
         )

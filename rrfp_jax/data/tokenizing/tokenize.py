@@ -4,7 +4,6 @@ The result depends on the files and the options alone. A process that is killed 
 ``NAME.unfinished``, with the pieces that were done; the same call again goes on with them.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -13,15 +12,15 @@ from pathlib import Path
 from rrfp_jax.data.tokenizing.assembly import assemble
 from rrfp_jax.data.tokenizing.documents import files_forgotten
 from rrfp_jax.data.tokenizing.options import PLAIN_BYTES, TRAIN, TokenizeOptions
-from rrfp_jax.data.tokenizing.piece_files import PieceFiles, remove_work_folder, work_folder
+from rrfp_jax.data.tokenizing.piece_files import remove_work_folder, work_folder
 from rrfp_jax.data.tokenizing.pieces import Corpus, Piece, cut_into_pieces, survey
 from rrfp_jax.data.tokenizing.processes import tokenize_pieces
 from rrfp_jax.data.tokenizing.progress import READING, TOKENIZING, Counter, Progress, silent
 from rrfp_jax.data.tokenizing.sources import find_sources
-from rrfp_jax.data.tokenizing.tokenizer import TokenizerFile, load, read_tokenizer, size_of
+from rrfp_jax.data.tokenizing.tokenizer import PLAIN, TokenizerFile, load, read_tokenizer, size_of
 from rrfp_jax.data.tokenizing.training import END, kept_tokenizer, train_tokenizer
 from rrfp_jax.data.tokenizing.worker import Task
-from rrfp_jax.data.tokens.header import BYTES, TokenSetHeader, dtype_for
+from rrfp_jax.data.tokens.header import TokenSetHeader
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 
 _log = logging.getLogger(__name__)
@@ -47,20 +46,9 @@ def tokenize(
     with work_folder(target) as folder, files_forgotten():
         corpus = _corpus(inputs, options, num_workers, tell)
         tokenizer = _tokenizer(options, corpus, folder, tell)
-        digest = None if tokenizer.data is None else hashlib.sha256(tokenizer.data).hexdigest()
-        settings = (digest, tokenizer.end_of_document, options.reads_special, options.column)
-        task = Task(
-            folder=folder,
-            name=tokenizer.name,
-            tokenizer=tokenizer.data,
-            end_of_document=tokenizer.end_of_document,
-            reads_special=options.reads_special,
-            column=options.column,
-            settings=settings,
-        )
-        files = PieceFiles(folder, settings, dtype_for(task.encoder().vocab_size))
-        _make_pieces(task, files, corpus.pieces, num_workers, tell)
-        header = assemble(folder / "set", task, files, corpus, tell)
+        task = Task(folder=folder, tokenizer=tokenizer, reads_special=options.reads_special, column=options.column)
+        _make_pieces(task, corpus.pieces, num_workers, tell)
+        header = assemble(folder / "set", task, corpus, tell)
         _check_target(target)
         os.rename(folder / "set", target)
         remove_work_folder(folder)
@@ -124,16 +112,17 @@ def _some(paths: Sequence[Path]) -> str:
 
 def _tokenizer(options: TokenizeOptions, corpus: Corpus, folder: Path, tell: Progress) -> TokenizerFile:
     if options.tokenizer == PLAIN_BYTES:
-        return TokenizerFile(BYTES.name, None, 0)
+        return PLAIN
     if options.tokenizer != TRAIN:
         return read_tokenizer(options.tokenizer, options.end_of_document)
     data = kept_tokenizer(corpus.pieces, options, folder, tell)
-    return TokenizerFile("byte-level BPE", data, load(data, "the tokenizer that was made").token_to_id(END))
+    made = load(data, "the tokenizer that was made")
+    return TokenizerFile("byte-level BPE", data, made.token_to_id(END), size_of(made))
 
 
-def _make_pieces(task: Task, files: PieceFiles, pieces: Sequence[Piece], num_workers: int, tell: Progress) -> None:
+def _make_pieces(task: Task, pieces: Sequence[Piece], num_workers: int, tell: Progress) -> None:
     """Have all that are not there yet made, each once."""
-    of_key = {piece.key: piece for piece in pieces}
+    files, of_key = task.files, {piece.key: piece for piece in pieces}
     missing = {key: piece for key, piece in of_key.items() if files.read(key) is None}
     if len(missing) < len(of_key):
         _log.info("%d of %d pieces were there already", len(of_key) - len(missing), len(of_key))

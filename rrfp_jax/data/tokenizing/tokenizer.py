@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokens.header import TOKENIZER
+from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 
-BYTES_VOCAB_SIZE = 256
 _CONFIG = "tokenizer_config.json"
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -26,20 +25,13 @@ _THREADS = "TOKENIZERS_PARALLELISM"
 class Encoder(Protocol):
     """Makes tokens of texts."""
 
-    vocab_size: int
-    """Every token is less than this."""
-    end_of_document: int
-    """The token that closes a document."""
-
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of every text, ``[tokens]`` each."""
         ...
 
 
 class ByteEncoder:
-    """Tokens are bytes; the zero byte closes a document."""
-
-    vocab_size, end_of_document = BYTES_VOCAB_SIZE, 0
+    """Tokens are bytes."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The bytes of every text, uint8 ``[bytes]`` each."""
@@ -49,10 +41,9 @@ class ByteEncoder:
 class FileEncoder:
     """Tokens of a tokenizer.json; its special tokens in a text are plain text, unless ``reads_special``."""
 
-    def __init__(self, data: bytes, *, end_of_document: int, reads_special: bool) -> None:
+    def __init__(self, data: bytes, *, reads_special: bool) -> None:
         self._tokenizer = load(data, TOKENIZER)
         self._tokenizer.encode_special_tokens = not reads_special
-        self.vocab_size, self.end_of_document = size_of(self._tokenizer), end_of_document
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of every text, uint32 ``[tokens]`` each."""
@@ -72,6 +63,11 @@ class TokenizerFile(NamedTuple):
     data: bytes | None
     """tokenizer.json as it stands; None: tokens are bytes."""
     end_of_document: int
+    vocab_size: int
+
+
+PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
+"""Bytes; the zero byte closes a document."""
 
 
 def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
@@ -90,7 +86,8 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) ->
         raise ValueError(
             f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
         ) from None
-    return TokenizerFile(file.name, data, end_of_document_in(load(data, str(file)), file, end_of_document))
+    tokenizer = load(data, str(file))
+    return TokenizerFile(file.name, data, end_of_document_in(tokenizer, file, end_of_document), size_of(tokenizer))
 
 
 def load(data: bytes, name: str) -> Any:

@@ -1,5 +1,6 @@
 """What one process does: pieces of text in, files of tokens out."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from rrfp_jax.data.tokenizing.documents import Part, parts_in
 from rrfp_jax.data.tokenizing.piece_files import PieceFiles, TokenPiece
 from rrfp_jax.data.tokenizing.pieces import Piece
-from rrfp_jax.data.tokenizing.tokenizer import ByteEncoder, Encoder, FileEncoder
+from rrfp_jax.data.tokenizing.tokenizer import ByteEncoder, Encoder, FileEncoder, TokenizerFile
 from rrfp_jax.data.tokens.header import dtype_for
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 1 << 20, 1024
@@ -24,40 +25,37 @@ class Task:
 
     folder: Path
     """The work folder."""
-    name: str
-    """Of the tokenizer, for people."""
-    tokenizer: bytes | None
-    """tokenizer.json; None: tokens are bytes."""
-    end_of_document: int
+    tokenizer: TokenizerFile
     reads_special: bool
     column: str
-    settings: tuple[Any, ...]
-    """What decides the tokens of a text."""
 
-    def encoder(self) -> Encoder:
-        """What makes the tokens."""
-        if self.tokenizer is None:
-            return ByteEncoder()
-        return FileEncoder(self.tokenizer, end_of_document=self.end_of_document, reads_special=self.reads_special)
+    @property
+    def files(self) -> PieceFiles:
+        """The pieces that are made in this way; part of their names is what decides the tokens of a text."""
+        data, end = self.tokenizer.data, self.tokenizer.end_of_document
+        digest = None if data is None else hashlib.sha256(data).hexdigest()
+        settings = (digest, end, self.reads_special, self.column)
+        return PieceFiles(self.folder, settings, dtype_for(self.tokenizer.vocab_size))
 
 
 class Worker:
     """Tokenises pieces."""
 
     def __init__(self, task: Task) -> None:
-        self._column, self._encoder = task.column, task.encoder()
-        self._files = PieceFiles(task.folder, task.settings, dtype_for(self._encoder.vocab_size))
+        self._task, self._files = task, task.files
+        data = task.tokenizer.data
+        self._encoder = ByteEncoder() if data is None else FileEncoder(data, reads_special=task.reads_special)
 
     def do(self, piece: Piece) -> int:
         """Tokenise a piece into its file; the number of its tokens."""
-        made = tokens_of(piece, self._column, self._encoder)
+        made = tokens_of(piece, self._task.column, self._encoder, self._task.tokenizer.end_of_document)
         self._files.write(piece.key, made)
         return len(made.tokens)
 
 
-def tokens_of(piece: Piece, column: str, encoder: Encoder) -> TokenPiece:
-    """The tokens of a piece; raises BrokenData, with file and row, for what is no text."""
-    close = np.array([encoder.end_of_document], np.uint32)
+def tokens_of(piece: Piece, column: str, encoder: Encoder, end_of_document: int) -> TokenPiece:
+    """The tokens of a piece, each document closed; raises BrokenData, with file and row, for what is no text."""
+    close = np.array([end_of_document], np.uint32)
     made: list[NDArray[Any]] = []
     ends: list[int] = []
     documents: list[int] = []
