@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class _Attempt:
     step: int
     arrays: Mapping[Name, HostArray]
     host: Mapping[str, Any]
+    keep_also: frozenset[int]
+    """Steps that stay beside the newest ones."""
 
 
 class Checkpoints:
@@ -92,7 +94,14 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, states: Iterable[tuple[ChunkLayers, ChunkState]], host: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        states: Iterable[tuple[ChunkLayers, ChunkState]],
+        host: Mapping[str, Any],
+        *,
+        keep_also: Iterable[int] = (),
+    ) -> None:
         """Copy the state and write it in the background; waits for the save before, if that is still under way.
 
         A save that fails ends with a warning; what was committed before stays.
@@ -102,15 +111,17 @@ class Checkpoints:
             states: of this process's chunks, copies of chunks included. Their arrays may be given away (donated) once
                 this returns.
             host: plain data to be kept with the step; rank 0's counts.
+            keep_also: committed steps that stay beside the newest ones.
 
         Raises ValueError where ``host`` is not plain data, or states lack a layer that this rank is to write; the step
         is then saved by no rank.
         """
         self.wait()
-        together, attempt = self._calls.next("save"), _Attempt(step=step, arrays={}, host={})
+        together = self._calls.next("save")
+        attempt = _Attempt(step=step, arrays={}, host=host, keep_also=frozenset(keep_also))
         try:
             canonical_json(host)
-            attempt = _Attempt(step=step, arrays=self._copy(states), host=host)
+            attempt = replace(attempt, arrays=self._copy(states), host=host)
         except Exception as error:
             problem = sentence(error)
             self._under_way = _in_background(lambda: self._save(together, attempt, problem))
@@ -174,7 +185,7 @@ class Checkpoints:
                 raise
         if self._rank == 0:
             with suppress(OSError):  # the step is committed; what stays too long is removed after the next one
-                keep_last(self.directory, attempt.step, self._keep)
+                keep_last(self.directory, attempt.step, self._keep, keep_also=attempt.keep_also)
 
     def _commit(self, attempt: _Attempt, data: str, parts: Mapping[str, str]) -> None:
         """On rank 0, once all have written. Raises OSError where the disk does not let it."""

@@ -4,6 +4,7 @@ Nothing is ever changed through a symbolic link, and a directory that holds anyt
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from rrfp_jax.checkpoint.durable_files import remove_tree, sync_directory
@@ -22,14 +23,16 @@ def remove_leftovers(root: Path) -> None:
                 _remove_other_data(directory)
 
 
-def keep_last(root: Path, step: int, keep: int) -> None:
-    """After ``step`` was committed: keep it and the ``keep - 1`` committed steps before it, remove all others.
+def keep_last(root: Path, step: int, keep: int, *, keep_also: Collection[int] = ()) -> None:
+    """After ``step`` was committed: keep it and the ``keep - 1`` committed steps before it, remove all others but those
+    of ``keep_also`` before it.
 
     Steps after it belong to a run that was given up for the one that saved this step. What is not ours is left alone,
     and is not counted.
     """
     ours = [other for other in steps_in(root) if is_ours(step_directory(root, other))]
-    kept = [older for older in ours if older <= step and is_committed(root, older)][:keep]
+    committed = [older for older in ours if older <= step and is_committed(root, older)]
+    kept = {*committed[:keep], *(older for older in committed if older in keep_also)}
     for other in ours:
         directory = step_directory(root, other)
         if other in kept:

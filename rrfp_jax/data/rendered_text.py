@@ -19,6 +19,7 @@ from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves, text_leaves
+from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.pictures import Picture, Pictures, Place
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
@@ -54,6 +55,7 @@ class RenderedText:
 
     Args:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
+        part: samples of the words that are trained on, or of those that are held out, none of them text only.
 
     Attributes: ``config``; ``training_words`` and ``held_out_words``; ``num_bytes`` of text; ``shapes``, all that a
     microbatch can have; ``largest_grid``, the rows and the most columns of patches that a picture has.
@@ -61,15 +63,18 @@ class RenderedText:
     """
 
     vocab_size = 256
+    bytes_per_token = 1.0
     """A token is a byte."""
 
-    def __init__(self, config: RenderedTextConfig, *, cost: Cost | None = None) -> None:
+    def __init__(self, config: RenderedTextConfig, *, cost: Cost | None = None, part: Part = TRAIN) -> None:
+        refuse_nothing_held_out(part, config.held_out)
         self.config = config
         self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)
         self.num_bytes = len(self._text)
         words = sorted(set(config.words)) if config.words is not None else self._words_of_text()
         self.training_words, self.held_out_words = divided(words, config.held_out)
         self._check(words)
+        self._drawn, self._is_held_out = self.training_words, False
         self._pictures = Pictures(config, words)
         self.largest_grid = Grid(HEIGHT // config.patch_size, self._pictures.widest // config.patch_size)
         self._format = PatchFormat(config.patch_size**2, config.merge, is_packed=True)
@@ -77,6 +82,8 @@ class RenderedText:
         survey = [self.samples(step) for step in range(num_steps)]
         self._batching = Batching(config, self._format, self._limits(max(map(len, words))), survey, cost)
         self.shapes = self._batching.shapes
+        if part == HELD_OUT:  # of the same shapes as what is trained on
+            self._drawn, self._is_held_out = self.held_out_words, True
 
     def _words_of_text(self) -> list[str]:
         return words_of(self._text.tobytes(), self.config.min_letters, self.config.max_letters)
@@ -127,8 +134,8 @@ class RenderedText:
         """
         if step < 0:
             raise ValueError(f"step is {step}: give 0 or more")
-        places = [Place(step, number) for number in range(self.config.batch_size)]
-        chosen = [self._pictures.choose(place, self.training_words) for place in places]
+        places = self._places(step)
+        chosen = [self._pictures.choose(place, self._drawn) for place in places]
 
         def patches(number: int, image: int) -> NDArray[np.float32]:
             return self._patches(self._pictures.pixels(chosen[number][image], places[number], image))
@@ -138,8 +145,11 @@ class RenderedText:
 
     def samples(self, step: int) -> list[Sample]:
         """The samples of ``step``, whatever microbatches they come into."""
-        places = [Place(step, number) for number in range(self.config.batch_size)]
-        return [self._sample(place, self._pictures.choose(place, self.training_words)) for place in places]
+        return [self._sample(place, self._pictures.choose(place, self._drawn)) for place in self._places(step)]
+
+    def _places(self, step: int) -> list[Place]:
+        size = self.config.batch_size
+        return [Place(step, number, is_held_out=self._is_held_out) for number in range(size)]
 
     def _sample(self, place: Place, pictures: Sequence[Picture]) -> Sample:
         config = self.config

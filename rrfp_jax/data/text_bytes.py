@@ -78,6 +78,7 @@ class TextBytes:
     """
 
     vocab_size = VOCAB_SIZE
+    bytes_per_token = 1.0
 
     def __init__(self, config: DataConfig, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)

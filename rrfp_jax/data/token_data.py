@@ -32,7 +32,7 @@ class Tokens:
         part: what is trained on, or what is held out; of the latter too an epoch visits every row once.
 
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
-    sets; ``is_packed``.
+    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them.
     Raises ValueError, with the remedy, where a token set cannot be used, has not one row, or was made by another
     tokenizer than the configuration names or than the others were made by.
     """
@@ -49,6 +49,8 @@ class Tokens:
         self._mixture = Mixture(weights)
         self.num_rows = sum(rows.num for rows in self._rows)
         self.vocab_size = max(tokens.vocab_size for tokens in self._sets)
+        is_bytes = all(tokens.header.tokenizer.sha256 is None for tokens in self._sets)
+        self.bytes_per_token = 1.0 if is_bytes else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
 
     def _check_tokenizers(self) -> None:

@@ -11,6 +11,7 @@ from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.model_speed import ModelSpeed, StepSpeed
 from rrfp_jax.training.saving import RunSaver
 from rrfp_jax.training.step_profile import StepProfile
@@ -81,6 +82,8 @@ class TrainingLoop:
         speed: what operations of the model are counted by; None: they are not.
         profile: starts and stops a trace between steps; None: there is none.
         num_skipped: updates that were left out before the first step of this loop.
+        evaluations: evaluates between steps; None: nothing does.
+        on_evaluation: called with every row of theirs.
     """
 
     def __init__(
@@ -96,12 +99,15 @@ class TrainingLoop:
         speed: ModelSpeed | None = None,
         profile: StepProfile | None = None,
         num_skipped: int = 0,
+        evaluations: Evaluations | None = None,
+        on_evaluation: Callable[[EvaluationRow], None] = lambda row: None,
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
         self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
         self._saver, self._host_data = saver, dict(host_data or {})
         self._speed, self._profile, self._num_skipped = speed, profile, num_skipped
+        self._evaluations, self._on_evaluation = evaluations, on_evaluation
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
         self._wishes = pipeline.process.wishes
@@ -119,6 +125,8 @@ class TrainingLoop:
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
         running: tuple[StepMetrics, BatchContents] | None = None
+        if self._is_evaluated(state.step):
+            self._evaluate(state)
         while state.step < num_steps and not self._stop:
             batch = next(batches)
             if running is None and not self._last_end_s:
@@ -134,10 +142,13 @@ class TrainingLoop:
             if running is not None:
                 self._record(*running)
             running = enqueued, contents_of(batch)
-            if self._is_boundary(state.step, num_steps):
+            if self._is_boundary(state.step, num_steps) or self._is_evaluated(state.step):
                 self._record(*running)
                 running = None
-                self._save(state)
+                if self._is_evaluated(state.step) and not self._stop:
+                    self._evaluate(state)
+                if self._is_boundary(state.step, num_steps):
+                    self._save(state)
         if running is not None:
             self._record(*running)
         self.was_stopped = self._stop and state.step < num_steps
@@ -149,12 +160,33 @@ class TrainingLoop:
         """Whether the state after this step is saved; all processes find the same."""
         if self._saver is None:
             return False
-        return self._stop or self._asked_to_save or step == num_steps or self._saver.is_due(step)
+        is_best = self._evaluations is not None and self._evaluations.is_best(step)
+        return self._stop or self._asked_to_save or step == num_steps or self._saver.is_due(step) or is_best
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self._evaluations is not None and self._evaluations.is_due(step)
+
+    def _evaluate(self, state: PipelineState) -> None:
+        """Evaluate, and write down what was found; the time that it takes counts for no step."""
+        assert self._evaluations is not None
+        for row in self._evaluations.run(state):
+            if self._metrics is not None:
+                self._metrics.write(asdict(row))
+            self._on_evaluation(row)
+        self._stop |= self._evaluations.stop
+        self._asked_to_save |= self._evaluations.take_save()
+        if self._last_end_s:
+            self._last_end_s = time.perf_counter()
 
     def _save(self, state: PipelineState) -> None:
         assert self._saver is not None
         self._asked_to_save = False
-        self._saver.save(state, {**self._host_data, "num_skipped": self._num_skipped})
+        host = {**self._host_data, "num_skipped": self._num_skipped}
+        if self._evaluations is None:
+            self._saver.save(state, host)
+        else:
+            host["evaluation"] = self._evaluations.host
+            self._saver.save(state, host, keep_also=self._evaluations.keep_also)
 
     def timeline(self) -> Timeline:
         """The record of the last steps: in the first process of all stages where the loop has come to its end, else of

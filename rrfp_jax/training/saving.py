@@ -1,7 +1,7 @@
 """When a run saves its state, and how it goes on from what was saved."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,12 @@ class RunSaver:
         """Whether the state after ``step`` steps is to be saved whatever the time."""
         return self._every is not None and step % self._every == 0
 
-    def save(self, state: PipelineState, host: Mapping[str, Any]) -> None:
-        """Save in the background, with plain data beside; the pipeline may go on once this returns."""
+    def save(self, state: PipelineState, host: Mapping[str, Any], *, keep_also: Iterable[int] = ()) -> None:
+        """Save in the background, with plain data beside; the pipeline may go on once this returns. Committed steps
+        of ``keep_also`` stay beside the newest ones."""
         if state.step == self._last_step:
             return
         held = self._pipeline.chunk_states(state)
-        self.checkpoints.save(state.step, [(self._layers[chunk], each) for chunk, each in held], host)
+        states = [(self._layers[chunk], each) for chunk, each in held]
+        self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step

@@ -1,10 +1,10 @@
 """From a planned run to the objects that train."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -29,6 +29,7 @@ from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
+from rrfp_jax.training.evaluation import Evaluations, Evaluator
 from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.model_speed import ModelSpeed
@@ -62,6 +63,9 @@ class Run:
         self.state = PipelineState(0)
         self._num_skipped = 0
         self._saver: RunSaver | None = None
+        self._evaluator = None if self.config.evaluation is None else make_evaluator(planned, pipeline)
+        self._evaluated: Mapping[str, Any] | None = None
+        """What the evaluations before this start have found."""
         self.is_saved = True
         """Whether the last checkpoint was committed; known once the run has finished."""
 
@@ -111,7 +115,8 @@ class Run:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
             first = self.dataset.batch(0, self._reads)
-            self.pipeline.prepare(first, buckets=self.dataset.buckets, progress=progress)
+            shapes = None if self._evaluator is None else self._evaluator.shapes()
+            self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
         if self._cache is not None:
             self.console.say(self._cache.describe())
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
@@ -150,6 +155,7 @@ class Run:
         changed = check_same_training(found.host["config"], self._training, force=force)
         self.state = saver.restore(found)
         self._num_skipped = int(found.host["num_skipped"])
+        self._evaluated = found.host.get("evaluation")
         self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
         for difference in changed:
             self.console.say(f"forced: {difference}")
@@ -180,7 +186,15 @@ class Run:
             profile=self._profile,
             speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
             num_skipped=self._num_skipped,
+            evaluations=self._evaluations(),
+            on_evaluation=self.console.show_evaluation,
         )
+
+    def _evaluations(self) -> Evaluations | None:
+        config = self.config.evaluation
+        if config is None or self._evaluator is None:
+            return None
+        return Evaluations(config, self._evaluator, self.config.run.steps, saved=self._evaluated)
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
@@ -276,6 +290,18 @@ def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Pa
         parse_steps(settings.profile_steps),
         profile_folder(path, rank),
         lambda is_on: pipeline.runtime.name_tasks(is_on),  # noqa: PLW0108 - it runs only later
+    )
+
+
+def make_evaluator(planned: PlannedRun, pipeline: Pipeline) -> Evaluator:
+    """What evaluates a run's pipeline on its sets."""
+    config = planned.config
+    assert config.evaluation is not None
+    return Evaluator(
+        pipeline,
+        planned.evaluation_sets,
+        batches=config.evaluation.batches,
+        num_microbatches=config.data_set.num_microbatches,
     )
 
 

@@ -34,6 +34,7 @@ from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES,
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.schedules import schedule_names
+from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
 
@@ -65,6 +66,8 @@ class TrainConfig:
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
+    evaluation: EvaluationConfig | None = None
+    """None: no evaluation."""
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
@@ -101,6 +104,19 @@ class TrainConfig:
         data = self.data_set
         return data.length if isinstance(data, DataConfig | RowsConfig) else None
 
+    def with_data(self, differences: Mapping[str, Any], where: str) -> "TrainConfig":
+        """The same with other values in the section of its data; raises ValueError, beginning with ``where``, for keys
+        that the section does not have, and values that it refuses."""
+        section, known = self.data_section, [field.name for field in fields(self.data_set)]
+        _refuse_unknown(where, f"key of {section}", differences, known)
+        if differences.get("num_microbatches", self.data_set.num_microbatches) != self.data_set.num_microbatches:
+            raise ValueError(f"{where}: num_microbatches is that of training: leave it out, and change batch_size")
+        try:
+            record = _record(section, {**asdict(self.data_set), **differences})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return dataclasses.replace(self, **{section: record})
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for YAML."""
         given = {section.name: getattr(self, section.name) for section in fields(self)}
@@ -118,7 +134,7 @@ def _record_type(kind: Any) -> type:
 DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "jsonl", "parquet", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
-_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "tracking")
+_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "evaluation", "tracking")
 QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.groups")
 """Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")

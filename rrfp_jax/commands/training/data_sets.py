@@ -4,6 +4,7 @@ import sys
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.data import (
+    HELD_OUT,
     TRAIN,
     ImageText,
     ImageTextConfig,
@@ -19,6 +20,8 @@ from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 RunData = TextBytes | RenderedText | ImageText | Tokens | OwnData
 """What a run trains on."""
 _WITH_IMAGES = ("rendered_text", "image_text")
+_ORIGINS = {"path", "object", "arguments"}
+"""Fields that say where data comes from."""
 
 
 def make_data_set(config: TrainConfig, part: Part = TRAIN) -> RunData:
@@ -33,6 +36,27 @@ def make_data_set(config: TrainConfig, part: Part = TRAIN) -> RunData:
             f"{data.vocab_size - 1}: give at least {data.vocab_size}"
         )
     return data
+
+
+def make_evaluation_sets(config: TrainConfig) -> dict[str, RunData]:
+    """What a run evaluates on, by name; nothing without a section ``evaluation``.
+
+    Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
+    not exist or cannot be.
+    """
+    if config.evaluation is None:
+        return {}
+    sets = {}
+    for name, differences in config.evaluation.named_sets.items():
+        where = f"evaluation.sets.{name}"
+        is_own = not _ORIGINS.isdisjoint(differences)
+        all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
+        of_set = config.with_data({**all_of_it, **differences}, where)
+        try:
+            sets[name] = make_data_set(of_set, TRAIN if is_own else HELD_OUT)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return sets
 
 
 def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
@@ -68,8 +92,8 @@ def _say(text: str) -> None:
 
 
 def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:
-    if part != TRAIN:
-        raise ValueError(f"{config.data_section} holds nothing back as a data set of its own: leave the evaluation out")
+    if part != TRAIN and config.image_text is not None:
+        raise ValueError("image_text holds nothing back: give the set a path of its own, a file of other samples")
     from rrfp_jax.commands.training.model_parts import sample_cost
 
     cost = sample_cost(config)
@@ -91,7 +115,7 @@ def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageTe
     assert config.rendered_text is not None
     if config.vision is None:
         raise ValueError("rendered_text draws pictures, and the model has no vision: give a section vision")
-    drawn = RenderedText(config.rendered_text, cost=cost)
+    drawn = RenderedText(config.rendered_text, cost=cost, part=part)
     _check_sees(config.rendered_text, config, drawn.largest_grid, 1)
     return drawn
 

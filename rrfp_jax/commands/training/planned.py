@@ -3,7 +3,8 @@
 Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
 from rrfp_jax.commands.studies.graphs import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.data_sets import RunData, make_data_set
+from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_evaluation_sets
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.models.encoder_config import ENCODER
@@ -38,6 +39,8 @@ class PlannedRun:
     order: Order
     """Of one replica."""
     dataset: RunData
+    evaluation_sets: Mapping[str, RunData] = field(default_factory=dict)
+    """What it evaluates on, by name."""
     cut: "CutModel | None" = None
     """Of a vision-language model; a language model is cut later."""
 
@@ -62,6 +65,8 @@ class PlannedRun:
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
         agreed = self.training
+        for name, dataset in self.evaluation_sets.items():
+            agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
         if self.order.table is not None:
             agreed["pipeline"]["rows"] = self.order.table.fingerprint
         return agreed
@@ -82,7 +87,14 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         return _with_vision(config, path, ordering, share)
     _refuse_encoder_options(config)
     order = order_of(layout, ordering, share)
-    run = PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config))
+    run = PlannedRun(
+        config=config,
+        path=path,
+        ordering=ordering,
+        order=order,
+        dataset=make_data_set(config),
+        evaluation_sets=make_evaluation_sets(config),
+    )
     counts = layout.layer_counts
     if counts is not None and len(counts) != run.num_chunks:
         raise ValueError(f"layers_per_chunk has {len(counts)} numbers for {run.num_chunks} chunks: give one per chunk")
@@ -139,7 +151,15 @@ def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int
         placement=cut.placement,
         graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
     )
-    return PlannedRun(config=config, path=path, ordering=ordering, order=order, dataset=make_data_set(config), cut=cut)
+    return PlannedRun(
+        config=config,
+        path=path,
+        ordering=ordering,
+        order=order,
+        dataset=make_data_set(config),
+        evaluation_sets=make_evaluation_sets(config),
+        cut=cut,
+    )
 
 
 def _refuse_encoder_options(config: TrainConfig) -> None:

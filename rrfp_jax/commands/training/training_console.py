@@ -13,6 +13,7 @@ from rich.table import Table
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.training.evaluation import EvaluationRow
 from rrfp_jax.training.loop import StepRow
 
 _LINE = (
@@ -142,6 +143,14 @@ class TrainingConsole:
                 self.say(f"step {row.step}: no update, because loss or gradients were not finite")
         elif not row.step % self._report_every or row.step == self._num_steps - 1 or row.skipped:
             self.say(self._line(row))
+
+    def show_evaluation(self, row: EvaluationRow) -> None:
+        per_byte = "" if row.bits_per_byte is None else f"  {row.bits_per_byte:.4f} bits/byte"
+        when = "before the first step" if row.step < 0 else f"after step {row.step}"
+        self.say(
+            f"{row.evaluation} {when}: loss {row.loss:.4f}  perplexity {row.perplexity:.4g}{per_byte}  "
+            f"({row.tokens:,.0f} tokens in {row.seconds:.1f} s)"
+        )
 
     def _line(self, row: StepRow) -> str:
         return _LINE.format(

@@ -1,0 +1,86 @@
+"""Runs that evaluate: from the configuration to the lines of the metrics file, and what is refused before the start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.data_sets import make_evaluation_sets
+from tests.commands.running import run_command
+
+
+def config(**overrides: Any) -> Any:
+    return load_train_config("cpu/debug", {f"{name.replace('__', '.')}": value for name, value in overrides.items()})
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "other.txt"
+    path.write_text("some other text, and more of it\n" * 400)
+    return path
+
+
+def test_sets_are_the_part_held_out_or_data_of_their_own(text: Path) -> None:
+    named = {"held": {}, "own": {"path": str(text)}, "short": {"path": str(text), "length": 16, "batch_size": 8}}
+    settings = config(data__held_out=0.1, evaluation__sets=named)
+    sets = make_evaluation_sets(settings)
+    held, own, short = sets.values()
+    assert [*sets] == ["held", "own", "short"]
+    assert own.num_bytes == text.stat().st_size + 1
+    assert own.batch(0)["tokens"].shape[-1] == settings.data.length
+    assert short.batch(0)["tokens"].shape == (settings.data.num_microbatches, 8 // settings.data.num_microbatches, 16)
+    assert held.fingerprint != own.fingerprint
+    assert [*make_evaluation_sets(config(data__held_out=0.1, evaluation__every=2))] == ["held_out"]
+    assert make_evaluation_sets(config()) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"evaluation__every": 2}, "evaluation.sets.held_out: held_out is 0, so nothing is kept for evaluation"),
+        ({"evaluation__sets": {"a": {"lenght": 3}}}, "evaluation.sets.a: 'lenght' is no key of data: did you mean"),
+        ({"evaluation__sets": {"a": {"path": "/nowhere"}}}, "evaluation.sets.a: data folder /nowhere does not exist"),
+        ({"evaluation__sets": {"a": {"num_microbatches": 2}}}, "num_microbatches is that of training"),
+        ({"evaluation__sets": {"a": {"length": "x"}}}, "evaluation.sets.a: data.length is 'x': give a whole number"),
+        (
+            {"data__held_out": 0.1, "evaluation__sets": {"a": {"length": 10**8}}},
+            "hold back not one sequence of length 100000000",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        make_evaluation_sets(config(**overrides))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(run: Path, *options: object) -> None:
+    small = ("--num-layers", 2, "--num-stages", 2, "--hidden", 32, "--num-heads", 2, "--mlp-dim", 32, "--length", 16)
+    common = ("--config", "cpu/debug", *small, "--deterministic", "true", "--held-out", 0.1, "--run-dir", run)
+    result = run_command("train", *common, *options, timeout_s=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: Path, text: Path) -> None:
+    sets = json.dumps({"held": {}, "own": {"path": str(text), "length": 8}})
+    evaluating = ("--evaluation.every", 2, "--evaluation.batches", 3, "--evaluation.sets", sets)
+    evaluating += ("--evaluation.at-start", "true", "--evaluation.keep-best", "true", "--keep-checkpoints", 1)
+    train(tmp_path / "plain", "--steps", 6)
+    train(tmp_path / "run", "--steps", 6, *evaluating)
+    plain, rows = rows_of(tmp_path / "plain"), rows_of(tmp_path / "run")
+    trained = [row for row in rows if "evaluation" not in row]
+    assert [(row["loss"], row["grad_norm"]) for row in trained] == [(row["loss"], row["grad_norm"]) for row in plain]
+    found = [(row["step"], row["evaluation"]) for row in rows if "evaluation" in row]
+    assert found == [(step, name) for step in (-1, 1, 3, 5) for name in ("held", "own")]
+    train(tmp_path / "run", "--steps", 8, *evaluating)
+    again = [(row["step"], row["evaluation"]) for row in rows_of(tmp_path / "run") if "evaluation" in row]
+    assert again == [*found, (7, "held"), (7, "own")]
+    assert all(row["bits_per_byte"] > 0 for row in rows if "evaluation" in row)
