@@ -6,6 +6,7 @@
     rrfp plan --config mine.yaml --costs costs.json --jitter lognormal:0.2 \\
         --objective p95 --write best.yaml --picture frontier.png
     rrfp plan --costs costs.json --devices 8 --microbatches 8..32 --json
+    rrfp plan --config gpu/llama3_70b_128 --device h100 --as-configured
 
 With ``--json`` the last line on stdout is one JSON object. No device is needed: costs are worked out from a device's
 record (``--device``) or come from a file (``--costs``), and what is judged runs in virtual time, in the scheduling core
@@ -21,10 +22,11 @@ from pathlib import Path
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.planning.as_configured import configured_plan
 from rrfp_jax.commands.planning.as_json import plan_as_json
 from rrfp_jax.commands.planning.asking import Asked, read_asked
 from rrfp_jax.commands.planning.options import plan_parser
-from rrfp_jax.commands.planning.report import refused_in_words, show_plan
+from rrfp_jax.commands.planning.report import refused_in_words, show_configured, show_plan
 from rrfp_jax.commands.planning.searching import search
 from rrfp_jax.commands.planning.writing import write_choice
 from rrfp_jax.exit_codes import DONE, INTERRUPTED
@@ -40,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         asked = read_asked(arguments)
-        plan = search(asked, arguments.seed)
+        if arguments.as_configured:
+            assert asked.config is not None
+            plan = configured_plan(asked.config, asked.book, draws=arguments.draws, seed=arguments.seed)
+        else:
+            plan = search(asked, arguments.seed)
     if not plan.ranking and not plan.is_complete:
         _log.warning("interrupted before anything was judged")
         return INTERRUPTED
@@ -49,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(plan_as_json(plan, asked.book, top=arguments.top), allow_nan=False), flush=True)
     else:
-        show_plan(make_console(), plan, asked.book, top=arguments.top, memory_bytes=asked.memory_bytes)
+        show = show_configured if arguments.as_configured else show_plan
+        show(make_console(), plan, asked.book, top=arguments.top, memory_bytes=asked.memory_bytes)
     _write_files(arguments, asked, plan)
     return DONE if plan.is_complete else INTERRUPTED
 

@@ -17,6 +17,7 @@ whatever the backward makes again, and, of the largest layer, the activations of
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rrfp_jax.planning.flops import Flops, TaskFlops
 
@@ -44,6 +45,16 @@ class Widths:
     """How many times the width of the MLP a backward needs."""
 
 
+class Sent(NamedTuple):
+    """What a device gets from the others of an axis, or adds up with them."""
+
+    axis: str
+    forward: float = 0.0
+    """Bytes in F."""
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """One layer of a type, one microbatch, one device of a stage."""
@@ -51,6 +62,13 @@ class LayerSizes:
     flops: Flops
     """Forward operations, of all devices of the stage."""
     num_params: int
+    """That a device computes with."""
+    held_params: int | None = None
+    """That it holds of these between programs, which gather the others; None: all."""
+    sharing: int = 1
+    """Devices that compute a part of the rows and positions each, beside those that share every matrix."""
+    sent: tuple[Sent, ...] = ()
+    """Over axes of the mesh that share no matrices."""
     moved_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """What F, the input gradient and the weight gradient read and write."""
     kept_bytes: int = 0
@@ -70,6 +88,11 @@ class LayerSizes:
     """Of each of these sums."""
     returns_gradient: bool = True
     """Whether its backward hands a gradient on; not so the model's first layer."""
+
+    @property
+    def num_held(self) -> int:
+        """Parameters that a device holds all the time."""
+        return self.num_params if self.held_params is None else self.held_params
 
     def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
         """What F, the input gradient and the weight gradient compute; the input gradient computes again."""

@@ -1,7 +1,9 @@
 """The axes of a stage's mesh: their names, sizes and order."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 TENSOR, FSDP, EXPERT, CONTEXT = "tensor", "fsdp", "expert", "context"
 """Axes whose names have a meaning: see :mod:`rrfp_jax.programs.shardings`."""
@@ -26,6 +28,22 @@ def checked_axes(mesh: Mapping[str, int]) -> Axes:
         if size < 1:
             raise ValueError(f"mesh has {size} devices along {name}: give at least 1")
     return tuple(mesh.items())
+
+
+def other_axes(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """Those of a mesh that have several devices and share no matrices."""
+    return {name: size for name, size in (mesh or {}).items() if name != TENSOR and size > 1}
+
+
+def with_tensor(mesh: Mapping[str, int] | None, tensor: int) -> dict[str, int]:
+    """The mesh with so many devices along ``tensor``, which is innermost where it was not named."""
+    named = {TENSOR: tensor} if mesh is None or TENSOR not in mesh else {}
+    return named | {name: tensor if name == TENSOR else size for name, size in (mesh or {}).items()}
+
+
+def spans(mesh: Mapping[str, int]) -> dict[str, int]:
+    """By axis, over how many neighbouring devices its groups stretch."""
+    return dict(zip(mesh, accumulate(mesh.values(), mul), strict=True))
 
 
 def num_devices(axes: Axes) -> int:

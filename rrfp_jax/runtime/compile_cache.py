@@ -10,9 +10,10 @@ for it, since it has no public ones:
     leaves out the processes other than 0; ours does not.
 ``compilation_cache.get_cache_key``
     names the entry. JAX's key holds the program, the versions of JAX and XLA, flags, the options of the compiler, and
-    the kind and number of devices. Ours adds the host's CPU, since a home directory may serve hosts that do not know
-    each other's instructions, and leaves out *which* of the devices of one kind are meant, since a loaded program is
-    told that anew. So equal programs on other devices, and on other ranks, share an entry.
+    the kind and number of devices. Ours adds what the compiler of TPUs reads (``LIBTPU_INIT_ARGS``) and the host's CPU,
+    since a home directory may serve hosts that do not know each other's instructions, and leaves out *which* of the
+    devices of one kind are meant, since a loaded program is told that anew. So equal programs on other devices, and on
+    other ranks, share an entry.
 
 Programs that several processes run together on GPUs are not cached: their processes measure kernels together while they
 compile, and one that had found its program here would leave the others waiting.
@@ -34,6 +35,7 @@ import numpy as np
 from rrfp_jax.private.jax_names import CacheInterface, compilation_cache, compiler
 from rrfp_jax.private.jaxlib_names import DeviceAssignment
 from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, CacheDirectory, cache_path
+from rrfp_jax.runtime.xla_flags import LIBTPU
 
 DEFAULT_BYTES = 4 * 2**30
 _NEVER = "not cached"
@@ -124,7 +126,9 @@ def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: An
         shape = (assigned.replica_count(), assigned.computation_count())
         anywhere = np.arange(shape[0] * shape[1]).reshape(shape)
         options.device_assignment = DeviceAssignment.create(anywhere)
-    return f"{_jax_key(module, devices, options, backend, *rest)}-{host_digest()}"
+    of_tpus = os.environ.get(LIBTPU, "") if backend.platform == "tpu" else ""
+    told = f"-{hashlib.sha256(of_tpus.encode()).hexdigest()[:8]}" if of_tpus else ""
+    return f"{_jax_key(module, devices, options, backend, *rest)}-{host_digest()}{told}"
 
 
 def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, *host_callbacks: Any) -> None:

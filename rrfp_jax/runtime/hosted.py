@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
@@ -280,7 +280,7 @@ class HostedModel:
                     each,
                     remat=self._remat[base],
                     lean_forward=self._has_lean_forward(base, graph),
-                    mesh=mesh_of(self._grid(base).unit_sharding(self._grid(base).local_replicas[0])),
+                    mesh=self._mesh(base),
                     store=self._store,
                 )
                 variants.append(Variant(each[base], plan))
@@ -306,10 +306,15 @@ class HostedModel:
                 continue
             number = numbers.setdefault(each[base].read, first + len(variants))
             if number == first + len(variants):
-                plan = plan_chunk(base, chunks, graph, each, store=self._store)
+                plan = plan_chunk(base, chunks, graph, each, mesh=self._mesh(base), store=self._store)
                 variants.append(Variant(each[base], plan, evaluates=True))
             of_bucket.append(number)
         return variants, of_bucket
+
+    def _mesh(self, base: int) -> Mesh | None:
+        """Of each unit of a chunk; None for units of one device."""
+        grid = self._grid(base)
+        return mesh_of(grid.unit_sharding(grid.local_replicas[0]))
 
     def _has_lean_forward(self, base: int, graph: PipelineGraph) -> bool:
         """Whether a chunk gets a forward without stash; in deterministic mode one program alone makes its outputs.

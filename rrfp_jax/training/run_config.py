@@ -13,6 +13,7 @@ from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 from rrfp_jax.observe.trackers.config import check_trackers
 from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
+from rrfp_jax.runtime.xla_flags import check_flags
 from rrfp_jax.training.step_profile import parse_steps
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))
@@ -232,6 +233,9 @@ class RunConfig:
     devices: int | None = None
     """Devices that each process takes, evenly shared by its stages where they are fewer; None: one for each stage,
     replica and tensor part that it hosts."""
+    xla_flags: tuple[str, ...] = ()
+    """Flags for XLA, each as ``--xla_name=value``; those of TPUs' compiler begin with ``--xla_tpu_``. What the
+    environment variables XLA_FLAGS and LIBTPU_INIT_ARGS say of the same names goes before them."""
     checkpoint_every: int | None = None
     """Save after every so many steps; None: by time only."""
     checkpoint_minutes: float | None = 30.0
@@ -247,6 +251,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _CACHE, "compile_cache")
+        check_flags(self.xla_flags)
         check_fields(self, _MEMORY, "compile_cache_size")
         if isinstance(self.compile_cache_size, str):
             parse_bytes(self.compile_cache_size, "compile_cache_size")

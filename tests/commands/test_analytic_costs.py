@@ -136,7 +136,52 @@ def test_ways_that_there_are_not(wish: dict[str, Any], problem: str) -> None:
         analytic_book(load_train_config("gpu/one_node_8", {}), device_of("h100"), microbatch_sizes=[1], **wish)
 
 
+def layer_of(mesh: dict[str, int], **more: Any) -> Any:
+    """A layer of a model on a mesh, and what it costs on a GPU of a host of eight."""
+    config = load_train_config("cpu/debug", {"pipeline.mesh": mesh, "data.length": 64} | more)
+    model = model_layers(config, microbatch_size=8, tensor=mesh.get("tensor", 1)).types["layer"]
+    book = analytic_book(config, device_of("h100"), microbatch_sizes=[8], tensors=[mesh.get("tensor", 1)])
+    return model, book.entries[0].types["layer"]
+
+
+def test_fsdp_divides_what_is_held_and_gathers_parameters() -> None:
+    (whole, own), (cut, costs) = layer_of({"tensor": 1}), layer_of({"fsdp": 4})
+    assert cut.fixed_bytes == pytest.approx(whole.fixed_bytes / 4, rel=1e-3)
+    assert cut.sizes.stash_bytes * 4 == whole.sizes.stash_bytes
+    assert costs.gradient_bytes * 4 == own.gradient_bytes
+    assert costs.forward_ms < own.forward_ms / 4 + 1  # but for what travels
+    (sent,) = cut.sizes.sent
+    assert sent.axis == "fsdp"
+    assert sent.forward == whole.sizes.num_params * 3 / 4 * 4
+    assert costs.flops == own.flops
+
+
+def test_context_divides_positions_and_sends_keys() -> None:
+    (whole, _), (cut, _) = layer_of({"tensor": 1}), layer_of({"context": 4})
+    assert cut.fixed_bytes == whole.fixed_bytes
+    assert cut.sizes.output_bytes * 4 == whole.sizes.output_bytes
+    assert cut.sizes.stash_bytes * 4 < whole.sizes.stash_bytes  # no scores
+    keys = next(sent for sent in cut.sizes.sent if sent.forward)
+    assert keys.input_gradient == 2 * keys.forward  # once more, and their gradients, all float32
+    assert cut.sizes.flops.among_activations == whole.sizes.flops.among_activations * 9 / 16
+
+
+def test_experts_are_dealt_out() -> None:
+    experts = {"model.experts": {"num_experts": 4, "experts_per_token": 2, "capacity_factor": 1.0}}
+    (whole, _), (cut, _) = layer_of({"tensor": 1}, **experts), layer_of({"expert": 4}, **experts)
+    assert whole.sizes.num_params / 4 < cut.sizes.num_params < whole.sizes.num_params / 2
+    tokens = next(sent for sent in cut.sizes.sent if sent.forward)
+    assert tokens.axis == "expert"
+    assert tokens.forward == tokens.input_gradient > 0
+
+
+def test_what_travels_between_hosts_takes_longer() -> None:
+    near, far = (layer_of({"tensor": tensor, "fsdp": 4}, **{"model.num_kv_heads": 4, "model.num_heads": 4})[1]
+                 for tensor in (2, 4))  # fmt: skip
+    assert far.weight_gradient_ms > near.weight_gradient_ms
+
+
 def test_axes_whose_costs_nobody_knows_are_refused() -> None:
-    config = load_train_config("cpu/debug", {"pipeline.mesh": {"tensor": 2, "fsdp": 2}})
-    with pytest.raises(ValueError, match="devices of the axis tensor share, not of fsdp: leave that out"):
+    config = load_train_config("cpu/debug", {"pipeline.mesh": {"tensor": 2, "other": 2}})
+    with pytest.raises(ValueError, match="planning knows nothing of the axis 'other'"):
         model_layers(config, microbatch_size=2)

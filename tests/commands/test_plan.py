@@ -176,11 +176,41 @@ def test_what_is_missing_is_named(costs: str, arguments: tuple[str, ...], messag
         main([*arguments])
 
 
-def test_a_mesh_that_does_more_than_share_layers_is_refused(costs: str) -> None:
-    text = find_preset("cpu/debug").read_text().replace("pipeline:", "pipeline:\n  mesh: {fsdp: 2}")
+def meshed(mesh: str) -> str:
+    """The name of a configuration whose stages have this mesh."""
+    text = find_preset("cpu/debug").read_text().replace("pipeline:", f"pipeline:\n  mesh: {mesh}")
     Path("mine.yaml").write_text(text)
-    with pytest.raises(BadInput, match="none along fsdp: leave mesh out"):
-        main(["--config", "mine.yaml", "--costs", costs])
+    return "mine.yaml"
+
+
+def test_measured_costs_know_no_mesh(costs: str) -> None:
+    with pytest.raises(BadInput, match="the costs know nothing of fsdp 2 in mesh: work them out"):
+        main(["--config", meshed("{fsdp: 2}"), "--costs", costs])
+
+
+def test_a_mesh_stays_while_stages_replicas_and_tensor_are_chosen(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = meshed("{tensor: 1, fsdp: 2}")
+    asked = ("--device", "a100", "--stages", "2", "--microbatch-size", "2", "--schedules", "1f1b", "--effort", "0.1")
+    best = planned(capsys, "--config", config, *asked, "--devices", "8", "--write", "best.yaml")["ranking"][0]
+    assert (best["devices"], best["mesh"]) == (8, [["fsdp", 2]])
+    assert best["num_stages"] * best["data"] * best["tensor"] == 4
+    written = load_train_config("best.yaml", {}).pipeline
+    assert written.mesh == {"tensor": best["tensor"], "fsdp": 2}
+
+
+def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", meshed("{tensor: 2, fsdp: 2}"), "--device", "a100", "--as-configured"]) == 0
+    told = capsys.readouterr().out
+    assert "x 2 x fsdp 2" in told
+    assert "memory of each stage of 74.51 GiB" in told
+    assert main(["--config", "mine.yaml", "--device", "a100", "--as-configured", "--memory", "1KiB"]) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="--stages is for a search"):
+        main(["--config", "mine.yaml", "--device", "a100", "--as-configured", "--stages", "2"])
+    with pytest.raises(BadInput, match="give --config"):
+        main(["--costs", costs, "--as-configured"])
 
 
 def test_where_nothing_fits_the_nearest_changes_are_told(costs: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import os
 import re
 import shlex
@@ -15,16 +16,18 @@ import pytest
 import yaml
 
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
-from rrfp_jax.commands import launch
+from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.commands import launch, plan
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
-from rrfp_jax.exit_codes import BAD_INPUT, INTERRUPTED, PEER_LOST, PREEMPTED
+from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, PEER_LOST, PREEMPTED
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.network import RunKey
+from rrfp_jax.planning.devices import device_of
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.detection import membership_from
@@ -52,7 +55,7 @@ def machine_of(path: Path) -> tuple[int, int, int]:
 
 def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
     pipeline = config.pipeline
-    return Layout(num_stages=pipeline.num_stages, data=pipeline.data, tensor=pipeline.tensor, num_ranks=num_ranks)
+    return Layout(num_stages=pipeline.num_stages, data=pipeline.data, mesh=pipeline.meshes, num_ranks=num_ranks)
 
 
 def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
@@ -157,6 +160,37 @@ def test_the_commands_of_a_header_start_that_preset_on_that_machine(
 def test_the_multimodal_preset_is_a_pair_of_the_models_that_are_known_by_name() -> None:
     config = load(CONFIGS / "gpu/one_node_8_multimodal.yaml")
     assert vision_language_config(config) == MODELS["qwen3-1.7b+vit-h"]
+
+
+FORECAST = re.compile(r"\| `(\S+)\.yaml` \| (\S+), [^|]*\| ([^|]*) \| ([^|]*) \| ([^|]*) \|")
+"""A row of the README's table of forecasts: preset, device, its memory, the fullest stage, what is free."""
+
+
+def forecasts_told() -> list[tuple[str, ...]]:
+    return FORECAST.findall((CONFIGS / "README.md").read_text())
+
+
+def test_large_presets_have_a_forecast() -> None:
+    assert {row[0] for row in forecasts_told()} >= {
+        "gpu/llama3_70b_128",
+        "gpu/mixtral_8x22b_128",
+        "tpu/v5p_1m_context_256",
+    }
+
+
+@pytest.mark.parametrize("row", forecasts_told(), ids=lambda row: row[0])
+def test_a_forecast_fits_the_device_and_is_what_the_readme_says(
+    row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, device, has, needs, free = row
+    assert plan.main(["--config", name, "--device", device, "--as-configured", "--json"]) == DONE
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["ranking"][0]
+    num_bytes = device_of(device).num_bytes
+    assert told["peak_bytes"] < num_bytes
+    assert (has, needs) == (format_bytes(num_bytes), format_bytes(told["peak_bytes"]))
+    assert free == f"{1 - told['peak_bytes'] / num_bytes:.0%}"
+    nodes, devices, _ = machine_of(CONFIGS / f"{name}.yaml")
+    assert told["devices"] == nodes * devices
 
 
 # -- SLURM -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 from rrfp_jax.runtime.plugins import check_plugin
+from rrfp_jax.runtime.xla_flags import flags_agreed, use_xla_flags
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
@@ -34,6 +35,7 @@ def enter(
     pinned: bool = False,
     transport: "Selection" = "auto",
     progress_deadline_s: float = 0.0,
+    xla_flags: Sequence[str] = (),
 ) -> "Process":
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
@@ -44,11 +46,13 @@ def enter(
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
+        xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.xla_flags`.
 
-    Raises ValueError where layout, processes and devices do not fit, or JAX sees CPU devices only on a host with more,
-    and StartFailed where the processes do not come together.
+    Raises ValueError where layout, processes and devices do not fit, JAX sees CPU devices only on a host with more, or
+    XLA does not know a flag, and StartFailed where the processes do not come together.
     """
     check_plugin(platform)
+    _use_flags(xla_flags)
     from rrfp_jax.runtime.process import Process
 
     membership = membership_from(os.environ, detect=cluster.detect)
@@ -62,7 +66,7 @@ def enter(
         return process
     process = Process(
         layout,
-        join(membership, configuration, cluster),
+        join(membership, {**configuration, "flags of XLA": flags_agreed(os.environ)}, cluster),
         num_devices=devices,
         transport=transport,
         patience_s=max(cluster.start_deadline_s, progress_deadline_s),
@@ -71,6 +75,15 @@ def enter(
     process.connect()
     process.start_jax(platform, pinned=pinned)
     return process
+
+
+def _use_flags(flags: Sequence[str]) -> None:
+    if not use_xla_flags(flags, os.environ):
+        return
+    from rrfp_jax.private.jax_names import backends_are_initialized
+
+    if backends_are_initialized():
+        raise ValueError("xla_flags come too late, as JAX has started already: set XLA_FLAGS before it does")
 
 
 def start_alone(platform: str | None) -> None:

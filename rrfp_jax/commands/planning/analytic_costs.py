@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 
 from rrfp_jax.commands.planning.layer_kinds import BYTES
 from rrfp_jax.commands.planning.microbatches import rows_of
@@ -10,6 +11,8 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
 from rrfp_jax.planning.costs.analytic import Roofline
 from rrfp_jax.planning.devices import CUDA, Device, Efficiencies
+from rrfp_jax.planning.unit_axes import other_axes, spans, with_tensor
+from rrfp_jax.training.run_config import PipelineConfig
 
 
 def analytic_book(
@@ -51,7 +54,8 @@ def analytic_book(
         layers=models[0].layers,
         entries=tuple(entries),
         ends=models[0].ends,
-        links=device.links(num_devices or layout.num_stages * layout.data * layout.tensor, found),
+        links=device.links(num_devices or devices_of(layout), found),
+        mesh=other_axes(layout.mesh),
         task_ms=found.launch_ms,
         tokens_per_sample=models[0].tokens_per_sample,
         device=device.title,
@@ -83,7 +87,13 @@ def fitted_efficiencies(
 
 def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
     is_float32 = config.model.compute_dtype == "float32"
-    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, is_float32=is_float32)
+    along = spans(with_tensor(config.pipeline.mesh, tensor))
+    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, spans=along, is_float32=is_float32)
+
+
+def devices_of(layout: PipelineConfig) -> int:
+    """Of all stages and replicas."""
+    return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
 
 
 def _costs(model: ModelLayers, roofline: Roofline, config: TrainConfig) -> dict[str, LayerCosts]:

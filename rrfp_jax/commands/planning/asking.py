@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.commands.planning.as_configured import check_as_configured
 from rrfp_jax.commands.planning.given_costs import check_given, given_costs
 from rrfp_jax.commands.planning.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
 from rrfp_jax.commands.planning.writing import check_writable
@@ -14,7 +15,7 @@ from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.layer_sizes import REMATS
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS, Wishes
-from rrfp_jax.planning.unit_axes import TENSOR
+from rrfp_jax.planning.unit_axes import describe_axes, other_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,18 @@ class Asked:
 def read_asked(arguments: argparse.Namespace) -> Asked:
     """Raises ValueError, in one sentence with the remedy, for what does not fit together."""
     config = None if arguments.config is None else load_train_config(arguments.config, {})
-    if config is not None:
-        _check_mesh(config)
+    if arguments.as_configured:
+        check_as_configured(arguments, config)
     check_given(arguments, has_config=config is not None)
     _check_outputs(arguments, config)
     num_devices = _num_devices(arguments, config)
     batch_size = _batch_size(arguments, config)
     book = given_costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
+    if config is not None and (asked := other_axes(config.pipeline.mesh)) != book.mesh:
+        raise ValueError(
+            f"the costs know nothing of {describe_axes(tuple(asked.items()))} in mesh: work them out (--device, not "
+            "--costs), compile them here (--compile), or leave mesh out"
+        )
     if arguments.jitter is not None:
         book = replace(book, noise=parse_noise(arguments.jitter))
     wishes = Wishes(
@@ -67,13 +73,6 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     )
     what = arguments.config or arguments.costs
     return Asked(book=book, wishes=wishes, config=config, title=f"{what} on {num_devices} {_many(book)}")
-
-
-def _check_mesh(config: TrainConfig) -> None:
-    """Raise ValueError where devices of a stage do more than share its layers."""
-    others = [axis for axis, size in (config.pipeline.mesh or {}).items() if axis != TENSOR and size > 1]
-    if others:
-        raise ValueError(f"plan knows devices that share layers (tensor), and none along {others[0]}: leave mesh out")
 
 
 def _many(book: CostBook) -> str:

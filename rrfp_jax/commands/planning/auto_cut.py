@@ -165,7 +165,7 @@ def _cuts(config: TrainConfig, book: CostBook, order: Order) -> tuple[CutModel, 
 
 
 def _tensor(config: TrainConfig) -> int:
-    """Devices that share a layer's matrices; what other axes of a stage's mesh share, all layers share alike."""
+    """Devices that share a layer's matrices."""
     layout = config.pipeline
     return layout.tensor if layout.mesh is None else layout.mesh.get("tensor", 1)
 
@@ -173,7 +173,7 @@ def _tensor(config: TrainConfig) -> int:
 def _room(config: TrainConfig, order: Order) -> Room | None:
     """Where the configuration limits memory and says in numbers what stages hold."""
     limit, layout = config.pipeline.memory_limit, config.pipeline
-    if limit is None or isinstance(layout.window, str) or order.graph.ops or layout.mesh is not None:
+    if limit is None or isinstance(layout.window, str) or order.graph.ops:
         return None
     limits = (parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit,) * layout.num_stages
     return Room.of_order(order, limits)

@@ -11,9 +11,11 @@ sizes; where they differ by more than a tenth that is told, and the larger numbe
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 import jax
 
+from rrfp_jax.commands.planning.analytic_costs import devices_of
 from rrfp_jax.commands.planning.compiled_work import CompiledWay, compiled_way
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import LAYER, named
@@ -22,6 +24,7 @@ from rrfp_jax.planning.costs import CostBook, CostEntry
 from rrfp_jax.planning.costs.analytic import Roofline
 from rrfp_jax.planning.devices import Device, Efficiencies, device_like, fitted_device
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.planning.unit_axes import describe_axes, other_axes, spans, with_tensor
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.process import Process
 
@@ -69,7 +72,7 @@ def compiled_book(
         )
     first = None if measured is None else _first(measured)
     every = list(dict.fromkeys([*settings, *([] if first is None else [first])]))
-    ways = {s: compiled_way(config, s, _process(s.tensor), progress=progress) for s in every}
+    ways = {s: compiled_way(config, s, _process(config, s.tensor), progress=progress) for s in every}
     if measured is not None and first is not None:
         machine = _fitted(config, ways[first], measured, device)
     else:
@@ -90,18 +93,21 @@ def compiled_book(
         ends=model.ends,
         entries=tuple(entries),
         tokens_per_sample=model.tokens_per_sample,
+        mesh=other_axes(config.pipeline.mesh),
         device=machine.title,
         device_bytes=machine.num_bytes,
     )
     return _beside(book, config, machine, measured, num_devices)
 
 
-def _process(tensor: int) -> Process:
-    devices = jax.local_devices()
-    if len(devices) < tensor:
-        raise ValueError(f"tensor {tensor} needs as many devices, and JAX finds {len(devices)}: give a smaller one")
-    process = Process(Layout(num_stages=1, tensor=tensor), num_devices=tensor)
-    process.use_devices(devices[:tensor])
+def _process(config: TrainConfig, tensor: int) -> Process:
+    mesh, devices = with_tensor(config.pipeline.mesh, tensor), jax.local_devices()
+    number = prod(mesh.values())
+    if len(devices) < number:
+        words = describe_axes(tuple(mesh.items()))
+        raise ValueError(f"{words} needs {number} devices, and JAX finds {len(devices)}: give smaller ones")
+    process = Process(Layout(num_stages=1, mesh=mesh), num_devices=number)
+    process.use_devices(devices[:number])
     return process
 
 
@@ -135,7 +141,8 @@ def _fitted(config: TrainConfig, way: CompiledWay, measured: CostBook, device: D
 
 def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
     is_float32 = config.model.compute_dtype == "float32"
-    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, is_float32=is_float32)
+    along = spans(with_tensor(config.pipeline.mesh, tensor))
+    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, spans=along, is_float32=is_float32)
 
 
 def _beside(
@@ -154,7 +161,7 @@ def _beside(
     layout, device, found = config.pipeline, machine.device, machine.efficiencies
     return replace(
         book,
-        links=device.links(num_devices or layout.num_stages * layout.data * layout.tensor, found),
+        links=device.links(num_devices or devices_of(layout), found),
         task_ms=found.launch_ms,
         device_flops=_roofline(config, device, found, 1).peak_flops,
         source=f"compiled for {jax.default_backend()}: {found.compute:.0%} of the peak's operations, "

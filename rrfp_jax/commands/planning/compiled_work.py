@@ -42,15 +42,16 @@ class CompiledWay:
         layer, tensor = self.model.types[named(kind, self.model.types)], self.setting.tensor
         ms = {task: roofline.task_ms(work.flops * tensor, work.moved_bytes) for task, work in self.works[kind].items()}
         sums = [roofline.sums_ms(number, layer.sizes.sum_bytes) for number in layer.sizes.sums]
+        sent = roofline.sent_ms(layer.sizes)
         estimates = {
             "temporaries_bytes": layer.sizes.temporaries_bytes,
             "more_temporaries_bytes": layer.sizes.more_temporaries_bytes,
         }
         return LayerCosts(
-            forward_ms=ms["F"] + sums[0],
-            input_gradient_ms=ms["I"] + sums[1] * layer.has_backward,
-            weight_gradient_ms=ms["W"],
-            backward_ms=ms["B"] + sums[1] * layer.has_backward,
+            forward_ms=ms["F"] + sums[0] + sent[0],
+            input_gradient_ms=ms["I"] + (sums[1] + sent[1]) * layer.has_backward,
+            weight_gradient_ms=ms["W"] + sent[2] * layer.trains,
+            backward_ms=ms["B"] + (sums[1] + sent[1]) * layer.has_backward + sent[2] * layer.trains,
             update_ms=ms["U"],
             flops=sum(layer.sizes.flops.tasks(trains=layer.trains, has_backward=layer.has_backward)),
             **{**held, **({} if self.chunks.tells_memory else estimates)},
@@ -81,7 +82,7 @@ def _own_work(layer: LayerType, tensor: int) -> dict[str, Work]:
     flops = layer.sizes.tasks(trains=layer.trains, has_backward=layer.has_backward)
     runs = (True, layer.has_backward, layer.trains)
     moved = [each * does for each, does in zip(layer.sizes.moved_bytes, runs, strict=True)]
-    own = {kind: Work(f / tensor, b) for kind, f, b in zip("FIW", flops, moved, strict=True)}
+    own = {kind: Work(f / tensor / layer.sizes.sharing, b) for kind, f, b in zip("FIW", flops, moved, strict=True)}
     own["B"] = Work(own["I"].flops + own["W"].flops, own["I"].moved_bytes + own["W"].moved_bytes)
     return own | {"U": Work(0.0, 2.0 * layer.fixed_bytes * layer.trains)}
 

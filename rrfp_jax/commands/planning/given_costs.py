@@ -1,7 +1,7 @@
 """The costs that plan works with: of a file, worked out for a device, or from programs compiled here."""
 
 import argparse
-from math import gcd
+from math import gcd, prod
 
 from rrfp_jax.commands.planning.cost_file import read_costs
 from rrfp_jax.commands.planning.options import parse_counts, parse_words
@@ -10,6 +10,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.devices import device_of
 from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.unit_axes import TENSOR, other_axes
 
 _SIZES = (1, 2, 4, 8)
 """Of microbatches, and devices that share a layer, where the user does not say."""
@@ -41,12 +42,16 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
     """For each way to run the model that was asked for, or is worth a try."""
     from rrfp_jax.commands.planning.analytic_costs import analytic_book  # loads JAX
 
-    sizes, tensors, remats = _ways(arguments)
+    sizes, tensors, remats = _configured(config) if arguments.as_configured else _ways(arguments)
     if sizes is None:
         every = sorted({config.data_set.microbatch_size, *_SIZES})
         sizes = tuple(size for size in every if batch_size is None or batch_size % size == 0)
     if tensors is None:
-        both = gcd(num_devices, config.model.num_key_value_heads, config.model.mlp_dim)
+        both = gcd(
+            num_devices // prod(other_axes(config.pipeline.mesh).values()),
+            config.model.num_key_value_heads,
+            config.model.mlp_dim,
+        )
         tensors = tuple(tensor for tensor in _SIZES if both % tensor == 0)
     if remats is None:
         remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
@@ -71,12 +76,8 @@ def _compiled(
     from rrfp_jax.commands.training.assembly import compile_cache_of
     from rrfp_jax.commands.training.training_console import CompileReport
 
-    sizes, tensors, remats = _ways(arguments)
-    settings = every_setting(
-        sizes or (config.data_set.microbatch_size,),
-        tensors or (config.pipeline.tensor,),
-        remats or (config.pipeline.remat,),
-    )
+    (sizes, tensors, remats), own = _ways(arguments), _configured(config)
+    settings = every_setting(sizes or own[0], tensors or own[1], remats or own[2])
     compile_cache_of(config)
     report = CompileReport(make_console(is_quiet=arguments.json))
     try:
@@ -85,6 +86,12 @@ def _compiled(
         )
     finally:
         report.stop()
+
+
+def _configured(config: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+    layout = config.pipeline
+    tensor = layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1)
+    return (config.data_set.microbatch_size,), (tensor,), (layout.remat,)
 
 
 def _ways(

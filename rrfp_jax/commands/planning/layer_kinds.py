@@ -1,7 +1,9 @@
 """The layers of decoders and encoders, with their names and what each computes and holds."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from rrfp_jax.commands.planning.microbatches import Rows
@@ -11,12 +13,14 @@ from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import (
     LayerSizes,
+    Sent,
     Widths,
     dense_layer,
     embedding_layer,
     head_layer,
     transformer_layer,
 )
+from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number, by the name of its dtype."""
@@ -40,20 +44,63 @@ class Way:
     """How a stage runs its layers."""
 
     rows: Rows
+    """Of the whole microbatch."""
     tensor: int = 1
     """Devices that share every layer."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Those of the stage's mesh that share no matrices, with their sizes."""
     remat: str = "none"
     is_cuda: bool = True
     """Whether they are NVIDIA GPUs, which fuse attention."""
+    compute_bytes: int = 4
+    """Of a number that the decoder computes with."""
 
     def part(self, size: int) -> int:
         """Of each device: an equal part, or all where it does not divide."""
         return size if size % self.tensor else size // self.tensor
 
+    @cached_property
+    def own(self) -> Rows:
+        """Of one device: what rows and positions do not divide by is whole on each."""
+        rows, context = prod(self.axes.get(axis, 1) for axis in (FSDP, EXPERT)), self.axes.get(CONTEXT, 1)
+        return Rows(
+            num_rows=_part(self.rows.num_rows, rows),
+            length=_part(self.rows.length, context),
+            image_rows=_part(self.rows.image_rows, rows),
+            patch_length=_part(self.rows.patch_length, context),
+        )
+
+    @property
+    def is_context_cut(self) -> bool:
+        """Whether positions of a decoder are dealt out, and scores are computed in tiles."""
+        return self.own.length < self.rows.length
+
+    def spread(self, sizes: LayerSizes, parts: float, *more: Sent) -> LayerSizes:
+        """With what parameters and their gradients cost on the axes: gathered and added up by ``fsdp``, added up by
+        others that cut rows or positions into ``parts`` altogether; ``more`` is sent besides."""
+        fsdp, held = self.axes.get(FSDP, 1), -(-sizes.num_params // self.axes.get(FSDP, 1))
+        num_bytes = sizes.num_params * self.compute_bytes * (1 - 1 / fsdp)
+        sent = [Sent(FSDP, num_bytes, num_bytes * sizes.returns_gradient, num_bytes)] if fsdp > 1 else []
+        for axis in (EXPERT, CONTEXT):
+            size = self.axes.get(axis, 1)
+            sent += [Sent(axis, weight_gradient=2 * (1 - 1 / size) * held * self.compute_bytes)] if size > 1 else []
+        return replace(
+            sizes,
+            held_params=held,
+            derived_bytes=-(-sizes.derived_bytes // fsdp),
+            more_temporaries_bytes=sizes.more_temporaries_bytes + round(num_bytes),
+            sharing=round(parts),
+            sent=(*sent, *more),
+        )
+
     def is_fused(self, compute_dtype: str, head_dim: int) -> bool:
         """Whether scores stay inside a kernel, as in :func:`rrfp_jax.models.attention.implementation`."""
         fits = compute_dtype == "bfloat16" and head_dim <= _FUSED_HEAD_DIM and not head_dim % 8
         return self.is_cuda and fits
+
+
+def _part(size: int, number: int) -> int:
+    return size if size % number else size // number
 
 
 def decoder_layers(model: LanguageModelConfig, way: Way, *, packed: bool, prefix: str = "") -> Iterator[Placed]:
@@ -62,7 +109,8 @@ def decoder_layers(model: LanguageModelConfig, way: Way, *, packed: bool, prefix
     Where some layers have experts and others have none, those that have are of kind ``sparse``.
     """
     sizes, c = decoder_sizes(model), BYTES[model.compute_dtype]
-    tokens, is_cast = way.rows.tokens, model.compute_dtype != model.param_dtype
+    tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
+    parts = way.rows.tokens / tokens
     words, stream = way.part(model.vocab_size), tokens * model.hidden * c
     embedding = embedding_layer(
         model.hidden,
@@ -72,7 +120,7 @@ def decoder_layers(model: LanguageModelConfig, way: Way, *, packed: bool, prefix
         param_bytes=BYTES[model.param_dtype],
     )
     embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix))
-    yield Placed("embedding", (f"{prefix}embedding",), embedding, model.param_dtype)
+    yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
     kinds = {is_sparse: _decoder_layer(model, way, is_sparse, packed=packed) for is_sparse in (False, True)}
     is_mixed = 0 < model.num_sparse_layers < model.num_layers
     for number in range(model.num_layers):
@@ -82,7 +130,7 @@ def decoder_layers(model: LanguageModelConfig, way: Way, *, packed: bool, prefix
     head = head_layer(
         model.hidden,
         words,
-        sizes.head(tokens),
+        sizes.head(way.rows.tokens),
         num_params=words * model.hidden + model.hidden,
         num_tokens=tokens,
         remat=way.remat,
@@ -90,27 +138,52 @@ def decoder_layers(model: LanguageModelConfig, way: Way, *, packed: bool, prefix
         is_cast=is_cast,
     )
     names = (f"{prefix}final_norm", f"{prefix}{'embedding' if model.tie_embeddings else 'head'}")
-    yield Placed("head", names, replace(head, sums=(1, 1), sum_bytes=stream), model.param_dtype)
+    head = way.spread(replace(head, sums=(1, 1), sum_bytes=stream), parts)
+    yield Placed("head", names, head, model.param_dtype)
 
 
 def _decoder_layer(model: LanguageModelConfig, way: Way, is_sparse: bool, *, packed: bool) -> LayerSizes:
     """Of the experts what a device computes, which is more than what tokens choose: see `rrfp_jax.models.experts`."""
-    tokens, c = way.rows.tokens, BYTES[model.compute_dtype]
+    tokens, c, is_tiled = way.own.tokens, BYTES[model.compute_dtype], way.is_context_cut
     sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
     layer = transformer_layer(
         _decoder_widths(model, way, is_sparse),
-        sizes.layer(tokens, way.rows.pairs, is_sparse=is_sparse),
+        sizes.layer(way.rows.tokens, way.rows.pairs * _seen(way), is_sparse=is_sparse),
         num_params=_layer_params(model, way, is_sparse),
         num_tokens=tokens,
         length=way.rows.length,
         remat=way.remat,
         compute_bytes=c,
-        is_fused=way.is_fused(model.compute_dtype, model.size_per_head),
+        is_fused=is_tiled or way.is_fused(model.compute_dtype, model.size_per_head),
         is_cast=model.compute_dtype != model.param_dtype,
     )
     of_rows = (8 if way.remat != "none" else model.size_per_head * FLOAT32) if packed else 0
     stash = layer.stash_bytes + tokens * of_rows  # positions and segments, or what is made of them
-    return replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
+    layer = replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
+    return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_tokens_sent(model, way, is_sparse))
+
+
+def _seen(way: Way) -> float:
+    """Which part of the pairs of positions is computed: tiles above the diagonal are left out where there are some."""
+    parts = way.rows.length // way.own.length
+    return (2 * parts + 1) / (4 * parts) if way.is_context_cut else 1.0
+
+
+def _keys_sent(model: LanguageModelConfig, way: Way) -> Iterator[Sent]:
+    """Keys and values of other devices, in F and again in the backward, with their float32 gradients."""
+    if way.is_context_cut:
+        width = 2 * way.part(model.num_key_value_heads) * model.size_per_head
+        numbers = way.own.num_rows * (way.rows.length - way.own.length) * width
+        yield Sent(CONTEXT, numbers * way.compute_bytes, numbers * (way.compute_bytes + FLOAT32))
+
+
+def _tokens_sent(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Iterator[Sent]:
+    """To experts and back, in F and in the backward."""
+    size, experts = way.axes.get(EXPERT, 1), model.experts
+    if is_sparse and experts is not None and size > 1:
+        per_token = size if experts.capacity_factor is None else experts.capacity_factor * experts.experts_per_token
+        num_bytes = 2 * (1 - 1 / size) * way.own.tokens * min(per_token, size) * model.hidden * way.compute_bytes
+        yield Sent(EXPERT, num_bytes, num_bytes)
 
 
 def _expert_dims(model: LanguageModelConfig, way: Way) -> int:
@@ -143,7 +216,8 @@ def _layer_params(model: LanguageModelConfig, way: Way, is_sparse: bool) -> int:
     """Of each device."""
     widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
     if is_sparse and experts is not None:
-        inner = experts.num_experts * model.expert_dim + (experts.shared_mlp_dim or 0)
+        own = experts.num_experts // way.axes.get(EXPERT, 1)
+        inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
     matrices = model.hidden * (2 * widths.query + 2 * widths.key + mlp)
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
@@ -153,10 +227,11 @@ def _layer_params(model: LanguageModelConfig, way: Way, is_sparse: bool) -> int:
 def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     """``patches``, so many times ``vision``, and ``projector``, with a final norm before it if there is one."""
     vision, projector, sizes = model.vision, model.projector, sizes_of(model)
-    c, is_cast, patches = BYTES[vision.compute_dtype], vision.compute_dtype != vision.param_dtype, way.rows.patches
+    c, is_cast, patches = BYTES[vision.compute_dtype], vision.compute_dtype != vision.param_dtype, way.own.patches
+    parts = way.rows.patches / patches
     stem = dense_layer(
         (vision.patch_dim, vision.hidden),
-        sizes.encoder.patches(patches),
+        sizes.encoder.patches(way.rows.patches),
         num_params=vision.num_params() - vision.num_layers_params(),
         num_rows=patches,
         remat="none",
@@ -166,10 +241,10 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     )
     stem = replace(stem, stash_bytes=patches * (vision.patch_dim * FLOAT32 + 8))  # pictures come in float32
     names = ("vision.patches", *(("vision.pre_norm",) if vision.pre_norm else ()))
-    yield Placed("patches", names, stem, vision.param_dtype)
+    yield Placed("patches", names, way.spread(stem, parts), vision.param_dtype)
     layer = transformer_layer(
         _encoder_widths(vision, way),
-        sizes.encoder.layer(patches, way.rows.patch_pairs),
+        sizes.encoder.layer(way.rows.patches, way.rows.patch_pairs),
         num_params=way.part(vision.num_layer_params()),
         num_tokens=patches,
         length=way.rows.patch_length,
@@ -178,14 +253,14 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
         is_fused=way.is_fused(vision.compute_dtype, vision.hidden // vision.num_heads),
         is_cast=is_cast,
     )
-    layer = replace(layer, sums=(2, 2), sum_bytes=patches * vision.hidden * c)
+    layer = way.spread(replace(layer, sums=(2, 2), sum_bytes=patches * vision.hidden * c), parts)
     for number in range(vision.num_layers_run):
         yield Placed("vision", (f"vision.layers.{number}",), layer, vision.param_dtype)
     features, decoder = patches // projector.patches_per_feature, model.decoder
     widths = sizes.projector.in_dim, sizes.projector.inner_dim, sizes.projector.out_dim
     last = dense_layer(
         widths,
-        sizes.projector.whole(features),
+        sizes.projector.whole(way.rows.patches // projector.patches_per_feature),
         num_params=projector.num_params(vision.hidden, decoder.hidden) + vision.final_norm * vision.num_norm_params,
         num_rows=features,
         remat=way.remat,
@@ -194,7 +269,7 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     )
     if vision.final_norm and way.remat == "none":
         last = replace(last, stash_bytes=last.stash_bytes + patches * vision.hidden * 3 * FLOAT32)
-    yield Placed("projector", ("projector",), last, decoder.param_dtype)
+    yield Placed("projector", ("projector",), way.spread(last, parts), decoder.param_dtype)
 
 
 def _encoder_widths(vision: VisionConfig, way: Way) -> Widths:

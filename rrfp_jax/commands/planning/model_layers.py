@@ -15,7 +15,7 @@ from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import REMATS, LayerSizes
-from rrfp_jax.planning.unit_axes import TENSOR
+from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, other_axes
 
 _COUNTS = 8
 """Of the updates that an optimizer counts, twice, for each chunk."""
@@ -40,7 +40,7 @@ class LayerType:
     @property
     def gradient_bytes(self) -> int:
         """What replicas sum up."""
-        return self.sizes.num_params * FLOAT32 if self.trains else 0
+        return self.sizes.num_held * FLOAT32 if self.trains else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +70,23 @@ def model_layers(
 
     Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
     """
-    check_divides(config.model, tensor)
-    others = [axis for axis, size in (config.pipeline.mesh or {}).items() if axis != TENSOR and size > 1]
-    if others:
-        raise ValueError(f"planning knows what devices of the axis {TENSOR} share, not of {others[0]}: leave that out")
+    axes = other_axes(config.pipeline.mesh)
+    if unknown := [axis for axis in axes if axis not in (FSDP, EXPERT, CONTEXT)]:
+        raise ValueError(
+            f"planning knows nothing of the axis {unknown[0]!r}, which the model does not cut: leave it out"
+        )
+    check_divides(config.model, tensor, axes.get(EXPERT, 1))
     if remat not in REMATS:
         raise ValueError(f"remat is {remat!r}: give one of {', '.join(REMATS)}")
-    placed = _placed(
-        config, Way(rows=rows or rows_of(config, microbatch_size), tensor=tensor, remat=remat, is_cuda=is_cuda)
+    way = Way(
+        rows=rows or rows_of(config, microbatch_size),
+        tensor=tensor,
+        axes=axes,
+        remat=remat,
+        is_cuda=is_cuda,
+        compute_bytes=BYTES[config.model.compute_dtype],
     )
+    placed = _placed(config, way)
     trains = [not _is_frozen(each.names, config.pipeline.freeze) for each in placed]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
@@ -122,7 +130,7 @@ def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
 
 def _fixed(placed: Placed, num_moments: int | None, replicas: int) -> int:
     """Moments have the parameters' dtype, and replicas may share them out; None: the layer is frozen."""
-    itemsize, number = BYTES[placed.param_dtype], placed.sizes.num_params
+    itemsize, number = BYTES[placed.param_dtype], placed.sizes.num_held
     held = number * itemsize + placed.sizes.derived_bytes
     if num_moments is None:
         return held

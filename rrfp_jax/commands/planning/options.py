@@ -32,6 +32,12 @@ def plan_parser(doc: str) -> CommandParser:
         help="model, data and batch: a file, or a preset by name; optional with --costs, which tells the layers too",
     )
     offer(config, preset_names())
+    parser.add_argument(
+        "--as-configured",
+        action="store_true",
+        help="forecast the run as the configuration lays it out, in place of a search: memory of every stage on "
+        "devices that need not be here, and the step's time",
+    )
     _add_machine(parser.add_argument_group("machine"))
     _add_choices(parser.add_argument_group("what to choose from"))
     _add_search(parser.add_argument_group("search"))

@@ -44,11 +44,24 @@ def show_plan(console: Console, plan: Plan, book: CostBook, *, top: int, memory_
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _ranking(plan: Plan, shown: Sequence[Ranked]) -> Table:
+def show_configured(console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None) -> None:
+    """The one choice of a configuration, and whether it fits."""
+    best = plan.ranking[0]
+    console.print(_ranking(plan, plan.ranking[:top], "as configured"))
+    console.print(f"cut: {cut_in_words(best.choice.cut)} ({legend(best.choice.cut)})", soft_wrap=True, markup=False)
+    console.print(_memory(best, memory_bytes))
+    if memory_bytes is not None and best.forecast.peak_bytes > memory_bytes:
+        over = format_bytes(best.forecast.peak_bytes - memory_bytes)
+        console.print(f"DOES NOT FIT: the fullest stage needs {over} more than a device has", markup=False)
+    for line in _sources(plan, book):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _ranking(plan: Plan, shown: Sequence[Ranked], title: str = "") -> Table:
     """A column for each figure that is known of any."""
     columns = [(heading, [cell(ranked) for ranked in shown]) for heading, cell in _COLUMNS.items()]
     told = [(heading, cells) for heading, cells in columns if set(cells) != {""}]
-    title = f"the best {len(shown)} of {max(len(plan.judged), len(plan.ranking))}, by {plan.objective}"
+    title = title or f"the best {len(shown)} of {max(len(plan.judged), len(plan.ranking))}, by {plan.objective}"
     table = make_table(title, "", *(heading for heading, _ in told), numeric=True)
     table.columns[1 + [heading for heading, _ in told].index("order")].justify = "left"
     for place in range(len(shown)):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_parts import vision_language_config
+from rrfp_jax.commands.training.model_parts import context_cut, vision_language_config
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
@@ -53,12 +53,17 @@ def small_cut(config: TrainConfig, num_stages: int) -> SmallCut:
     inner = [(LAYER,) * count for count in counts[1:-1]]
     model = replace(config.model, num_layers=sum(counts))
     if config.vision is None:
-        chunks = language_model(model).split(layers_per_chunk=counts, packed=config.has_segments)
+        chunks = language_model(model).split(
+            layers_per_chunk=counts, packed=config.has_segments, context=context_cut(config.pipeline)
+        )
         layers = ((EMBEDDING,), *inner, (HEAD,))
         return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
     small = replace(config, model=model, vision=_few_layers(config))
     graph = vision_language_model(vision_language_config(small)).split(
-        encoder_layers_per_chunk=[0, _FEW, _MANY, 0], decoder_layers_per_chunk=counts, packed=True
+        encoder_layers_per_chunk=[0, _FEW, _MANY, 0],
+        decoder_layers_per_chunk=counts,
+        packed=True,
+        context=context_cut(config.pipeline),
     )
     seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * _MANY, (PROJECTOR,))
     return SmallCut(

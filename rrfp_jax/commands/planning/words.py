@@ -8,8 +8,8 @@ SEARCHED = "searched"
 
 
 def shape_in_words(shape: Shape) -> str:
-    """``8 x 2 x 1``: stages, replicas, devices that share a layer."""
-    return f"{shape.num_stages} x {shape.data} x {shape.tensor}"
+    """``8 x 2 x 1``: stages, replicas, devices that share a layer; and other axes, ``8 x 2 x 1 x fsdp 4``."""
+    return " x ".join([f"{shape.num_stages} x {shape.data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
 
 
 def microbatches_in_words(shape: Shape) -> str:

@@ -18,6 +18,7 @@ from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planning.cut_words import cut_in_words, letters_of
 from rrfp_jax.planning.search.records import Choice, Ranked
+from rrfp_jax.planning.unit_axes import with_tensor
 from rrfp_jax.schedules import ScheduleTable, schedule_names, write_csv
 from rrfp_jax.tasks import looped
 from rrfp_jax.training.run_config import PipelineConfig
@@ -125,8 +126,8 @@ def _placement(config: TrainConfig, choice: Choice) -> dict[str, Any]:
     return {
         "num_stages": shape.num_stages,
         "data": shape.data,
-        "tensor": shape.tensor,
-        "mesh": None,
+        "tensor": 1 if shape.mesh else shape.tensor,
+        "mesh": with_tensor(config.pipeline.mesh, shape.tensor) if shape.mesh else None,
         "shard_optimizer": config.pipeline.shard_optimizer and shape.data > 1,
         "chunks_per_stage": each if each > 1 and (is_looped or says_it) else None,
         "stage_of_chunk": None if is_looped or says_it else placement.stage_of_chunk,

@@ -249,6 +249,7 @@ def assemble(planned: PlannedRun) -> Run:
         pinned=layout.deterministic,
         transport=cast(Selection, layout.transport),
         progress_deadline_s=layout.progress_deadline_s,
+        xla_flags=config.run.xla_flags,
     )
     pipeline = Pipeline(
         chunks,

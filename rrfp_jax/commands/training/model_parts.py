@@ -36,12 +36,12 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
         packed=config.has_segments,
-        context=_context(layout),
+        context=context_cut(layout),
     )
     return freeze(chunks, layout.freeze)
 
 
-def _context(layout: PipelineConfig) -> ContextCut | None:
+def context_cut(layout: PipelineConfig) -> ContextCut | None:
     """How the decoder's sequences are cut; its stages all have one mesh."""
     devices = (layout.mesh or {}).get(CONTEXT, 1)
     return ContextCut(devices=devices, attention=layout.context_attention) if devices > 1 else None
@@ -81,7 +81,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             projector_in=layout.projector_in,
             head_in=layout.head_chunk,
             packed=True,
-            context=_context(layout),
+            context=context_cut(layout),
         )
     except ValueError as error:
         words = {"decoder_layers_per_chunk": "layers_per_chunk", "head_in": "head_chunk"}

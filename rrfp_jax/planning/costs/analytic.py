@@ -6,13 +6,16 @@
 
 for F, the input gradient and the weight gradient each (Williams et al. 2009). Where ``n`` devices share a layer each of
 them computes a part, and sums of activations follow, as a ring does them: ``2 (n - 1) / n`` of the bytes over the link
-between them. What launching takes is of the task, whatever it holds, and is no part of a layer.
+between them. Axes that cut rows, positions and parameters add what travels over each: parameters that programs gather,
+keys and values, tokens on their way to experts, and sums of gradients; nothing of it is held to overlap with computing.
+What launching takes is of the task, whatever it holds, and is no part of a layer.
 
 The optimizer reads and writes parameters, accumulators and moments once. A head's bytes and operations are those
 of its logits, which may be as much as several layers; an embedding only moves bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.planning.costs.layer_costs import LayerCosts
@@ -28,6 +31,8 @@ class Roofline:
     efficiencies: Efficiencies
     tensor: int = 1
     """Devices that share every layer."""
+    spans: Mapping[str, int] = field(default_factory=dict)
+    """By axis of a stage's mesh, over how many neighbouring devices a group along it stretches."""
     is_float32: bool = False
     """Whether products are computed in float32 instead of bfloat16."""
 
@@ -51,6 +56,15 @@ class Roofline:
         rate = self.device.rate_gb_per_s(self.tensor) * self.efficiencies.links
         return number * (2 * (self.tensor - 1) / self.tensor * num_bytes / rate / 1e6 + self.efficiencies.sum_ms)
 
+    def sent_ms(self, sizes: LayerSizes) -> tuple[float, float, float]:
+        """What axes that share no matrices take of F, the input gradient and the weight gradient."""
+        found = [0.0, 0.0, 0.0]
+        for sent in sizes.sent:
+            rate = self.device.rate_gb_per_s(self.spans.get(sent.axis, 1)) * self.efficiencies.links
+            for task, num_bytes in enumerate(sent[1:]):
+                found[task] += num_bytes / rate / 1e6 + self.efficiencies.sum_ms if num_bytes else 0.0
+        return found[0], found[1], found[2]
+
     def costs(
         self,
         sizes: LayerSizes,
@@ -65,16 +79,17 @@ class Roofline:
         Frozen ones are neither trained nor owed."""
         flops = sizes.tasks(trains=trains, has_backward=has_backward)
         moved = [each * does for each, does in zip(sizes.moved_bytes, (True, has_backward, trains), strict=True)]
-        forward, input_gradient, weight_gradient = map(self.task_ms, flops, moved)
-        sums = [self.sums_ms(number, sizes.sum_bytes) for number in sizes.sums]
-        updated = sizes.num_params * trains * 2 * ((1 + num_moments) * param_bytes + 4)
+        shared = [each / sizes.sharing for each in flops]
+        forward, input_gradient, weight_gradient = map(self.task_ms, shared, moved)
+        sums, sent = [self.sums_ms(number, sizes.sum_bytes) for number in sizes.sums], self.sent_ms(sizes)
+        updated = sizes.num_held * trains * 2 * ((1 + num_moments) * param_bytes + 4)
         return LayerCosts(
-            forward_ms=forward + sums[0],
-            input_gradient_ms=input_gradient + sums[1] * has_backward,
-            weight_gradient_ms=weight_gradient,
+            forward_ms=forward + sums[0] + sent[0],
+            input_gradient_ms=input_gradient + (sums[1] + sent[1]) * has_backward,
+            weight_gradient_ms=weight_gradient + sent[2] * trains,
             update_ms=self.task_ms(0.0, updated),
             fixed_bytes=fixed_bytes,
-            gradient_bytes=sizes.num_params * 4 * trains,
+            gradient_bytes=sizes.num_held * 4 * trains,
             stash_bytes=sizes.stash_bytes * has_backward,
             kept_bytes=sizes.kept_bytes * has_backward,
             owed_bytes=sizes.owed_bytes * trains,

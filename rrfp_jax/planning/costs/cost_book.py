@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 from rrfp_jax.planning.costs.layer_costs import LayerCosts, LinkCosts, ModelCosts
@@ -47,6 +48,8 @@ class CostBook:
     """Of every task, whatever it holds."""
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By type, how many times its costs each microbatch takes, where microbatches differ."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of every stage's mesh beside ``tensor``, with their sizes: those that all entries are for."""
     tokens_per_sample: float = 0.0
     """0: not known, so that no throughput in tokens is told."""
     device: str = ""
@@ -67,6 +70,10 @@ class CostBook:
             self._model(entry)
             if entry.words in (other.words for other in self.entries[:number]):
                 raise ValueError(f"two entries are for {entry.words}: leave one out")
+
+    def unit_devices(self, tensor: int) -> int:
+        """Of one replica of a stage."""
+        return tensor * prod(self.mesh.values())
 
     def at(self, *, microbatch_size: int, tensor: int = 1, remat: str = NONE) -> ModelCosts:
         """The costs of the model run so; raises ValueError, with those that there are, where no entry says so."""

@@ -47,9 +47,9 @@ def shapes_of(book: CostBook, wishes: Wishes) -> list[Shape]:
             and _allows(wishes.tensor, entry.tensor)
             and _allows(wishes.remats, entry.remat)
         )
-        if not is_allowed or wishes.devices % entry.tensor:
+        if not is_allowed or wishes.devices % book.unit_devices(entry.tensor):
             continue
-        units = wishes.devices // entry.tensor
+        units = wishes.devices // book.unit_devices(entry.tensor)
         for stages in (number for number in range(1, units + 1) if units % number == 0):
             data = units // stages
             if not (_allows(wishes.stages, stages) and _allows(wishes.data, data)):
@@ -60,6 +60,7 @@ def shapes_of(book: CostBook, wishes: Wishes) -> list[Shape]:
                     num_microbatches=count,
                     data=data,
                     tensor=entry.tensor,
+                    mesh=tuple(book.mesh.items()),
                     microbatch_size=entry.microbatch_size,
                     remat=entry.remat,
                 )
@@ -123,7 +124,8 @@ def _why_none(book: CostBook, wishes: Wishes) -> str:
     }
     said = ", ".join(f"{name} {list(value)}" for name, value in asked.items() if value is not None) or "nothing else"
     batch = "" if wishes.batch_size is None else f" and a batch of {wishes.batch_size}"
+    ways = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
     return (
-        f"no stages x data x tensor make {wishes.devices} devices{batch} with {said} allowed, and costs for {known}: "
+        f"no {ways} make {wishes.devices} devices{batch} with {said} allowed, and costs for {known}: "
         "allow more, or give costs of other microbatch sizes or tensor"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.planning.costs import CutModel
 from rrfp_jax.planning.forecast import StageForecast
+from rrfp_jax.planning.unit_axes import Axes, num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,15 @@ class Shape:
     """Of one replica."""
     data: int = 1
     tensor: int = 1
+    mesh: Axes = ()
+    """Other axes of a stage's mesh."""
     microbatch_size: int = 1
     """Samples of a microbatch."""
     remat: str = "none"
 
     @property
     def num_devices(self) -> int:
-        return self.num_stages * self.data * self.tensor
+        return self.num_stages * self.data * self.tensor * num_devices(self.mesh)
 
     @property
     def batch_size(self) -> int:

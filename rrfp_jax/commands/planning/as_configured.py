@@ -1,0 +1,112 @@
+"""A run as its configuration lays it out, forecast without its devices: memory of every stage, and the step's time."""
+
+import argparse
+
+from rrfp_jax import arbitration
+from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.commands.planning.small_cut import types_of_plans
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.planning.costs import CostBook, CutModel
+from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.planning.search.candidates import Candidate
+from rrfp_jax.planning.search.forecasting import forecast
+from rrfp_jax.planning.search.judging import Judge
+from rrfp_jax.planning.search.objective import Objective
+from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Shape
+from rrfp_jax.planning.unit_axes import TENSOR
+from rrfp_jax.training.run_config import AUTO_CUT
+
+_CHOICES = (
+    *("microbatches", "microbatch_size", "stages", "data", "tensor", "chunks_per_stage", "schedules", "consume"),
+    *("remat", "window", "devices", "batch_size"),
+)
+
+
+def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | None) -> None:
+    """Raise ValueError where options or the configuration ask for what such a forecast does not know."""
+    if config is None:
+        raise ValueError("--as-configured forecasts a configuration: give --config FILE.yaml")
+    given = [name for name in _CHOICES if getattr(arguments, name) is not None]
+    if given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise ValueError(
+            f"{flag} is for a search, and --as-configured takes what the configuration says: leave one out"
+        )
+    layout = config.pipeline
+    if config.vision is not None:
+        raise ValueError("--as-configured knows language models, and this one has an encoder: leave it out, to search")
+    for name in ("offload", "recompute"):
+        if getattr(layout, name) is not None:
+            raise ValueError(f"--as-configured knows nothing of {name}: leave that out of the configuration")
+    if layout.layers_per_chunk == AUTO_CUT or isinstance(layout.window, str):
+        raise ValueError(
+            "--as-configured needs the cut and the window in numbers: give layers_per_chunk and window so, or search"
+        )
+
+
+def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: int) -> Plan:
+    """The one choice that the configuration is, by these costs. Raises ValueError where it does not fit together."""
+    layout = config.pipeline
+    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    order = order_of(layout, ordering_of(layout), share)
+    if order.graph.shared:
+        raise ValueError("--as-configured knows schedules of one direction: take another schedule")
+    shape = Shape(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        data=layout.data,
+        tensor=layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1),
+        mesh=tuple(book.mesh.items()),
+        microbatch_size=config.data_set.microbatch_size,
+        remat=layout.remat,
+    )
+    cut = CutModel(
+        costs=book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=shape.remat),
+        counts=_counts(config, order.placement.num_chunks),
+        placement=order.placement,
+        num_microbatches=share,
+        split=bool(order.graph.split),
+        replicas=layout.data,
+    )
+    one = Candidate(
+        choice=Choice(
+            shape=shape, cut=cut, is_even=layout.layer_counts is None, ordering=_ordering(config, order),
+            order_name=layout.schedule or order.label,
+        ),
+        order=order,
+        memory=tuple(forecast_memory(order, dict(enumerate(cut.chunk_bytes)), share)),
+    )  # fmt: skip
+    judge = Judge(book.noise, Objective.parse("mean"), draws, seed)
+    ranked = Ranked(choice=one.choice, forecast=forecast(one, book, judge))
+    return Plan(
+        ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1
+    )
+
+
+def _counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk, ends included."""
+    layout = config.pipeline
+    if layout.embedding_chunk != 0 or layout.head_chunk not in (-1, num_chunks - 1):
+        raise ValueError(
+            "--as-configured knows the embedding in the first chunk and the head in the last: put them there"
+        )
+    plans = plan_cut(
+        config.model.num_layers,
+        num_chunks=None if layout.layer_counts else num_chunks,
+        layers_per_chunk=layout.layer_counts,
+    )
+    return tuple(map(len, types_of_plans(plans)))
+
+
+def _ordering(config: TrainConfig, order: arbitration.Order) -> arbitration.Ordering:
+    layout = config.pipeline
+    return arbitration.Ordering(
+        schedule=order.table,
+        consume=layout.consume,
+        hint=layout.hint or (None if order.table is not None else "bf"),
+        window=layout.window if not isinstance(layout.window, str) else None,
+        footprint=layout.footprint,
+        foresight=layout.foresight,
+    )

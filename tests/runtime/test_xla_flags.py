@@ -1,0 +1,61 @@
+"""Flags of XLA: whose win, and that none is handed on which would end the process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.runtime.xla_flags import LIBTPU, XLA, check_flags, flags_agreed, use_xla_flags
+from tests.commands.running import ROOT
+from tests.environment import of_child
+
+KNOWN = "--xla_gpu_enable_latency_hiding_scheduler=true"
+
+
+def test_what_the_user_says_goes_first() -> None:
+    environ = {XLA: "--xla_gpu_enable_latency_hiding_scheduler=false --xla_dump_to=x"}
+    assert use_xla_flags([KNOWN, "--xla_gpu_enable_pipelined_all_gather=true"], environ)
+    assert environ[XLA].split() == [
+        "--xla_gpu_enable_pipelined_all_gather=true",
+        "--xla_gpu_enable_latency_hiding_scheduler=false",
+        "--xla_dump_to=x",
+    ]
+    assert not use_xla_flags([KNOWN], environ)
+
+
+def test_flags_of_tpus_go_to_their_compiler() -> None:
+    environ: dict[str, str] = {}
+    assert use_xla_flags(["--xla_tpu_enable_async_collective_fusion=true"], environ)
+    assert environ == {LIBTPU: "--xla_tpu_enable_async_collective_fusion=true"}
+
+
+def test_processes_compare_what_decides_programs() -> None:
+    environ = {XLA: f"--xla_force_host_platform_device_count=8 {KNOWN}", LIBTPU: "--xla_tpu_a=1"}
+    assert flags_agreed(environ) == [KNOWN, "--xla_tpu_a=1"]
+
+
+def test_a_flag_that_xla_does_not_know_is_refused() -> None:
+    environ: dict[str, str] = {}
+    with pytest.raises(ValueError, match=r"--xla_gpu_no_such_flag=1, which libjax_common.so .* does not know"):
+        use_xla_flags([KNOWN, "--xla_gpu_no_such_flag=1"], environ)
+    assert not environ
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["xla_dump_to=x"], "write each as"), ([KNOWN, KNOWN], "twice: leave one out")],
+)
+def test_what_is_no_flag_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_flags(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", sorted((ROOT / "tpu_gpu_configs/gpu").glob("*.yaml")), ids=lambda path: path.stem)
+def test_xla_starts_with_the_flags_of_a_preset(preset: object) -> None:
+    flags = load_train_config(str(preset), {}).run.xla_flags
+    code = "import jax; jax.jit(lambda x: x + 1)(1.0)"
+    environ = {**of_child(), "JAX_PLATFORMS": "cpu", XLA: " ".join(flags)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
