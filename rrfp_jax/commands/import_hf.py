@@ -5,8 +5,8 @@
     rrfp import-hf downloads/Llama-3.2-1B imported/llama
     rrfp import-hf downloads/llava-1.5-7b-hf imported/llava --dtype float32
 
-Families: Llama, Mistral, Qwen 2 and 2.5, Qwen 3, Mixtral and Qwen 3 with experts. The new folder holds ``model.yaml``,
-the sections of a configuration that describe the model, and the parameters, layer by layer. A run whose
+Families: Llama, Mistral, Qwen 2 and 2.5, Qwen 3, Mixtral and Qwen 3 with experts; LLaVA and InternVL. The new folder
+holds ``model.yaml``, the sections of a configuration that describe the model, and the parameters by layer. A run whose
 ``run.init_from`` names the folder starts from them, in any layout; ``rrfp export-hf`` is the way back. What models here
 cannot express is refused by the name of the field, and no tensor is left over.
 """

@@ -6,6 +6,7 @@ from typing import Any
 
 from rrfp_jax.exchange.config_fields import ConfigFields
 from rrfp_jax.exchange.families.llama import LLAMA
+from rrfp_jax.exchange.families.llava import DECODER
 from rrfp_jax.exchange.families.mistral import MISTRAL
 from rrfp_jax.exchange.families.mixtral import MIXTRAL
 from rrfp_jax.exchange.families.qwen2 import QWEN2
@@ -15,6 +16,7 @@ from rrfp_jax.exchange.families.text_family import TextFamily
 from rrfp_jax.exchange.model_sections import ModelSections
 from rrfp_jax.exchange.names import Table
 from rrfp_jax.exchange.text_fields import read_text
+from rrfp_jax.exchange.vision_language_fields import READERS
 
 TEXT_FAMILIES: dict[str, TextFamily] = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
@@ -33,8 +35,8 @@ class HubForm:
     """Beginnings of the newer names of tensors, each with the older one instead."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors that the family's files hold and its model does not use: they are carried along."""
-    renamed: tuple[str, str] = ("", "")
-    """What stands before the names of the decoder, ours and theirs."""
+    renamed: str = ""
+    """What stands before their names of the decoder's tensors."""
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -51,10 +53,13 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
     Raises ValueError, in one sentence with the field's name, for what our models cannot express.
     """
     kind = config.get("model_type")
-    if kind not in TEXT_FAMILIES:
-        raise ValueError(f"{where}: model_type is {kind!r}: models here are {', '.join(TEXT_FAMILIES)}")
+    known = {**TEXT_FAMILIES, **READERS}
+    if kind not in known:
+        raise ValueError(f"{where}: model_type is {kind!r}: models here are {', '.join(known)}")
     if config.get(_QUANTISED) is not None:
         raise ValueError(f"{where}: {_QUANTISED} is given: give the model as it was before it was quantised")
+    if kind in READERS:
+        return _seeing(kind, config, where, has_head=has_head, dtype=dtype)
     family = TEXT_FAMILIES[kind]
     check_architecture(config, family.architecture, where)
     fields = ConfigFields(config, where, family.defaults)
@@ -64,6 +69,16 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
     except ValueError as error:
         raise _located(error, where) from None
     return HubForm(sections=ModelSections(model=model), table=family.names)
+
+
+def _seeing(kind: str, config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str) -> HubForm:
+    architecture, read, newer = READERS[kind]
+    check_architecture(config, architecture, where)
+    try:
+        sections, table, unused = read(config, where, TEXT_FAMILIES, has_head=has_head, dtype=dtype)
+    except ValueError as error:
+        raise _located(error, where) from None
+    return HubForm(sections=sections, table=table, newer=newer, unused=unused, renamed=DECODER)
 
 
 def check_architecture(config: Mapping[str, Any], wanted: str, where: str) -> None:

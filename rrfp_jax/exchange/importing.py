@@ -66,7 +66,7 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
     used = {name for match in planned for name in match.theirs}
     rest = {name: tensor for name, tensor in stored.items() if name not in used}
     if has_head is False:
-        rest.pop(form.renamed[1] + HEAD, None)  # the same numbers as the table
+        rest.pop(form.renamed + HEAD, None)  # the same numbers as the table
     for name, tensor in rest.items():
         if not fits(name, form.unused):
             raise ValueError(f"{tensor.path} holds {tensor.name}, for which this model has no place")
@@ -122,7 +122,7 @@ def _dtype_of(stored: Mapping[str, StoredTensor]) -> str:
 
 def _has_own_head(stored: Mapping[str, StoredTensor], form: HubForm) -> bool | None:
     """Whether there is a head that differs from the embedding's table; None where there is none."""
-    before = form.renamed[1]
+    before = form.renamed
     head, table = stored.get(before + HEAD), stored.get(before + EMBEDDING)
     if head is None or table is None:
         return None

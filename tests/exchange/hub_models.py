@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import transformers
 
+from rrfp_jax.data.patches import patches_of
+
 TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
@@ -82,7 +84,100 @@ def made(family: str, values: Mapping[str, Any], seed: int) -> Any:
     return _model_of(transformers.AutoConfig.for_model(family, **values), seed)
 
 
+SEEING = ("llava clip", "llava siglip", "internvl")
+
+
+def seeing_config(kind: str, seed: int) -> Any:
+    """A vision-language configuration: a tower of chance with a text model of chance."""
+    chance = random.Random(f"{kind} {seed}")
+    family = chance.choice(["llama", "qwen3", "qwen2", "mistral"])
+    text = text_config(family, seed)
+    heads = chance.choice([1, 2, 3])
+    layers, patch, side = chance.choice([2, 3]), chance.choice([2, 3]), 4
+    values: dict[str, Any] = {
+        "hidden_size": heads * chance.choice([4, 6]),
+        "intermediate_size": chance.choice([9, 20]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "image_size": patch * side + (1 if kind != "internvl" and chance.random() < 0.3 else 0),
+        "patch_size": patch,
+        "num_channels": chance.choice([1, 3]),
+        "layer_norm_eps": chance.choice([1e-6, 1e-5]),
+        "hidden_act": chance.choice(["gelu", "quick_gelu", "gelu_pytorch_tanh"]),
+    }
+    more: dict[str, Any] = {
+        "projector_hidden_act": chance.choice(["gelu", "gelu_pytorch_tanh"]),
+        "tie_word_embeddings": text.tie_word_embeddings,
+    }
+    if kind == "internvl":
+        qk_norm = chance.random() < 0.5
+        values |= {
+            "use_qk_norm": qk_norm,
+            "layer_norm_eps": 1e-6 if qk_norm else values["layer_norm_eps"],
+            "attention_bias": chance.random() < 0.5,
+            "norm_type": chance.choice(["layer_norm", "rms_norm"]),
+            "initializer_range": 0.2,
+        }
+        values["use_mean_pooling"] = values["norm_type"] == "rms_norm" or chance.random() < 0.5
+        more |= {"vision_feature_layer": chance.choice([-1, -1, -2]), "downsample_ratio": chance.choice([0.5, 0.25])}
+    else:
+        more |= {
+            "vision_feature_select_strategy": "default" if kind == "llava clip" else "full",
+            "vision_feature_layer": chance.choice([-1, -2, layers]),
+        }
+    return _seeing(kind, values, {"text_config": text, **more})
+
+
+def made_seeing(kind: str, vision: Mapping[str, Any], more: Mapping[str, Any], seed: int) -> Any:
+    """A model of a configuration that is given."""
+    return _seeing_model_of(kind, _seeing(kind, vision, more), seed)
+
+
+def _seeing(kind: str, vision: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+    if kind == "internvl":
+        tower = transformers.InternVLVisionConfig(**vision)
+        return transformers.InternVLConfig(vision_config=tower, image_token_id=1, **more)
+    make = transformers.CLIPVisionConfig if kind == "llava clip" else transformers.SiglipVisionConfig
+    return transformers.LlavaConfig(vision_config=make(**vision), image_token_index=1, **more)
+
+
+def seeing_model(kind: str, seed: int) -> Any:
+    """A model with random parameters."""
+    return _seeing_model_of(kind, seeing_config(kind, seed), seed)
+
+
+def _seeing_model_of(kind: str, config: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"
+    family = "InternVL" if kind == "internvl" else "Llava"
+    return randomised(getattr(transformers, f"{family}ForConditionalGeneration")(config), seed)
+
+
+def seen(config: Any, seed: int, *, length: int = 31) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Pixels ``[images, channels, side, side]`` and tokens ``[2, length]`` as transformers reads them, and our leaves.
+
+    One image is in the first row, and two are in the second, each at some distance from the last.
+    """
+    chance = np.random.default_rng(seed)
+    vision = config.vision_config
+    size, patch = (value if isinstance(value, int) else value[0] for value in (vision.image_size, vision.patch_size))
+    side = size // patch
+    ratio = getattr(config, "downsample_ratio", 1.0)
+    per_image = int((side * ratio) ** 2)
+    pixels = chance.standard_normal((3, vision.num_channels, size, size), np.float32)
+    length = max(length, 2 * per_image + 7)
+    tokens = chance.integers(2, config.text_config.vocab_size, (2, length)).astype(np.int32)
+    index = np.full((2, length), -1, np.int32)
+    for image, (row, start) in enumerate([(0, 3), (1, 1), (1, per_image + 4)]):
+        tokens[row, start : start + per_image] = 1
+        index[row, start : start + per_image] = np.arange(per_image) + image * per_image
+    cut = pixels[:, :, : side * patch, : side * patch].transpose(0, 2, 3, 1)
+    patches = np.stack([patches_of(image, patch, 1) for image in cut])
+    return pixels, tokens, {"tokens": tokens, "image_index": index, "patches": patches}
+
+
 def _model_of(config: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
     config._attn_implementation = config._experts_implementation = "eager"
     return randomised(transformers.AutoModelForCausalLM.from_config(config), seed)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.numpy import save_file
+import transformers
+from safetensors.numpy import load_file, save_file
 
 from tests.exchange import hub_models
 
@@ -50,6 +51,22 @@ TEXT: dict[str, dict[str, Any]] = {
     },
 }
 """What each family adds to the small sizes."""
+_TOWER: dict[str, Any] = {
+    "hidden_size": 6,
+    "intermediate_size": 5,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 4,
+    "patch_size": 2,
+    "num_channels": 1,
+}
+_FULL = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llava_clip": ("llava clip", _TOWER, {"tie_word_embeddings": False}),
+    "llava_siglip": ("llava siglip", _TOWER, {"tie_word_embeddings": False, **_FULL}),
+    "internvl": ("internvl", {**_TOWER, "use_qk_norm": True, "norm_type": "rms_norm"}, {"tie_word_embeddings": False}),
+}
+"""Kind, tower, and what else the model's configuration has."""
 
 
 def main() -> None:
@@ -61,10 +78,21 @@ def main() -> None:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(tokens).long()).logits
         _write(model, GOLDEN / family, tokens=tokens, logits=logits.numpy())
+    for name, (kind, vision, more) in SEEING.items():
+        text = transformers.AutoConfig.for_model("llama", **_SMALL)
+        model = hub_models.made_seeing(kind, vision, {**more, "text_config": text}, SEED)
+        pixels, tokens, leaves = hub_models.seen(model.config, SEED, length=17)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(tokens).long(), pixel_values=torch.tensor(pixels)).logits
+        _write(model, GOLDEN / name, **leaves, logits=logits.numpy())
 
 
 def _write(model: Any, folder: Path, **expected: Any) -> None:
     model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if model.config.model_type == "llava":
+        tensors = {hub_models.hub_name(name): tensor for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)
     save_file(expected, folder / EXPECTED)
 

@@ -48,6 +48,23 @@ def test_text_models(family: str, seed: int, tmp_path: Path):
     check_gradients(model, theirs, tokens, plan, ours, {"tokens": tokens})
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", hub_models.SEEING)
+def test_models_that_see(kind: str, seed: int, tmp_path: Path):
+    model = hub_models.seeing_model(kind, seed)
+    pixels, tokens, leaves = hub_models.seen(model.config, seed)
+    hub_models.save(model, tmp_path / "theirs", shard_size="5GB" if seed % 2 else "20KB")
+    plan = plan_import(tmp_path / "theirs")
+    write_import(plan, tmp_path / "ours")
+    ours = Ours(tmp_path / "ours")
+
+    given = {"input_ids": torch.tensor(tokens).long(), "pixel_values": torch.tensor(pixels)}
+    theirs = model(**given).logits
+    assert_close(ours.logits(leaves), theirs.detach(), 2e-5)
+    assert torch.equal(exported(tmp_path)(**given).logits, theirs)
+    check_gradients(model, theirs, tokens, plan, ours, leaves)
+
+
 def exported(folder: Path) -> Any:
     """What ``from_pretrained`` makes of the export of the import, whose files hold the same bits as the first ones."""
     write_export(plan_export(folder / "ours"), folder / "back", shard_bytes=20_000)
@@ -67,6 +84,7 @@ def check_gradients(model: Any, logits: Any, tokens: np.ndarray, plan: Any, ours
     our_loss, grads = ours.gradients(leaves)
     assert our_loss == pytest.approx(loss.item(), rel=1e-5)
     theirs = hub_models.gradients_by_file_name(model)
+    theirs |= {hub_models.hub_name(name): gradient for name, gradient in theirs.items()}
     largest = max(np.linalg.norm(gradient) for gradient in theirs.values())
     for match in plan.matches:
         mine = grads

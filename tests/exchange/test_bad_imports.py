@@ -60,6 +60,27 @@ REFUSED_FIELDS = [
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
     ("mixtral", {"output_router_logits": True}, "output_router_logits is True"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    ("llava_clip", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+    ("llava_siglip", {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy is 'default'"),
+    ("llava_clip", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer is [-2, -1]"),
+    ("llava_clip", {"vision_feature_layer": 0}, "vision_feature_layer is 0"),
+    ("llava_clip", {"vision_feature_layer": -3}, "vision_feature_layer is -3"),
+    ("llava_clip", {"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
+    ("llava_clip", {"projector_hidden_act": "relu"}, "projector_hidden_act is 'relu'"),
+    ("llava_clip", {"vision_config.model_type": "pixtral"}, "model_type is 'pixtral'"),
+    ("llava_clip", {"vision_config.hidden_act": "silu"}, "hidden_act is 'silu'"),
+    ("llava_clip", {"vision_config.attention_dropout": 0.5}, "attention_dropout is 0.5"),
+    ("llava_clip", {"text_config.model_type": "gemma"}, "model_type is 'gemma'"),
+    ("llava_clip", {"text_config.mlp_bias": True}, "mlp_bias is True"),
+    ("internvl", {"downsample_ratio": 0.4}, "downsample_ratio is 0.4"),
+    ("internvl", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+    ("internvl", {"vision_config.use_mask_token": True}, "use_mask_token is True"),
+    ("internvl", {"vision_config.use_absolute_position_embeddings": False}, "use_absolute_position_embeddings is F"),
+    ("internvl", {"vision_config.use_mean_pooling": False}, "use_mean_pooling is False"),
+    ("internvl", {"vision_config.layer_norm_eps": 1e-5}, "layer_norm_eps is 1e-05"),
+    ("internvl", {"vision_config.norm_type": "group_norm"}, "norm_type is 'group_norm'"),
+    ("internvl", {"vision_config.image_size": [6, 4]}, "6 patches"),
+    ("internvl", {"vision_config.patch_size": [2, 2, 2]}, "patch_size is [2, 2, 2]"),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "none of the 2 layers has experts"),
 ]
 
@@ -170,3 +191,32 @@ def test_old_names_and_a_doubled_table_are_understood(tmp_path: Path):
     assert doubled.form.sections.model.tie_embeddings
     tensors(source, lambda held: held.update({"lm_head.weight": held["lm_head.weight"] + 1}))
     assert not plan_import(source).form.sections.model.tie_embeddings  # transformers does not tie what differs
+
+
+IN_MEMORY = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "vision_tower.vision_model.": "model.vision_tower.",
+    "vision_tower.": "model.vision_tower.",
+}
+
+
+@pytest.mark.parametrize("family", ["llava_clip", "llava_siglip", "internvl"])
+def test_the_names_in_memory_are_read_as_well(family: str, tmp_path: Path):
+    source = copy_of(family, tmp_path / "theirs")
+    older = plan_import(source)
+
+    def rename(held: dict[str, np.ndarray]) -> None:
+        for name in list(held):
+            before = next(before for before in IN_MEMORY if name.startswith(before))
+            held[IN_MEMORY[before] + name.removeprefix(before)] = held.pop(name)
+
+    tensors(source, rename)
+    newer = plan_import(source)
+    assert newer.matches == older.matches
+    assert {name for name, _ in newer.carried} == {name for name, _ in older.carried}
+    assert len(newer.carried) == {"llava_clip": 18, "llava_siglip": 13, "internvl": 0}[family]
+    tensors(source, lambda held: held.update({"vision_tower.odd.weight": np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"holds vision_tower\.odd\.weight, for which"):
+        plan_import(source)

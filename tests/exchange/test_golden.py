@@ -14,7 +14,17 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 
 
 def test_all_families_are_there():
-    assert {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"} <= set(FAMILIES)
+    assert {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe",
+        "llava_clip",
+        "llava_siglip",
+        "internvl",
+    } <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
