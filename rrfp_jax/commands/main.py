@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "start, watch and end the processes of a run on this host",
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "read": "what a trained vision-language model reads in pictures of words",
+    "sample": "text of a trained model, from a prompt and images",
     "import-hf": "take in a model of Hugging Face, to train it further",
     "export-hf": "write a trained model as one of Hugging Face",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",

@@ -130,15 +130,10 @@ class ImageText:
         return ValueError(f"image {file}, of line {number} of {self.config.path}, {error}")
 
     def _grid(self, number: int, file: Path) -> Grid:
-        config = self.config
         try:
-            width, height = size_of_image(file, config.max_pixels)
+            return image_grid(self.config, file)
         except ValueError as error:
             raise self._of_file(number, file, error) from error
-        if config.image_size is not None:
-            return Grid(config.image_size // config.patch_size, config.image_size // config.patch_size)
-        block = config.patch_size * config.merge
-        return fitting_grid(width, height, block=block, merge=config.merge, max_patches=config.max_patches)
 
     def _check_lengths(self) -> None:
         for name, most, sizes in (
@@ -200,20 +195,29 @@ class ImageText:
         return self._batching.leaves([self._samples[number] for number in numbers], patches, reads)
 
     def _patches(self, line: _Line, image: int) -> NDArray[np.float32]:
-        config = self.config
         grid = [part for part in line.parts if isinstance(part, Grid)][image]
         try:
-            pixels = read_pixels(
-                line.files[image],
-                grid,
-                patch_size=config.patch_size,
-                channels=config.channels,
-                max_pixels=config.max_pixels,
-            )
+            return image_patches(self.config, line.files[image], grid)
         except ValueError as error:
             raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
-        normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
-        return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
+
+
+def image_grid(config: ImageTextConfig, file: Path) -> Grid:
+    """The patches of an image; raises ValueError, in words that follow the name of the file, where it is none."""
+    width, height = size_of_image(file, config.max_pixels)
+    if config.image_size is not None:
+        return Grid(config.image_size // config.patch_size, config.image_size // config.patch_size)
+    block = config.patch_size * config.merge
+    return fitting_grid(width, height, block=block, merge=config.merge, max_patches=config.max_patches)
+
+
+def image_patches(config: ImageTextConfig, file: Path, grid: Grid) -> NDArray[np.float32]:
+    """``[patches, channels * patch_size**2]``; raises ValueError, likewise, where the image cannot be decoded."""
+    pixels = read_pixels(
+        file, grid, patch_size=config.patch_size, channels=config.channels, max_pixels=config.max_pixels
+    )
+    normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
+    return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
 
 
 def _at_home(name: str) -> Path:

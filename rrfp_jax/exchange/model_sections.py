@@ -10,8 +10,10 @@ from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 _RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
-_FREE = {"init_std", "param_dtype", "compute_dtype", "capacity_factor", "balance_coefficient", "z_coefficient"}
-"""Fields that parameters do not depend on: how a model begins, in which numbers it computes, and what helps routers."""
+_LOSSES = {"z_loss", "balance_coefficient", "z_coefficient"}
+_FREE = {"init_std", "param_dtype", "compute_dtype", "capacity_factor", *_LOSSES}
+"""Fields that parameters do not depend on: how a model begins, in which numbers it computes, and what it adds to the
+loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

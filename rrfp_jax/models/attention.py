@@ -53,6 +53,20 @@ def full_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, bias: 
     return _attention(query, key, value, bias, is_causal=False)
 
 
+def cached_attention(
+    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, window: int | None = None
+) -> jax.Array:
+    """As :func:`causal_attention`, for tokens at some ``positions`` of a text whose keys and values lie in a cache.
+
+    ``query`` ``[batch, tokens, heads, head_dim]``, ``positions`` int ``[tokens]``; ``keys`` and ``values`` ``[batch,
+    places, kv_heads, head_dim]``, the one at place ``p`` of position ``p``. Places behind a token's own may hold
+    anything finite.
+    """
+    distance = positions[:, None] - jnp.arange(keys.shape[1])
+    is_seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return jax.nn.dot_product_attention(query, keys, values, mask=is_seen[None, None], implementation="xla")
+
+
 def segment_bias(segments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """What to add to scores so that tokens look at their own segment: ``[batch, 1, length, length]`` of ``dtype``.
 

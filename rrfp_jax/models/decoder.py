@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from rrfp_jax.models.attention import causal_attention, segment_bias
+from rrfp_jax.models.attention import cached_attention, causal_attention, segment_bias
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
 from rrfp_jax.models.context_attention import context_attention
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
@@ -93,6 +93,13 @@ def _turned(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+class KeysAndValues(NamedTuple):
+    """What attention has made of the tokens so far, place by place; both ``[batch, places, kv_heads, head_dim]``."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
 class Attention(nnx.Module):
     """Every token looks at itself and at earlier ones, ``[batch, length, hidden] -> [batch, length, hidden]``.
 
@@ -116,9 +123,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows = None) -> jax.Array:
         """``[batch, length, hidden]`` to the same shape and dtype."""
-        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = self._projected(x)
         query, key = (self._rotated(heads, rows) for heads in (query, key))
         if isinstance(rows, CutRows):
             options: dict[str, Any] = {"cut": rows.cut, "segments": rows.segments}
@@ -127,6 +132,28 @@ class Attention(nnx.Module):
             bias = None if rows is None else rows.bias
             mixed = causal_attention(query, key, value, window=self.window, bias=bias)
         return self.output(mixed.reshape(*x.shape[:-1], -1))
+
+    def extended(self, x: jax.Array, cache: KeysAndValues, start: jax.Array) -> tuple[jax.Array, KeysAndValues]:
+        """The same for the tokens from position ``start`` on, what was before them being in the cache.
+
+        Returns the result, shaped like ``x``, and the cache with these tokens in it.
+        """
+        query, key, value = self._projected(x)
+        positions = start + jnp.arange(x.shape[1])
+        turns = _turns(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
+        new = _turned(key, *turns), value
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
+            for held, part in zip(cache, new, strict=True)
+        )
+        mixed = cached_attention(_turned(query, *turns), keys, values, positions, window=self.window)
+        return self.output(mixed.reshape(*x.shape[:-1], -1)), KeysAndValues(keys, values)
+
+    def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
 
     def _rotated(self, heads: jax.Array, rows: Rows) -> jax.Array:
         if rows is None:
@@ -186,6 +213,12 @@ class DecoderLayer(nnx.Module):
         x = x + self.attention(self.attention_norm(x), rows)
         return x + self.mlp(self.mlp_norm(x))
 
+    def extended(self, x: jax.Array, cache: KeysAndValues, start: jax.Array) -> tuple[jax.Array, KeysAndValues]:
+        """As :meth:`Attention.extended`."""
+        mixed, cache = self.attention.extended(self.attention_norm(x), cache, start)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
 
 class SparseDecoderLayer(nnx.Module):
     """Attention, then the mixture of experts, likewise."""
@@ -207,6 +240,12 @@ class SparseDecoderLayer(nnx.Module):
             order = SequenceOrder(rows.cut.devices, self.config.sliding_window)(x.shape[1])
         y, loss = self.mlp(self.mlp_norm(x), is_token=is_token, counts=counts, order=order)
         return x + y, loss
+
+    def extended(self, x: jax.Array, cache: KeysAndValues, start: jax.Array) -> tuple[jax.Array, KeysAndValues]:
+        """As :meth:`Attention.extended`."""
+        mixed, cache = self.attention.extended(self.attention_norm(x), cache, start)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x))[0], cache
 
 
 class Head(nnx.Module):

@@ -126,7 +126,7 @@ def decoder_chunk(
     microbatch has none; one alone comes as it is. With ``gives_logits`` the chunk with the head returns those, float32
     ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``.
     """
-    layers = _layers(config, plan, prefix)
+    layers = decoder_layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
@@ -173,7 +173,7 @@ def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def _layers(config: LanguageModelConfig, plan: ChunkPlan, prefix: str) -> list[NamedLayer]:
+def decoder_layers(config: LanguageModelConfig, plan: ChunkPlan, prefix: str) -> list[NamedLayer]:
     """The layers of a chunk in the order of the model.
 
     In the chunk decoder layers are counted from 0, so that chunks with as many of them are of one kind.

@@ -56,6 +56,11 @@ def chunk_of(layers: Sequence[NamedLayer], run: Callable[..., Any], title: str, 
     )
 
 
+def module_of(layer: NamedLayer, params: Any) -> Any:
+    """The module of a layer with these parameters."""
+    return nnx.merge(_definition(layer.config, layer.build), params)
+
+
 def layer_number(name: str) -> int:
     """From which the random key of the layer called ``name`` derives.
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rrfp_jax.commands.sampling.generating import Drawing, Generator, TokenPrompt
 from rrfp_jax.commands.training.reading import ReadWord, read_words, scores_of
 from rrfp_jax.commands.training.reading_picture import draw_reading, figure_of
 from rrfp_jax.data import RenderedText, RenderedTextConfig
@@ -153,3 +154,19 @@ def test_pictures_that_cannot_be_drawn_are_refused(tmp_path):
     with pytest.raises(ValueError, match="give at least one"):
         draw_reading([], tmp_path / "reading.png", title="")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_sampling_from_a_cache_reads_the_same(params, batches):
+    generator = Generator(config(), params)
+    expected = read_words(config(), params, batches)
+    found = []
+    for batch in batches:
+        for row, (start, words) in enumerate(zip(batch.starts, batch.words, strict=True)):
+            leaves = {name: batch.leaves[name] for name in vision_language_model(config()).split().chunks[0].leaves}
+            leaves["image_index"] = batch.leaves["image_index"][row : row + 1, :start]
+            prompt = TokenPrompt(tokens=batch.leaves["tokens"][row, :start], image_leaves=leaves)
+            made = generator.tokens(prompt, Drawing(max_tokens=batch.leaves["tokens"].shape[1] - int(start)))
+            found += lines_of(made, len(words))
+    assert found == [word.read for word in expected]
+    assert len({word.read for word in expected}) > 1

@@ -1,0 +1,95 @@
+"""A prompt of text and images as what a generator reads, in the form in which the run's data set shows them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.commands.sampling.generating import TokenPrompt
+from rrfp_jax.data.image_files import read_pixels, size_of_image
+from rrfp_jax.data.image_text import MARKER, image_grid, image_patches
+from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
+from rrfp_jax.data.patches import patches_of
+from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
+from rrfp_jax.data.samples import Grid, Text, make_sample
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
+from rrfp_jax.planning.packing import pack
+
+ImageData = ImageTextConfig | RenderedTextConfig
+
+
+def prompt_with_images(text: str, images: Sequence[Path], data: ImageData, model: VisionLanguageConfig) -> TokenPrompt:
+    """A prompt of bytes with images where the text says ``<image>``, or before it.
+
+    The images become patches as in training: those of ``rendered_text`` are grey, dark on light, and a line ends behind
+    each. Raises ValueError, with the remedy, for files that are no images, images that the encoder has no positions
+    for, and where text and images do not fit together.
+    """
+    grids = [_grid(data, image) for image in images]
+    parts = _parts(text, grids, ends_lines=isinstance(data, RenderedTextConfig))
+    # The last token of a sample is only predicted, so one more is put behind the prompt.
+    sample = make_sample([*parts, Text(b"\0", 0)], data.merge)
+    if not images:
+        return TokenPrompt(tokens=sample.tokens)
+    is_packed = model.vision.is_packed
+    patch_format = PatchFormat(model.vision.patch_dim, data.merge, is_packed=is_packed)
+    length = max(grid.num_patches for grid in grids)
+    places, own_row = pack([grid.num_patches for grid in grids], length), pack([sample.length], sample.length)
+    shape = Shape(1, sample.length, places.num_rows, length)
+    leaves: dict[str, NDArray[Any]] = {
+        "image_index": index_leaf([sample], own_row, places, shape, data.merge),
+        "patches": patches_leaf(
+            [_patches(data, image, grid) for image, grid in zip(images, grids, strict=True)],
+            places,
+            shape,
+            patch_format.patch_dim,
+        ),
+        **place_leaves([sample], places, shape, patch_format),
+    }
+    check_image_index(model, {**leaves, "tokens": sample.tokens[None]}, "the prompt")
+    return TokenPrompt(tokens=sample.tokens, image_leaves=leaves)
+
+
+def _parts(text: str, grids: Sequence[Grid], *, ends_lines: bool) -> list[Text | Grid]:
+    pieces = text.split(MARKER)
+    if len(pieces) == 1:
+        pieces = [""] * len(grids) + pieces
+    if len(pieces) != len(grids) + 1:
+        raise ValueError(
+            f"the prompt has {len(pieces) - 1} times {MARKER} and {len(grids)} images are given: make them equal"
+        )
+    parts: list[Text | Grid] = []
+    for piece, grid in zip(pieces, [*grids, None], strict=True):
+        parts += [Text(piece.encode(errors="replace"), 0)] if piece else []
+        parts += [grid, *([Text(b"\n", 0)] if ends_lines else [])] if grid is not None else []
+    if not parts or isinstance(parts[-1], Grid):
+        raise ValueError("the prompt ends in an image, behind which nothing is predicted: give it text after that")
+    return parts
+
+
+def _grid(data: ImageData, image: Path) -> Grid:
+    try:
+        if isinstance(data, ImageTextConfig):
+            return image_grid(data, image)
+        width, height = size_of_image(image, _MOST_PIXELS)
+    except ValueError as error:
+        raise ValueError(f"image {image} {error}") from None
+    block = data.patch_size * data.merge
+    columns = max(1, round(width * HEIGHT / height / block)) * data.merge
+    return Grid(HEIGHT // data.patch_size, columns)
+
+
+def _patches(data: ImageData, image: Path, grid: Grid) -> NDArray[np.float32]:
+    try:
+        if isinstance(data, ImageTextConfig):
+            return image_patches(data, image, grid)
+        pixels = read_pixels(image, grid, patch_size=data.patch_size, channels=1, max_pixels=_MOST_PIXELS)
+    except ValueError as error:
+        raise ValueError(f"image {image} {error}") from None
+    return patches_of(1 - pixels, data.patch_size, data.merge)
+
+
+_MOST_PIXELS = 64 * 2**20

@@ -1,0 +1,189 @@
+"""From text to tokens and back, by the tokenizer of a run or of an imported model.
+
+Runs on bytes, and on images with text, have a token for each byte of UTF-8. Token sets and imports bring their
+tokenizer along, as the ``tokenizers`` library reads it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.tokenizing.tokenizer import load, read_tokenizer
+from rrfp_jax.data.tokens.header import TOKENIZER, read_header
+from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
+
+_OF_BYTES = {"data": (), "rendered_text": (), "image_text": (0,)}
+"""Sections of data sets whose tokens are bytes, and what ends their samples."""
+_OF_FILES = ("jsonl", "parquet")
+_HUB_FILES = ("generation_config.json", "config.json")
+_REMEDY = "give the tokenizer.json of its tokens with --tokenizer, or --tokenizer bytes"
+
+
+class Vocabulary(Protocol):
+    """A tokenizer, and the tokens at which a text ends."""
+
+    stops: tuple[int, ...]
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Tokens ``[length]``; raises ValueError for text that cannot be written with them, and for none at all."""
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        """The text of tokens, broken characters replaced."""
+
+
+class Bytes:
+    """A token for each byte."""
+
+    def __init__(self, stops: tuple[int, ...] = ()) -> None:
+        self.stops = stops
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Tokens ``[length]``."""
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt holds {text[error.start]!r}, which is no character: take it out") from None
+        if not content:
+            raise ValueError("the prompt is empty, and a text of bytes has no start token: give it a character")
+        return np.frombuffer(content, np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        return bytes(int(token) for token in tokens if 0 <= token < 256).decode(errors="replace")
+
+
+class Tokenizer:
+    """A tokenizer from a file.
+
+    ``opens`` says whether the tokens that the file has texts open with are put there, as imported models know it; runs
+    on data of their own do not. ``start`` is put in place of an empty prompt where nothing else is.
+    """
+
+    def __init__(
+        self, path: Path, *, stops: tuple[int, ...] = (), start: int | None = None, opens: bool = True
+    ) -> None:
+        self.stops, self._start, self._opens = stops, start, opens
+        self._tokenizer = load(path.read_bytes(), str(path))
+        model = json.loads(self._tokenizer.to_str())["model"]
+        unknown = model.get("unk_token")
+        self._unknown = model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Tokens ``[length]``."""
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=self._opens)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"the tokenizer cannot write the prompt ({error}): give it other words") from None
+        if (lost := self._lost(text, encoded)) is not None:
+            raise ValueError(f"the tokenizer has no token for {lost!r} of the prompt: take it out")
+        tokens = encoded.ids
+        if not tokens and self._start is not None:
+            tokens = [self._start]
+        if not tokens:
+            raise ValueError("the prompt is empty, and the tokenizer has no start token: give it a character")
+        return np.array(tokens, np.int32)
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return text
+
+    def _lost(self, text: str, encoded: Any) -> str | None:
+        """The first part of a text that its tokens do not tell, but for spaces."""
+        is_told = [character.isspace() for character in text]
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token == self._unknown and start < end:
+                return text[start:end]
+            is_told[start:end] = [True] * (end - start)
+        return next((character for character, is_one in zip(text, is_told, strict=True) if not is_one), None)
+
+
+def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
+    """The vocabulary of a run or an import; ``given`` is a tokenizer's file, or ``bytes``, to take in its place.
+
+    Raises ValueError, with the remedy, where there is none.
+    """
+    if given is not None:
+        return Bytes() if given == "bytes" else Tokenizer(_existing(Path(given)))
+    if folder.is_import:
+        return _of_hub(folder.path / CARRIED)
+    for name, stops in _OF_BYTES.items():
+        if folder.config.get(name) is not None:
+            return Bytes(stops)
+    if (section := folder.config.get("tokens")) is not None:
+        return _of_token_set(section)
+    for name in _OF_FILES:
+        if (section := folder.config.get(name)) is not None:
+            return _of_files(section)
+    origin = folder.origin()
+    if origin is None:
+        raise ValueError(f"{folder.path} does not say what its tokens are: {_REMEDY}")
+    return _of_hub(origin.path / CARRIED)
+
+
+def check_fits(tokens: NDArray[np.int32], folder: ModelFolder, max_tokens: int) -> None:
+    """Raise ValueError where a prompt has tokens that the model does not know, or leads beyond its positions.
+
+    Models here have no positions of their own, but those of Hugging Face say up to where they were trained.
+    """
+    vocab_size = folder.sections.model.vocab_size
+    if tokens.max() >= vocab_size:
+        raise ValueError(
+            f"the prompt has token {tokens.max()}, and the model knows {vocab_size}: give the tokenizer that it was "
+            "trained with"
+        )
+    most = _positions_of(folder)
+    if most is not None and len(tokens) + max_tokens > most:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and max_tokens is {max_tokens}, but the model has {most} positions: "
+            "give fewer"
+        )
+
+
+def _of_token_set(section: Any) -> Vocabulary:
+    path = section["path"]
+    folder = Path(path if isinstance(path, str) else path[0]).expanduser()
+    header, _ = read_header(folder)
+    if header.tokenizer.sha256 is None:
+        return Bytes((header.end_of_document,))
+    return _of_rows(folder / TOKENIZER, header.end_of_document, section)
+
+
+def _of_files(section: Any) -> Vocabulary:
+    name = section.get("tokenizer") or "bytes"
+    if name == "bytes":
+        return Bytes((0,))
+    path, end = Path(name).expanduser(), read_tokenizer(name, section.get("end_of_document")).end_of_document
+    return _of_rows(path / TOKENIZER if path.is_dir() else path, end, section)
+
+
+def _of_rows(path: Path, end: int, section: Any) -> Vocabulary:
+    """Rows that go on across documents show a document's beginning behind the end of the one before."""
+    return Tokenizer(_existing(path), stops=(end,), start=None if section.get("pack") else end, opens=False)
+
+
+def _positions_of(folder: ModelFolder) -> int | None:
+    origin = folder.origin()
+    path = None if origin is None else origin.path / CARRIED / "config.json"
+    if path is None or not path.is_file():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    most: int | None = config.get("text_config", config).get("max_position_embeddings")
+    return most
+
+
+def _of_hub(folder: Path) -> Vocabulary:
+    stops: set[int] = set()
+    for name in _HUB_FILES:
+        path = folder / name
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        stops |= {ends} if isinstance(ends, int) else set(ends or ())
+    return Tokenizer(_existing(folder / TOKENIZER), stops=tuple(sorted(stops)))
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"there is no tokenizer {path}: {_REMEDY}")
+    return path
