@@ -77,6 +77,8 @@ class Pipeline:
             or a policy of ``jax.checkpoint``.
         seed: of the random keys that chunks read.
         options: how the stages run: memory limit, deadline, event logs and the like.
+        trains: False for a pipeline that only evaluates: it holds no gradients and no optimizer state, and compiles no
+            backward.
 
     Raises ValueError, in one sentence with the remedy, where these do not fit together. Programs are compiled for the
     shapes of the first batch, before its first message.
@@ -95,6 +97,7 @@ class Pipeline:
         remat: Remat | Sequence[Remat] = "none",
         seed: int = 0,
         options: RuntimeOptions = RuntimeOptions(),
+        trains: bool = True,
     ) -> None:
         self.chunks, self.optimizer = tuple(chunks), optimizer
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
@@ -102,6 +105,9 @@ class Pipeline:
         self.ordering, self.updates, self.options = ordering, updates, options
         self._graph = ordering.fitted(self.placement, model_graph(self.chunks, self._edges, ordering.schedule))
         """Of one replica; without a schedule for one microbatch."""
+        if not trains:
+            self._graph = self._graph.evaluating()
+        self._only_evaluates = not trains
         self._may_lack = leaves_to_lack(self.chunks, self._graph)
         """Leaves that a microbatch may lack."""
         check_seed(seed)
@@ -148,6 +154,7 @@ class Pipeline:
             remat=self._remat,
             seed=self._seed,
             options=self.options if options is None else options,
+            trains=not self._only_evaluates,
         )
         twin._model = self._model
         return twin
@@ -239,6 +246,8 @@ class Pipeline:
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
         """
         self._checked(state)
+        if self._only_evaluates:
+            raise ValueError("the pipeline was made to evaluate alone, with trains=False: make one that trains")
         running = self._adapted(self._prepared(batch))
         leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
         if (number := num_microbatches(leaves)) != running.num_microbatches:

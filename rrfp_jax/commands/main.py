@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model through a pipeline",
     "launch": "start, watch and end the processes of a run on this host",
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
+    "evaluate": "the loss of a trained model on data that it was not trained on",
     "read": "what a trained vision-language model reads in pictures of words",
     "sample": "text of a trained model, from a prompt and images",
     "import-hf": "take in a model of Hugging Face, to train it further",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.commands.evaluate import config_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.data_sets import make_evaluation_sets
 from tests.commands.running import run_command
@@ -68,6 +69,18 @@ def train(run: Path, *options: object) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_a_finished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no run directory, it has no config\.yaml"):
+        config_of(tmp_path, {}, batches=None, sets=None)
+    (tmp_path / "config.yaml").write_text(config(data__held_out=0.1, pipeline__schedule="1f1b").as_yaml())
+    with pytest.raises(ValueError, match=r"'mine' is no set of .*: it has held_out"):
+        config_of(tmp_path, {}, batches=None, sets=["mine"])
+    found = config_of(tmp_path, {"pipeline.data": 2}, batches=5, sets=None)
+    assert (found.pipeline.num_stages, found.pipeline.data, found.pipeline.schedule) == (1, 2, None)
+    assert found.evaluation is not None
+    assert found.evaluation.batches == 5
+
+
 @pytest.mark.slow
 def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: Path, text: Path) -> None:
     sets = json.dumps({"held": {}, "own": {"path": str(text), "length": 8}})
@@ -84,3 +97,12 @@ def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: P
     again = [(row["step"], row["evaluation"]) for row in rows_of(tmp_path / "run") if "evaluation" in row]
     assert again == [*found, (7, "held"), (7, "own")]
     assert all(row["bits_per_byte"] > 0 for row in rows if "evaluation" in row)
+    # of the finished run, on one device
+    alone = run_command("evaluate", tmp_path / "run", "--json", "--evaluation.sets", sets, timeout_s=300)
+    assert alone.returncode == 0, alone.stderr
+    told = json.loads(alone.stdout)
+    last = rows_of(tmp_path / "run")[-2:]
+    assert told["steps"] == 8
+    for row, expected in zip(told["sets"], last, strict=True):
+        assert (row["step"], row["evaluation"], row["tokens"]) == (7, expected["evaluation"], expected["tokens"])
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -71,6 +71,7 @@ class Outcome:
 def outcome_of(run: Path, num_steps: int) -> Outcome:
     """The outcome of a run that has ended after so many steps."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "evaluation" not in row]
     assert [row["step"] for row in rows] == list(range(num_steps))
     found = open_step(run / "checkpoints", num_steps)
     device = SingleDeviceSharding(jax.devices()[0])

@@ -235,22 +235,10 @@ def assemble(planned: PlannedRun) -> Run:
     """
     config, ordering, order = planned.config, planned.ordering, planned.order
     layout, path = config.pipeline, planned.path
-    chunks = _chunks(planned)
+    chunks = chunks_of(planned)
     check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
     cache = compile_cache_of(config)
-    process = enter(
-        num_stages=layout.num_stages,
-        data=layout.data,
-        mesh=layout.meshes,
-        configuration=planned.agreed,
-        cluster=config.cluster,
-        platform=config.run.platform,
-        devices=config.run.devices,
-        pinned=layout.deterministic,
-        transport=cast(Selection, layout.transport),
-        progress_deadline_s=layout.progress_deadline_s,
-        xla_flags=config.run.xla_flags,
-    )
+    process = enter_run(planned)
     pipeline = Pipeline(
         chunks,
         placement=order.placement,
@@ -277,6 +265,24 @@ def assemble(planned: PlannedRun) -> Run:
     )
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
     return Run(planned, pipeline, process, RunDirectory(path), cache)
+
+
+def enter_run(planned: PlannedRun) -> Process:
+    """Meet the other processes of a run, and start JAX."""
+    config, layout = planned.config, planned.config.pipeline
+    return enter(
+        num_stages=layout.num_stages,
+        data=layout.data,
+        mesh=layout.meshes,
+        configuration=planned.agreed,
+        cluster=config.cluster,
+        platform=config.run.platform,
+        devices=config.run.devices,
+        pinned=layout.deterministic,
+        transport=cast(Selection, layout.transport),
+        progress_deadline_s=layout.progress_deadline_s,
+        xla_flags=config.run.xla_flags,
+    )
 
 
 def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Path) -> StepProfile | None:
@@ -314,7 +320,7 @@ def compile_cache_of(config: TrainConfig) -> CompileCache | None:
     )
 
 
-def _chunks(planned: PlannedRun) -> list[Chunk]:
+def chunks_of(planned: PlannedRun) -> list[Chunk]:
     """The model, cut for the order's placement; twice where it runs in both directions."""
     if planned.cut is not None:
         return planned.cut.chunks

@@ -1,0 +1,109 @@
+"""Evaluate a trained model on data that it was not trained on.
+
+::
+
+    rrfp evaluate runs/mine
+    rrfp evaluate runs/mine --batches 100 --set stories
+    rrfp launch --processes 2 -- evaluate runs/mine --num-stages 4
+
+The parameters are those of the run's newest checkpoint, whatever layout saved it. The sets are those of the run's
+section ``evaluation``, or else the part of its data that is held out; every key of a configuration is an option, and
+changes it. Without such options a language model is put on one device. Nothing is written.
+"""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rrfp_jax.commands.common.console import make_console, make_table
+from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.exit_codes import DONE
+from rrfp_jax.training.evaluation_config import EvaluationConfig
+from rrfp_jax.training.run_directory import CONFIG
+
+_NO_ORDER: dict[str, Any] = {
+    **dict.fromkeys(("schedule", "schedule_hash", "group_size", "hint", "window", "backward")),
+    **dict.fromkeys(("footprint", "foresight", "read_ahead", "offload", "recompute")),
+    "consume": "ready",
+    "adaptive": False,
+    "shard_optimizer": False,
+}
+"""What a run says of its order has no meaning here."""
+_ONE_DEVICE: dict[str, Any] = {
+    **dict.fromkeys(("layers_per_chunk", "chunks_per_stage", "stage_of_chunk", "mesh")),
+    "num_stages": 1,
+    "data": 1,
+    "tensor": 1,
+    "embedding_chunk": 0,
+    "head_chunk": -1,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    run = Path(arguments.run)
+    with checking_input():
+        config = config_of(run, overrides_of(arguments), batches=arguments.batches, sets=arguments.set)
+        planned = plan_run(config, run)
+        from rrfp_jax.commands.training.evaluating import evaluate_run
+
+        step, rows, is_first = evaluate_run(planned, run)
+    if not is_first:
+        return DONE
+    if arguments.json:
+        told = [{key: _finite(value) for key, value in asdict(row).items()} | {"step": step - 1} for row in rows]
+        print(json.dumps({"run": str(run), "steps": step, "sets": told}, indent=2))
+        return DONE
+    heads = ("loss", "perplexity", "bits per byte", "tokens", "seconds")
+    table = make_table(f"{run.name} after {step} steps", "set", *heads, numeric=True)
+    for row in rows:
+        per_byte = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+        of_time = f"{row.tokens:,.0f}", f"{row.seconds:.1f}"
+        table.add_row(row.evaluation, f"{row.loss:.4f}", f"{row.perplexity:.5g}", per_byte, *of_time)
+    make_console().print(table)
+    return DONE
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command."""
+    parser = CommandParser("evaluate", __doc__, usage="%(prog)s RUN [option ...]")
+    parser.add_argument("run", metavar="RUN", help="a run directory with a checkpoint")
+    parser.add_argument("--set", action="append", metavar="NAME", help="only this set of the run's; several times")
+    parser.add_argument("--batches", type=int, metavar="N", help="batches of each set (left out: as the run says)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    add_overrides(parser)
+    return parser
+
+
+def config_of(run: Path, overrides: dict[str, Any], *, batches: int | None, sets: list[str] | None) -> TrainConfig:
+    """The configuration of a run, changed to evaluate it; raises ValueError, with the remedy, where it cannot be."""
+    path = run / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
+    config = load_train_config(str(path), {})
+    layout = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
+    resets = {f"pipeline.{name}": value for name, value in layout.items()}
+    config = load_train_config(str(path), {**resets, **overrides})
+    evaluation = config.evaluation or EvaluationConfig()
+    if batches is not None:
+        evaluation = replace(evaluation, batches=batches)
+    if sets is not None:
+        unknown = [name for name in sets if name not in evaluation.named_sets]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no set of {run}: it has {', '.join(evaluation.named_sets)}")
+        evaluation = replace(evaluation, sets={name: evaluation.named_sets[name] for name in sets})
+    return replace(config, evaluation=evaluation)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    run_command(main)
