@@ -67,6 +67,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call install,.[dev],cpu)
 	@touch "$@"
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what builds the site into $(VENV)"
+	@$(call install,.[docs],cpu)
+	@touch "$@"
+
 .PHONY: setup dev
 setup: $(VENV)/.installed ## make .venv and install the pinned dependencies, for the GPU or TPU that it finds or ACCELERATOR=...
 
@@ -110,6 +115,11 @@ test-slurm: dev ## run both SLURM scripts on a real SLURM of three nodes on this
 
 test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one that JAX finds
 	@RRFP_ACCELERATOR=$(@:test-%=%) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest tests/accelerators --timeout 900 -o faulthandler_timeout=900 $(ARGS)
+
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## build the site from docs/ and the docstrings into build/site; a broken link is an error
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs/site . build/site $(ARGS)
+	@echo "the site is in build/site: open build/site/index.html"
 
 check: lint types imports ## lint, types and import rule together
 
