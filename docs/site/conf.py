@@ -1,7 +1,7 @@
 """How Sphinx builds the site: the pages of docs/ and the READMEs as they stand, and the public names from docstrings.
 
-The sources are the whole checkout, so that links between pages, to source files and to pictures are the same here and on
-a forge. `make docs` builds it; a link that leads nowhere is an error.
+The sources are the whole checkout, so that links between pages, to source files and to pictures are the same here and
+on a forge. `make docs` builds it; a link that leads nowhere is an error.
 """
 
 import importlib
@@ -41,7 +41,15 @@ html_copy_source = html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
 GROUPS = {
-    "Start": ["docs/README", "docs/data", "docs/optimizers", "docs/hugging-face", "docs/multimodal", "docs/metrics"],
+    "Start": [
+        "docs/README",
+        "docs/data",
+        "docs/optimizers",
+        "docs/metrics",
+        "docs/evaluating",
+        "docs/hugging-face",
+        "docs/multimodal",
+    ],
     "Pipelines": ["docs/schedules", "docs/language", "docs/operations", "docs/planning", "docs/backward"],
     "Machines": [
         "docs/accelerators",

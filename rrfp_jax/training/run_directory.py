@@ -70,7 +70,7 @@ class RunDirectory:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
             for name in (FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
-            cut_metrics(self.path / METRICS, from_step)
+            cut_metrics(self.path / METRICS, _first_row(from_step))
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
@@ -118,7 +118,8 @@ class RunDirectory:
         """The metrics file, and these trackers that get its rows too; ``first_step`` is the next to be trained."""
         file = self.metrics()
         past = PastRows(file.path, file.path.stat().st_size)
-        run = TrackedRun(path=self.path, config=config, first_step=first_step, past=past, settings=settings)
+        first = _first_row(first_step)
+        run = TrackedRun(path=self.path, config=config, first_step=first, past=past, settings=settings)
         return TrackedMetrics(file, run, names)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
@@ -157,6 +158,11 @@ class RunDirectory:
     def _write_text(self, name: str, text: str) -> None:
         with replacing(self.path / name) as path:
             path.write_text(text, encoding="utf-8")
+
+
+def _first_row(from_step: int) -> int:
+    """The first step whose rows are written again: what was evaluated before all training has -1."""
+    return from_step or -1
 
 
 def new_run_path(name: str, now: datetime) -> Path:

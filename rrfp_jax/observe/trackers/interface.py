@@ -68,7 +68,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     """Resolved, as plain data by section."""
     first_step: int
-    """The next step; whatever a tracker holds of it and of later ones will be trained again."""
+    """Whatever a tracker holds of this step and of later ones will be written again."""
     past: PastRows
     """All rows of earlier steps that count."""
     settings: TrackingConfig

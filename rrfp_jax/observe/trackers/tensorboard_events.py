@@ -30,12 +30,12 @@ class _EventFile:
         folder, self._event = run.path / FOLDER, event_pb2.Event
         last = max(_steps(folder), default=None)
         self._writer = EventFileWriter(str(folder), max_queue_size=_QUEUED)
-        begins = 0 if last is None else min(last, run.first_step)
-        if last is not None:
+        begins = None if last is None else min(last, run.first_step)
+        if begins is not None:
             mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(self._event(wall_time=time.time(), step=begins, session_log=mark))
         for row in run.past:
-            if step_of(row) >= begins:
+            if begins is None or step_of(row) >= begins:
                 self._add(row)
         self._writer.flush()
 

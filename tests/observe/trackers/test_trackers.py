@@ -43,6 +43,8 @@ def train(path: Path, tracker: str, steps: range, attempt: int = 0, **settings: 
     with directory.tracked_metrics(
         CONFIG, [tracker], TrackingConfig(wandb_mode="offline", **settings), first_step=steps.start
     ) as metrics:
+        if steps.start == 0:
+            metrics.write(held_out(-1))  # before anything is trained
         for step in steps:
             metrics.write(row(step, attempt))
             if step % 3 == 2:
@@ -58,7 +60,7 @@ def test_rows_are_those_of_the_file_also_after_a_resume(tracker: str, tmp_path: 
     assert_equal(tracker, run)
     train(run, tracker, range(5, 9), attempt=1)  # as after a failure: 5 and 6 are trained again
     assert_equal(tracker, run)
-    assert [step for step, _ in of_file(run)] == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+    assert [step for step, _ in of_file(run)] == [-1, 0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
 
 
 @pytest.mark.parametrize("tracker", EACH)
@@ -69,6 +71,14 @@ def test_rows_that_a_kill_has_cost_are_made_up_for(tracker: str, tmp_path: Path)
             file.write(row(step))
     train(tmp_path, tracker, range(5, 7), attempt=1)
     assert_equal(tracker, tmp_path)
+
+
+@pytest.mark.parametrize("tracker", EACH)
+def test_a_run_that_starts_over_for_want_of_a_checkpoint_begins_anew(tracker: str, tmp_path: Path) -> None:
+    train(tmp_path, tracker, range(3))
+    train(tmp_path, tracker, range(2), attempt=1)
+    assert_equal(tracker, tmp_path)
+    assert [step for step, _ in of_file(tmp_path)] == [-1, 0, 1]
 
 
 @pytest.mark.parametrize("tracker", EACH)
