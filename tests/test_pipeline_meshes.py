@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
+from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import linear
@@ -39,7 +40,7 @@ Result = tuple[list[float], Any]
 
 
 @cache
-def chunks_of(model: str) -> list[Any]:
+def chunks_of(model: str, context: int = 1) -> list[Any]:
     """Two layers in two chunks with tied embeddings; the MLPs of both are experts, or plain."""
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16, balance_coefficient=0.1)
     config = LanguageModelConfig(
@@ -52,7 +53,7 @@ def chunks_of(model: str) -> list[Any]:
         tie_embeddings=True,
         experts=experts if model == "experts" else None,
     )
-    return language_model(config).split(2)
+    return language_model(config).split(2, context=ContextCut(devices=context) if context > 1 else None)
 
 
 @cache
@@ -80,10 +81,11 @@ def pipeline_on(mesh: str, way: str, model: str = "dense") -> Pipeline:
     options: dict[str, Any] = dict(WAYS[way])
     request = ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES)
     options["schedule"] = build_schedule(options["schedule"], request)
+    axes = MESHES[mesh]
     pipeline: Pipeline = make_pipeline(
-        chunks_of(model),
+        chunks_of(model, axes.get("context", 1) if isinstance(axes, dict) else 1),
         placement=linear(2),
-        mesh=MESHES[mesh],
+        mesh=axes,
         optimizer=OPTIMIZER,
         clip_norm=1.0,
         progress_deadline_s=240,

@@ -37,6 +37,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     if case.model == PLAIN:
         return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import ExpertsConfig, language_model  # takes long to load
+    from rrfp_jax.models.context_cut import ContextCut
 
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=12, balance_coefficient=0.1)
     config = LanguageModelConfig(
@@ -50,7 +51,10 @@ def make_chunks(case: Case) -> list[Chunk]:
         tie_embeddings=case.model == "tied",
         experts=experts if case.model == EXPERTS else None,
     )
-    return [_with_constant_init(chunk) for chunk in language_model(config).split(layers_per_chunk=list(case.cut))]
+    devices = case.mesh.get("context", 1) if isinstance(case.mesh, dict) else 1
+    context = ContextCut(devices=devices) if devices > 1 else None
+    chunks = language_model(config).split(layers_per_chunk=list(case.cut), context=context)
+    return [_with_constant_init(chunk) for chunk in chunks]
 
 
 def _with_constant_init(chunk: Chunk) -> Chunk:
@@ -126,7 +130,7 @@ def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
 
 
 def _train_plainly(case: Case) -> tuple[list[float], dict[str, Any]]:
-    chunks = make_chunks(case)
+    chunks = make_chunks(replace(case, mesh={}))
     params: dict[str, Any] = {}
     for chunk in chunks:
         params |= chunk.init(jax.random.key(0))

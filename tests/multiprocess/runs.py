@@ -27,7 +27,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def training_config(folder: Path, **changes: Any) -> Path:
-    """Write a configuration with other values for some fields, whose names are unique, and return its path."""
+    """Write a configuration with other values for some fields, each of the first section that has it."""
     settings = {section: dict(values) for section, values in _SETTINGS.items()}
     for name, value in changes.items():
         settings[_section_of(name)][name] = value
@@ -38,8 +38,7 @@ def training_config(folder: Path, **changes: Any) -> Path:
 
 def _section_of(name: str) -> str:
     known = {section: {field.name for field in fields(SECTIONS[section])} for section in _SETTINGS}
-    (section,) = (section for section, names in known.items() if name in names)
-    return section
+    return next(section for section, names in known.items() if name in names)
 
 
 @dataclass(frozen=True)
