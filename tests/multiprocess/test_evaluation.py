@@ -63,7 +63,7 @@ def test_a_rank_killed_during_an_evaluation_is_reported(tmp_path: Path) -> None:
         os.kill(launcher.ranks()[2], signal.SIGKILL)
         assert launcher.wait(60) == 137
         assert not launcher.living()
-        assert "rank 2 was lost" in rank_text(launcher, 0)
+        assert "rank 2 (stage 2) was lost" in rank_text(launcher, 0)
         report = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert report["lost_ranks"] == [2]
 
