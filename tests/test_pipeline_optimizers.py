@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas that share the state": {"data": 2, "shard_optimizer": True},
     "tensor": {"mesh": {"tensor": 2}},
     "fsdp": {"mesh": {"fsdp": 2}},
-    "tensor x fsdp, shared": {"mesh": {"tensor": 2, "fsdp": 2}, "data": 2, "shard_optimizer": True},
+    "fsdp, shared": {"mesh": {"fsdp": 2}, "data": 2, "shard_optimizer": True},
 }
 
 
