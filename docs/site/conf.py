@@ -43,11 +43,13 @@ html_theme_options = {"navigation_with_keys": True}
 GROUPS = {
     "Start": [
         "docs/README",
+        "docs/your-text",
         "docs/data",
         "docs/optimizers",
         "docs/metrics",
         "docs/evaluating",
         "docs/hugging-face",
+        "docs/sampling",
         "docs/multimodal",
     ],
     "Pipelines": ["docs/schedules", "docs/language", "docs/operations", "docs/planning", "docs/backward"],
