@@ -118,7 +118,7 @@ test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one tha
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs ## build the site from docs/ and the docstrings into build/site; a broken link is an error
-	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs/site . build/site $(ARGS)
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs/site . build/site $(ARGS)
 	@echo "the site is in build/site: open build/site/index.html"
 
 check: lint types imports ## lint, types and import rule together
