@@ -68,8 +68,8 @@ class HostArray:
     dtype: np.dtype
     piece_shape: tuple[int, ...]
     """The shape of every piece, on this and other processes; they tile the array."""
-    pieces: tuple[tuple[tuple[slice, ...], np.ndarray], ...]
-    """Where each piece lies, and its elements."""
+    pieces: tuple[tuple[tuple[slice, ...], Any], ...]
+    """Where each piece lies, and its elements: an array, or what NumPy reads as one and knows its ``nbytes``."""
 
     @property
     def nbytes(self) -> int:

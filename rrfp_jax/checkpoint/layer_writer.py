@@ -1,7 +1,9 @@
 """A step whose parameters come from elsewhere: written layer by layer, so that no model is ever held."""
 
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,27 @@ from rrfp_jax.checkpoint.durable_files import sync_directory
 from rrfp_jax.checkpoint.ownership import Part, part_name
 from rrfp_jax.checkpoint.part_writer import PartWriter
 from rrfp_jax.checkpoint.record import Commit, step_directory
+
+_BATCH_BYTES = 1 << 20
+"""An array at a time, but for small ones: memory is what counts here."""
+
+
+@dataclass(frozen=True)
+class ReadLater:
+    """An array that is read when it is written, and not held before or after."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        elements = self.read()
+        return elements if dtype is None else elements.astype(dtype, copy=False)
 
 
 class LayerWriter:
@@ -30,12 +53,15 @@ class LayerWriter:
         (self._directory / self._data).mkdir(parents=True)
         self._checksums: dict[str, str] = {}
 
-    def write(self, layer: str, arrays: Mapping[tuple[str, ...], np.ndarray]) -> None:
-        """Write a layer, whose arrays come by their way inside it. Raises whatever the file system raises."""
+    def write(self, layer: str, arrays: Mapping[tuple[str, ...], ReadLater]) -> None:
+        """Write a layer, whose arrays come by their way inside it; memory holds one of them at a time.
+
+        Raises whatever they raise where they are read, or the file system.
+        """
         part = Part(name=part_name(layer), layers=(layer,), ranks=(0,))
         folder = self._directory / self._data
         held = {(layer, PARAMS, *way): _whole(array) for way, array in arrays.items()}
-        writer = PartWriter(0, [part], [0])
+        writer = PartWriter(0, [part], [0], batch_bytes=_BATCH_BYTES)
         try:
             writer.write(folder, held)
             self._checksums |= writer.finish(folder, held)
@@ -50,6 +76,6 @@ class LayerWriter:
         )
 
 
-def _whole(array: np.ndarray) -> HostArray:
-    everything = (slice(None),) * array.ndim
+def _whole(array: ReadLater) -> HostArray:
+    everything = (slice(None),) * len(array.shape)
     return HostArray(array.shape, array.dtype, array.shape, ((everything, array),))

@@ -35,8 +35,8 @@ _TYPE = type_handlers.NumpyHandler().typestr()
 class _HostArrayHandler(type_handlers.TypeHandler):
     """Writes this process's pieces of arrays; ``primary`` also writes what is known of each array as a whole."""
 
-    def __init__(self, *, primary: bool) -> None:
-        self._primary = primary
+    def __init__(self, *, primary: bool, batch_bytes: int) -> None:
+        self._primary, self._batch_bytes = primary, batch_bytes
 
     def typestr(self) -> str:
         return _TYPE
@@ -54,7 +54,7 @@ class _HostArrayHandler(type_handlers.TypeHandler):
         """In transactions, which save a third of the time where arrays are small, but hold what they write."""
         store = await _open_store(values[0], infos[0], args[0])
         named = [(value, info.name) for value, info in zip(values, infos, strict=True)]
-        for batch in batches(((each, each[0].nbytes) for each in named), _BATCH_BYTES):
+        for batch in batches(((each, each[0].nbytes) for each in named), self._batch_bytes):
             transaction = ts.Transaction()
             await asyncio.gather(*(self._write(value, store / f"{name}/", transaction) for value, name in batch))
             await transaction.commit_async()
@@ -116,14 +116,19 @@ class PartWriter:
         rank: this process.
         parts: all parts of a step, the same on all ranks.
         processes: ``jax.process_index()`` of every rank.
+        batch_bytes: how much is written at a time, which memory holds once more.
 
     Nobody waits for anybody here: the caller sees to it that all ranks have written before any of them finishes.
     """
 
-    def __init__(self, rank: int, parts: Sequence[Part], processes: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, parts: Sequence[Part], processes: Sequence[int], *, batch_bytes: int = _BATCH_BYTES
+    ) -> None:
         self._rank = rank
         self._handlers = {
-            part: _handler([processes[other] for other in part.ranks], is_first=rank == part.ranks[0])
+            part: _handler(
+                [processes[other] for other in part.ranks], is_first=rank == part.ranks[0], batch_bytes=batch_bytes
+            )
             for part in parts
             if rank in part.ranks
         }
@@ -166,7 +171,7 @@ def _of(part: Part, arrays: Mapping[Name, HostArray]) -> dict[Name, HostArray]:
     return {name: array for name, array in arrays.items() if name[0] in own}
 
 
-def _handler(processes: Sequence[int], *, is_first: bool) -> ocp.PyTreeCheckpointHandler:
+def _handler(processes: Sequence[int], *, is_first: bool, batch_bytes: int) -> ocp.PyTreeCheckpointHandler:
     """Orbax's handler, without its Checkpointer: that brings processes together by barriers with a deadline of their
     own, in which the others are left waiting when one of them fails.
 
@@ -181,7 +186,7 @@ def _handler(processes: Sequence[int], *, is_first: bool) -> ocp.PyTreeCheckpoin
             primary_host=processes[0], active_processes=set(processes)
         ),
         type_handler_registry=type_handlers.create_type_handler_registry(
-            (HostArray, _HostArrayHandler(primary=is_first)),
+            (HostArray, _HostArrayHandler(primary=is_first, batch_bytes=batch_bytes)),
             (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
         ),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -18,6 +18,9 @@ from rrfp_jax.exchange.tensor_files import DTYPES as KNOWN
 from rrfp_jax.exchange.tensor_files import INDEX, StoredTensor, read_json, stored_tensors
 from rrfp_jax.exchange.whole_folder import check_new, new_folder
 from rrfp_jax.models.config import DTYPES
+
+if TYPE_CHECKING:
+    from rrfp_jax.checkpoint.layer_writer import ReadLater
 
 CONFIG = "config.json"
 _CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "README.md")
@@ -89,7 +92,7 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
         writer = LayerWriter(folder / CHECKPOINTS)
         for number, (layer, own) in enumerate(layers):
             progress(number, len(layers))
-            writer.write(layer, {match.ours[1:]: _array(match, plan) for match in own})
+            writer.write(layer, {match.ours[1:]: _read_later(match, plan) for match in own})
         writer.commit({"imported": plan.source.name}, {"describe": "an import, layer by layer"})
         _carry(plan, folder / CARRIED)
         (folder / MODEL).write_text(_sections_text(plan), encoding="utf-8")
@@ -148,9 +151,15 @@ def _check_dtype(tensor: StoredTensor) -> None:
         raise ValueError(f"{tensor.path}: {tensor.name} is {tensor.dtype}: give a model in {', '.join(KNOWN.values())}")
 
 
-def _array(match: Match, plan: PlannedImport) -> np.ndarray:
+def _read_later(match: Match, plan: PlannedImport) -> "ReadLater":
     import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 
+    from rrfp_jax.checkpoint.layer_writer import ReadLater
+
+    return ReadLater(match.shape, np.dtype(plan.dtype), lambda: _array(match, plan))
+
+
+def _array(match: Match, plan: PlannedImport) -> np.ndarray:
     tensors = [plan.stored[name].read() for name in match.theirs]
     return match.transform.to_ours(tensors).astype(np.dtype(plan.dtype), copy=False)
 
