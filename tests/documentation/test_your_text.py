@@ -15,7 +15,7 @@ COMMANDS = [line for one in blocks("console") if one.path.name == "your-text.md"
 
 
 def test_the_page_goes_from_text_to_a_model_that_writes():
-    assert [command.split()[1] for command in COMMANDS] == ["tokenize", "tokenize", "train", "sample"]
+    assert [command.split()[1] for command in COMMANDS] == ["tokenize", "tokenize", "train", "evaluate", "sample"]
 
 
 @pytest.mark.slow
