@@ -60,10 +60,7 @@ def setting(
 
 
 def bench_evaluation() -> dict[tuple[int, int, int, float], Measured]:
-    """Measure every setting in turn, and print the medians."""
-    from rrfp_jax.commands.common.process import use_cpu
-
-    use_cpu(max(num_stages for num_stages, *_ in SETTINGS))
+    """Measure every setting in turn, on at least as many CPU devices as stages, and print the medians."""
     made = {each: setting(*each) for each in SETTINGS}
     times: dict[tuple[int, int, int, float], list[float]] = {each: [] for each in SETTINGS}
     for _ in range(NUM_ROUNDS):
@@ -81,4 +78,7 @@ def bench_evaluation() -> dict[tuple[int, int, int, float], Measured]:
 
 
 if __name__ == "__main__":
+    from rrfp_jax.commands.common.process import use_cpu
+
+    use_cpu(max(num_stages for num_stages, *_ in SETTINGS))
     bench_evaluation()

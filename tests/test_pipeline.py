@@ -152,7 +152,7 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
         ({"dispatch_ahead": -1}, "dispatch_ahead is -1: give auto, just-in-time, or 0 or more tasks"),
         ({"dispatch_ahead": "later"}, "dispatch_ahead is 'later': give auto"),
         ({"progress_deadline_s": float("nan")}, "progress_deadline_s is nan: give a positive number of seconds"),
-        ({"window": "512MB"}, "window is '512MB', which is no size"),
+        ({"window": "512MX"}, "window is '512MX', which is no size"),
         ({"memory_limit": "much"}, "memory_limit is 'much', which is no size"),
         ({"memory_limit": 0}, "memory_limit is 0: give at least 1 byte"),
         ({"group_protocol": "vote"}, "group_protocol is 'vote': give leader, propose"),

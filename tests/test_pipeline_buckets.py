@@ -76,11 +76,11 @@ FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "emb
         pytest.param({"hint": "bfw"}, marks=pytest.mark.slow),
         pytest.param({"window": 1}, marks=pytest.mark.slow),
         pytest.param({"hint": "fb", "window": 3}, marks=pytest.mark.slow),
-        {"schedule": "1f1b", "consume": "strict"},
+        pytest.param({"schedule": "1f1b", "consume": "strict"}, marks=pytest.mark.slow),
         pytest.param({"schedule": "zb-h1", "consume": "strict"}, marks=pytest.mark.slow),
         {"schedule": "zb-h1"},
         pytest.param({"schedule": "1f1b-split"}, marks=pytest.mark.slow),
-        {"hint": "bfw", "frozen": "encoders"},
+        pytest.param({"hint": "bfw", "frozen": "encoders"}, marks=pytest.mark.slow),
         pytest.param({"schedule": "1f1b", "consume": "strict", "frozen": "encoders"}, marks=pytest.mark.slow),
         pytest.param({"schedule": "zb-h1", "frozen": "all but one"}, marks=pytest.mark.slow),
         pytest.param({"frozen": "all but one"}, marks=pytest.mark.slow),
@@ -110,6 +110,7 @@ def test_mixed_microbatches_train_as_the_plain_model(
                 assert ((number, microbatch) in ran) == (leaf in each)
 
 
+@pytest.mark.slow
 def test_encoders_beside_the_decoder_and_replicas_without_any_image() -> None:
     steps = [[*first, *second] for first, second in zip(make_steps(6, 2), make_steps(6, 2, seed=1), strict=True)]
     steps[2] = [{k: v for k, v in m.items() if "image" not in k and "sound" not in k} for m in steps[2][:2]] + steps[2][

@@ -137,12 +137,20 @@ def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))
 
 
-@pytest.mark.parametrize("consume", ["strict", "ready"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("name", "consume"),
+    [
+        ("1f1b", "strict"),
+        pytest.param("1f1b", "ready", marks=pytest.mark.slow),
+        pytest.param("zb-h1", "strict", marks=pytest.mark.slow),
+        ("zb-h1", "ready"),
+    ],
+)
 def test_tables(case: Case, name: str, consume: str) -> None:
     case.check(case.base.reordered(Ordering(schedule=table(name), consume=consume)))
 
 
+@pytest.mark.slow
 def test_two_chunks_per_stage() -> None:
     case = case_of("in the middle")
     looped_case = Pipeline(case.chunks, placement=looped(2, 2), optimizer=OPTIMIZER, updates=CLIPPED, options=OPTIONS)
@@ -154,7 +162,9 @@ def test_two_chunks_per_stage() -> None:
 @pytest.mark.parametrize(
     "shard_optimizer", [pytest.param(False, marks=pytest.mark.slow), True], ids=["each its own", "ZeRO-1"]
 )
-@pytest.mark.parametrize("name", ["all but the projector", "first layers of chunks"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("all but the projector", marks=pytest.mark.slow), "first layers of chunks"]
+)
 def test_replicas(name: str, shard_optimizer: bool) -> None:
     options = {"data": 2, "clip_norm": 1.0, "shard_optimizer": shard_optimizer, "progress_deadline_s": 60}
     case = case_of(name)
@@ -172,7 +182,7 @@ FUSED = [{"hint": "bf", "window": 1}, {"hint": "fb"}, {"schedule": "1f1b", "cons
 SPLIT = [{"hint": "bf", "window": 1, "backward": "split"}, {"hint": "bfw"}, {"schedule": "zb-h1", "consume": "strict"}]
 
 
-@pytest.mark.parametrize("orders", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("orders", [pytest.param(FUSED, marks=pytest.mark.slow), SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize(
     "name",
     [

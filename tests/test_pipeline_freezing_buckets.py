@@ -24,7 +24,7 @@ BUCKETS = [microbatch for step in STEPS for microbatch in step]
     ("patterns", "kinds"),
     [
         (["embedding", "merge", "layer", "head", "sound"], ["FI", "F", "FI", "FI", "FI"]),
-        (["image", "sound", "embedding", "layer"], ["F", "F", "FI", "FI", "FI"]),
+        pytest.param(["image", "sound", "embedding", "layer"], ["F", "F", "FI", "FI", "FI"], marks=pytest.mark.slow),
     ],
     ids=["one encoder trains", "the decoder trains"],
 )

@@ -175,7 +175,7 @@ class ReloadsBeforeTheGradient(Broken):
         super().__init__(setup)
         plan = stage_plan(self.graph, self.placement, self.stage, self.rules, has_row=True)
         self._full = self._prepared = StepPlan(plan, self.consumption)
-        self._row = RowMemory(self._full, self.graph, self._row_tasks())
+        self._row = RowMemory(self._full, self.graph, self._row_tasks)
         self._begin(self._full)
 
 

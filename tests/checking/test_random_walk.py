@@ -102,7 +102,7 @@ def test_random_pipelines_shrinkable(random):
 
 
 @given(st.integers(0, 2**64))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_large_random_pipelines(seed):
     check(Random(seed))
 

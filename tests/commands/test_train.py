@@ -104,6 +104,7 @@ def test_the_first_example_learns_to_spell_and_its_second_start_compiles_nothing
     assert re.search(r"programs in all: (\d+) loaded from .*, 0 compiled", second.stdout)
 
 
+@pytest.mark.slow
 def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--config", DEBUG, *SMALL, "--num-stages", 1, "--run-dir", run)

@@ -11,7 +11,9 @@ from tests.documentation.blocks import ROOT, Block, blocks
 from tests.environment import of_child
 
 PYTHON = blocks("python")
-SKETCHES = {"    buckets=[\n": "its names stand for a reader's own arrays; tests/test_pipeline_buckets.py runs the like"}
+SKETCHES = {
+    "    buckets=[\n": "its names stand for a reader's own arrays; tests/test_pipeline_buckets.py runs the like"
+}
 """Examples that are no whole programs, by what they hold, with the reason."""
 
 

@@ -21,7 +21,12 @@ def test_parameter_counts(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "active"), [("mixtral-8x7b", 12.9e9), ("mixtral-8x22b", 39.1e9), ("qwen3-30b-a3b", 3.35e9)]
+    ("name", "active"),
+    [
+        ("mixtral-8x7b", 12.9e9),
+        pytest.param("mixtral-8x22b", 39.1e9, marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b", 3.35e9, marks=pytest.mark.slow),
+    ],
 )
 def test_active_parameters_are_those_that_compute_a_token(name, active):
     config = DECODERS[name]

@@ -219,6 +219,7 @@ def test_all_launchers_return_the_code_of_the_whole_run():
         assert "ranks 1-3: done" in node.text
 
 
+@pytest.mark.slow
 def test_a_launcher_does_not_wait_for_nodes_that_never_came():
     port, key = free_port(), RunKey.generate().environment()
     head = ("--nodes", 2, "--head", f"127.0.0.1:{port}", "--processes", 1, "--start-deadline-s", 6)

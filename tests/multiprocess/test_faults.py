@@ -66,7 +66,10 @@ def test_a_killed_rank(num_ranks: int, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "encrypts"),
-    [(signal.SIGKILL, "true"), (signal.SIGSTOP, "false"), pytest.param(signal.SIGSTOP, "true", marks=pytest.mark.slow)],
+    [
+        (signal.SIGKILL, "true"),
+        *(pytest.param(signal.SIGSTOP, encrypts, marks=pytest.mark.slow) for encrypts in ("false", "true")),
+    ],
 )
 def test_a_rank_that_ends_while_large_arrays_travel(number: int, encrypts: str) -> None:
     """Those that send to it, and wait for the rest of what it has begun to send, end as others do."""

@@ -162,12 +162,10 @@ def test_one_layout_of_each_kind(cases: list[Case], tmp_path: Path) -> None:
     same_as_one_process(LONG, results[LONG.name])
 
 
-@pytest.mark.parametrize(
-    "cases", [MANY_SHAPES[2:3], pytest.param(MANY_SHAPES, marks=pytest.mark.slow)], ids=["one", "all"]
-)
-def test_microbatches_of_many_shapes_with_and_without_images(cases: list[Case], tmp_path: Path) -> None:
-    results = train_together(cases, tmp_path)
-    for case in cases:
+@pytest.mark.slow
+def test_microbatches_of_many_shapes_with_and_without_images(tmp_path: Path) -> None:
+    results = train_together(MANY_SHAPES, tmp_path)
+    for case in MANY_SHAPES:
         assert_same_training(*results[case.name], *train_reference(case))
 
 

@@ -36,6 +36,7 @@ def test_where_all_neighbours_fetch_what_was_offered_arrays_go_by_transfer(trans
 HANGING: dict[str, Any] = {"HANGS": "2", "DEADLINE_S": "3"}
 
 
+@pytest.mark.slow
 def test_where_one_side_hangs_both_ends_take_sockets() -> None:
     code, text, said = run(*LARGE_ARRAYS, **HANGING)
     assert code == 0, text

@@ -4,7 +4,6 @@ import argparse
 
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
-from rrfp_jax.commands.planning.small_cut import types_of_plans
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.models.layer_cut import plan_cut
@@ -87,6 +86,8 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: in
 
 def _counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     """Layers of each chunk, ends included."""
+    from rrfp_jax.commands.planning.small_cut import types_of_plans
+
     layout = config.pipeline
     if layout.embedding_chunk != 0 or layout.head_chunk not in (-1, num_chunks - 1):
         raise ValueError(
