@@ -83,7 +83,7 @@ class Peers:
         """Say something to a member of a unit's group, which a task there may wait for."""
         ranks = self.layout.ranks_of(unit)
         header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
-        self.network.send_apart(ranks[member], _NOTE, header)
+        self.network.send(ranks[member], _NOTE, header)
 
     def announce_task(self, unit: int, step: int, message: Message) -> None:
         """Tell a unit, the leader of its group, that what will send it this message has started.

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -320,8 +319,7 @@ class Process:
         if self.cluster is None:
             return frozenset()
         stages = partners(self.layout, placement, self.rank, messages)
-        groups = chain.from_iterable(map(self.layout.ranks_of, self.layout.units_of(self.rank)))
-        self.cluster.network.open_direct(stages.union(neighbours(self.rank, self.layout.num_ranks), groups))
+        self.cluster.network.open_direct(stages.union(neighbours(self.rank, self.layout.num_ranks)))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]
