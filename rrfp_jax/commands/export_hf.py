@@ -15,6 +15,7 @@ from pathlib import Path
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.memory import return_large_blocks
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.exit_codes import DONE
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
         check_new(target, "the folder of the export")
         shard_bytes = parse_bytes(arguments.shard_size, "shard-size")
+        return_large_blocks()
         use_cpu(1)
         from rrfp_jax.exchange.exporting import plan_export, write_export
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.memory import return_large_blocks
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.exchange.model_folder import MODEL
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         from rrfp_jax.exchange.whole_folder import check_new
 
         check_new(target, "the folder of the import")
+        return_large_blocks()
         use_cpu(1)
         from rrfp_jax.exchange.importing import plan_import, write_import
 
