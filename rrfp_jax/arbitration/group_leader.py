@@ -33,6 +33,8 @@ that looked at itself alone would be safe too, since what is ready on it becomes
 would wait within collectives while they could run something else.
 """
 
+from functools import cached_property
+
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.events import (
     Event,
@@ -66,8 +68,9 @@ class _TreeMember(GroupMember[_Key, _Value]):
         kept[note] = having = before | 1 << member
         return having == self._everyone != before
 
-    @property
+    @cached_property
     def _everyone(self) -> int:
+        """This member and its children, as bits."""
         return sum(1 << member for member in (self.member, *self.children))
 
     def _check_start(self, step: int, note: MemberStarted, member: int) -> None:

@@ -22,7 +22,6 @@ from rrfp_jax.data.tokens.header import FileDigest
 PIECE_BYTES = 4 * SEGMENT_BYTES
 _MOST_ROWS = 1 << 14
 """Of a piece; a column that repeats itself is larger than its file says."""
-_BLOCK_BYTES = 1 << 22
 
 Told = Callable[[int], None]
 """Is told of so many more bytes that were read."""
@@ -92,16 +91,10 @@ def stamp_of(path: str) -> tuple[int, int]:
 
 
 def _digest(path: str, told: Told) -> FileDigest:
-    digest, num_bytes = hashlib.sha256(), 0
     try:
-        with Path(path).open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                num_bytes += len(block)
-                told(len(block))
+        return FileDigest.of_file(Path(path), told)
     except OSError as error:
         raise unreadable(path, error) from error
-    return FileDigest(num_bytes, digest.hexdigest())
 
 
 def cut_into_pieces(surveyed: Sequence[Surveyed]) -> list[Piece]:

@@ -16,6 +16,7 @@ Nothing in it depends on the machine, the time or the number of processes that m
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ END_BYTES = 8
 """Of one entry of documents.bin."""
 _DTYPES = {"uint16": 2**16, "uint32": 2**32}
 """How tokens are stored, and how many different ones each can tell apart."""
+_BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,17 @@ class FileDigest:
     def of(data: bytes) -> "FileDigest":
         """That of a file with these bytes."""
         return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+    @staticmethod
+    def of_file(path: Path, told: Callable[[int], None] = lambda _: None) -> "FileDigest":
+        """That of a file, read in blocks; ``told`` gets the bytes of each. Raises OSError."""
+        digest, num_bytes = hashlib.sha256(), 0
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                num_bytes += len(block)
+                told(len(block))
+        return FileDigest(num_bytes, digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ Ranges are read where they are asked for, not mapped: pages of a mapped file cou
 are touched, and a file that somebody cuts short meanwhile would end the process instead of raising an error.
 """
 
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from rrfp_jax.data.tokens.header import (
     read_header,
 )
 
-_BLOCK_BYTES = 1 << 22
 _ANEW = "write the token set anew with rrfp tokenize"
 
 
@@ -226,12 +224,7 @@ class _File:
 
 
 def _digest(path: Path) -> FileDigest:
-    digest, num_bytes = hashlib.sha256(), 0
     try:
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                num_bytes += len(block)
+        return FileDigest.of_file(path)
     except OSError as error:
         raise BrokenData(f"cannot read {path} ({error.strerror}): {_ANEW}") from None
-    return FileDigest(num_bytes, digest.hexdigest())
