@@ -18,6 +18,7 @@ from rrfp_jax.commands.planning.auto_words import choice_in_words
 from rrfp_jax.commands.planning.cost_file import read_costs
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.commands.training.yaml_text import read_yaml
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.cuts import Room, best_cut, even_cut
@@ -118,7 +119,7 @@ def _kept(config: TrainConfig) -> _Counts | None:
         wanted["encoder_layers_per_chunk"] = config.vision.num_layers_run
     asked: dict[str, Any] = config.as_dict()["pipeline"]
     try:
-        saved = yaml.safe_load((Path(config.run.run_dir) / CONFIG).read_text(encoding="utf-8"))["pipeline"]
+        saved = read_yaml((Path(config.run.run_dir) / CONFIG).read_text(encoding="utf-8"))["pipeline"]
         counts = {name: tuple(map(int, saved[name])) for name in wanted}
         is_same = all(saved[name] == asked[name] for name in _SAME)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):

@@ -14,6 +14,7 @@ from rrfp_jax.commands.common.help_text import wrap
 from rrfp_jax.commands.common.options import flag_of, whole_flag
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
 from rrfp_jax.commands.training.presets import find_preset, preset_names
+from rrfp_jax.commands.training.yaml_text import read_yaml
 
 Given = tuple[str, Mapping[str, Mapping[str, Any]]]
 """The name of a configuration, and its sections with their keys."""
@@ -110,7 +111,7 @@ def _in_presets(section: str, key: str) -> str:
 
 @cache
 def _presets() -> dict[str, Any]:
-    return {name: yaml.safe_load(find_preset(name).read_text(encoding="utf-8")) for name in preset_names()}
+    return {name: read_yaml(find_preset(name).read_text(encoding="utf-8")) for name in preset_names()}
 
 
 def _value(sections: Mapping[str, Mapping[str, Any]], section: str, key: str) -> str | None:
