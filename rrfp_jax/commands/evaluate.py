@@ -60,12 +60,16 @@ def main(argv: list[str] | None = None) -> int:
         told = [{key: _finite(value) for key, value in asdict(row).items()} | {"step": step - 1} for row in rows]
         print(json.dumps({"run": str(run), "steps": step, "sets": told}, indent=2))
         return DONE
-    heads = ("loss", "perplexity", "bits per byte", "tokens", "seconds")
+    has_answers = any(row.exact_match is not None for row in rows)
+    of_answers = ("exact match", "right tokens") if has_answers else ()
+    heads = ("loss", "perplexity", "bits per byte", *of_answers, "tokens", "seconds")
     table = make_table(f"{run.name} after {step} steps", "set", *heads, numeric=True)
     for row in rows:
         per_byte = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+        shares = (row.exact_match, row.token_accuracy) if has_answers else ()
+        right = ["-" if share is None else f"{share:.1%}" for share in shares]
         of_time = f"{row.tokens:,.0f}", f"{row.seconds:.1f}"
-        table.add_row(row.evaluation, f"{row.loss:.4f}", f"{row.perplexity:.5g}", per_byte, *of_time)
+        table.add_row(row.evaluation, f"{row.loss:.4f}", f"{row.perplexity:.5g}", per_byte, *right, *of_time)
     make_console().print(table)
     return DONE
 

@@ -9,6 +9,8 @@ A line is an object with these fields:
 A token is a byte of UTF-8; after each sample comes a zero byte. Text alone is a data set too, with samples of any
 length in few shapes.
 
+Some samples may be held out, by a checksum: those that show the same images all are, or none.
+
 The heads of all image files are read at the start, so what is missing, is no image or is too large is refused before
 anything runs. Pixels are decoded where they are read, when a batch is made. An epoch visits every sample once, in an
 order that follows from (seed, epoch) alone.
@@ -28,6 +30,7 @@ from rrfp_jax.data.epochs import items_of
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.packing import PatchFormat
+from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 
@@ -50,8 +53,9 @@ class ImageText:
 
     Args:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
+        part: the samples that are trained on, or those that are held out.
 
-    Attributes: ``config``; ``num_samples``; ``num_images``; ``shapes``, all that a microbatch can have;
+    Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have;
     ``largest_grid``, the most rows and the most columns of patches that an image has.
     Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
     """
@@ -59,20 +63,15 @@ class ImageText:
     vocab_size = 256
     """A token is a byte."""
 
-    def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None) -> None:
+    def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None, part: Part = TRAIN) -> None:
+        refuse_nothing_held_out(part, config.held_out)
         self.config = config
         path = _at_home(config.path)
         content = _read(path)
         self._folder = path.parent if config.image_folder is None else _at_home(config.image_folder)
-        self._lines = [
-            self._line(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()
-        ]
+        self._lines = self._lines_of(content, part)
         self.num_samples, self.num_images = len(self._lines), sum(len(line.files) for line in self._lines)
-        if self.num_samples < config.batch_size:
-            raise ValueError(
-                f"{path} holds {self.num_samples} samples, fewer than batch_size {config.batch_size}: give more lines, "
-                "or a smaller batch_size"
-            )
+        self._check_number(path, part)
         self._samples = [make_sample(line.parts, config.merge) for line in self._lines]
         grids = [grid for sample in self._samples for grid in sample.images] or [Grid(0, 0)]
         # With the images' sizes, which decide how samples are divided: files may change while the text stays.
@@ -88,8 +87,34 @@ class ImageText:
         self._batching = Batching(config, self._format, self._limits(), survey, cost)
         self.shapes = self._batching.shapes
 
-    def _line(self, number: int, line: bytes) -> _Line:
-        fields = self._fields(number, line)
+    def _lines_of(self, content: bytes, part: Part) -> list[_Line]:
+        """Those of the part; of others no file is looked at."""
+        fraction = self.config.held_out
+        lines = [
+            (number, self._fields(number, line))
+            for number, line in enumerate(content.splitlines(), start=1)
+            if line.strip()
+        ]
+        return [
+            self._line(number, fields)
+            for number, fields in lines
+            if (part == HELD_OUT) == is_held_out(_key(fields), fraction)
+        ]
+
+    def _check_number(self, path: Path, part: Part) -> None:
+        config, num = self.config, self.num_samples
+        if part == HELD_OUT and not num:
+            raise ValueError(
+                f"held_out {config.held_out} holds back not one sample of {path}: give more lines, or a larger held_out"
+            )
+        if part == TRAIN and num < config.batch_size:
+            what = f"{num} samples" if not config.held_out else f"{num} samples that are not held out"
+            raise ValueError(
+                f"{path} holds {what}, fewer than batch_size {config.batch_size}: give more lines, or a smaller "
+                "batch_size"
+            )
+
+    def _line(self, number: int, fields: dict[str, Any]) -> _Line:
         files = [self._folder / name for name in fields.get("images", ())]
         grids = [self._grid(number, file) for file in files]
         pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
@@ -151,13 +176,13 @@ class ImageText:
     def _limits(self) -> Limits:
         """By the largest samples, as many as a microbatch has when cut in order.
 
-        Where a step spans two epochs, one sample may come twice.
+        Where a step spans several epochs, one sample may come as often.
         """
         num = self.config.microbatch_size
-        twice = [*self._samples, *self._samples]
-        lengths = sorted((sample.length for sample in twice), reverse=True)
-        images = sorted((len(sample.images) for sample in twice), reverse=True)
-        patches = sorted((sum(sample.patches) for sample in twice), reverse=True)
+        often = self._samples * (1 + -(-self.config.batch_size // self.num_samples))
+        lengths = sorted((sample.length for sample in often), reverse=True)
+        images = sorted((len(sample.images) for sample in often), reverse=True)
+        patches = sorted((sum(sample.patches) for sample in often), reverse=True)
         return Limits(
             longest=lengths[0],
             tokens=sum(lengths[:num]),
@@ -200,6 +225,11 @@ class ImageText:
             return image_patches(self.config, line.files[image], grid)
         except ValueError as error:
             raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
+
+
+def _key(fields: dict[str, Any]) -> str:
+    """What decides whether a sample is held out."""
+    return "\n".join(fields.get("images", ())) or "\n".join(fields[name] for name in sorted(fields.keys() - {"images"}))
 
 
 def image_grid(config: ImageTextConfig, file: Path) -> Grid:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rrfp_jax.data.batching_config import BatchingConfig
+from rrfp_jax.data.parts import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 _MOST_PIXELS = 178_956_970
@@ -20,6 +21,9 @@ class ImageTextConfig(BatchingConfig):
     """The JSONL file."""
     image_folder: str | None = None
     """What the paths of images are relative to; None: the folder of the JSONL file."""
+    held_out: float = 0.0
+    """About which fraction of the samples is never trained on but kept for evaluation: by a checksum of the names of a
+    sample's images, so that those of the same images stay together, or of its text where it has none."""
     channels: int = 3
     """3: images are RGB; 1: grey."""
     patch_size: int = 14
@@ -43,6 +47,7 @@ class ImageTextConfig(BatchingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
+        check_fields(self, A_FRACTION, "held_out")
         if self.max_pixels > _MOST_PIXELS:
             raise ValueError(
                 f"max_pixels is {self.max_pixels}, and Pillow opens no more than {_MOST_PIXELS}: give that"

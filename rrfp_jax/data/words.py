@@ -2,18 +2,14 @@
 
 import re
 from collections.abc import Iterable
-from zlib import crc32
+
+from rrfp_jax.data.parts import is_held_out
 
 
 def words_of(text: bytes, min_letters: int, max_letters: int) -> list[str]:
     """The different words of so many ASCII letters, sorted; capitals count, and digits and underscores end a word."""
     pattern = rb"(?<![A-Za-z])[A-Za-z]{%d,%d}(?![A-Za-z])" % (min_letters, max_letters)
     return sorted({word.decode("ascii") for word in re.findall(pattern, text)})
-
-
-def is_held_out(word: str, fraction: float) -> bool:
-    """Whether a word is kept for evaluation: by its CRC-32 alone, so the same in every run and on every machine."""
-    return crc32(word.encode()) < fraction * 2**32
 
 
 def divided(words: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ The model is a chain of named layers (:mod:`rrfp_jax.models.named_layers`): ``em
 encoders may take the place of some tokens' vectors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rrfp_jax.models.answers import answer_counts
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 from rrfp_jax.models.decoder import (
@@ -69,6 +70,7 @@ class LanguageModel:
         packed: bool = False,
         *,
         context: ContextCut | None = None,
+        counts_answers: bool = False,
     ) -> list[Chunk]:
         """Cut the model into chunks, in order; every cut computes the same function of the same parameters.
 
@@ -97,6 +99,9 @@ class LanguageModel:
         all have equally much to look at, and attention looks across the cuts. Batches stay in their natural order;
         ``apply`` reads leaves in that of ``leaf_orders``. On another mesh the chunks compute the same.
 
+        With ``counts_answers`` evaluations have the named sums of :mod:`rrfp_jax.models.answers` besides; where rows
+        are packed, the last chunk then reads ``segments`` in any case.
+
         Raises ValueError, with the remedy, for a cut that does not add up.
         """
         plans = plan_cut(
@@ -106,7 +111,8 @@ class LanguageModel:
             embedding_in=embedding_in,
             head_in=head_in,
         )
-        return [decoder_chunk(self.config, plan, packed=packed, context=context) for plan in plans]
+        options: dict[str, Any] = {"packed": packed, "context": context, "counts_answers": counts_answers}
+        return [decoder_chunk(self.config, plan, **options) for plan in plans]
 
 
 def decoder_chunk(
@@ -119,18 +125,22 @@ def decoder_chunk(
     cut_over_devices: Partition | None = None,
     gives_logits: bool = False,
     context: ContextCut | None = None,
+    counts_answers: bool = False,
 ) -> Chunk:
     """One chunk of a decoder whose layers have names that begin with ``prefix``.
 
     With ``merges`` its inputs are their features in order, each ``[rows, features per row, dim]`` or None where the
     microbatch has none; one alone comes as it is. With ``gives_logits`` the chunk with the head returns those, float32
-    ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``.
+    ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``. With ``counts_answers`` its
+    evaluation counts them.
     """
     layers = decoder_layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
     counts_weights = has_router_loss and not packed and any(map(config.is_sparse, plan.layers))
+    counts_answers = counts_answers and plan.head and not gives_logits
+    reads_segments = packed and (len(plan.layers) > 0 or counts_answers)
     run = partial(
         _run,
         embeds=plan.embedding,
@@ -146,7 +156,8 @@ def decoder_chunk(
     leaves = (
         ("tokens",) * plan.embedding
         + indices
-        + ("positions", "segments") * (packed and len(plan.layers) > 0)
+        + ("positions",) * (packed and len(plan.layers) > 0)
+        + ("segments",) * reads_segments
         + ("targets",) * (plan.head and not gives_logits)
         + ("weights",) * (counts_weights or (plan.head and not gives_logits))
     )
@@ -155,6 +166,7 @@ def decoder_chunk(
         layers,
         run,
         plan.title,
+        run_evaluating=partial(run, count_answers=partial(_count_answers, order=order)) if counts_answers else None,
         leaves=leaves,
         leaf_orders={} if order is None else dict.fromkeys(leaves, order),
         optional_leaves=frozenset(indices),
@@ -210,6 +222,7 @@ def _run(
     z_loss: float,
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
+    count_answers: Callable[[jax.Array, dict[str, jax.Array]], dict[str, jax.Array]] | None = None,
 ) -> Any:
     """``num_sparse`` is how many layers of the model add to the router's loss; 0: it is not computed."""
     hidden, router_loss = inputs if num_sparse and not embeds else (inputs, jnp.zeros((), jnp.float32))
@@ -238,7 +251,16 @@ def _run(
     added = {ROUTER_LOSS: router_loss * weight} if num_sparse else {}
     if z_loss:
         added[Z_LOSS] = z_loss * normaliser_loss(logits, leaves["weights"])
-    return (loss_sum + sum(added.values()), weight, added) if added else (loss_sum, weight)
+    counted = {} if count_answers is None else count_answers(logits, leaves)
+    named = added | counted
+    return (loss_sum + sum(added.values()) if added else loss_sum, weight, *([named] if named else []))
+
+
+def _count_answers(
+    logits: jax.Array, leaves: dict[str, jax.Array], *, order: SequenceOrder | None
+) -> dict[str, jax.Array]:
+    places = None if order is None else order(logits.shape[1])
+    return answer_counts(logits, leaves["targets"], leaves["weights"], leaves.get("segments"), order=places)
 
 
 def _rows(config: LanguageModelConfig, context: ContextCut | None, length: int, packed: Any) -> Rows:

@@ -39,19 +39,33 @@ class NamedLayer(NamedTuple):
     """What ``build`` makes it of, a frozen record."""
 
 
-def chunk_of(layers: Sequence[NamedLayer], run: Callable[..., Any], title: str, **rest: Any) -> Chunk:
+def chunk_of(
+    layers: Sequence[NamedLayer],
+    run: Callable[..., Any],
+    title: str,
+    *,
+    run_evaluating: Callable[..., Any] | None = None,
+    **rest: Any,
+) -> Chunk:
     """A chunk of some layers; ``rest`` are fields of :class:`rrfp_jax.programs.chunk.Chunk`.
 
     ``run(modules, inputs, leaves)`` is what it computes; ``modules`` are its layers by own names, in order. ``run`` is
-    a function of a module, or such a one with some arguments filled in by ``functools.partial``.
+    a function of a module, or such a one with some arguments filled in by ``functools.partial``. ``run_evaluating`` is
+    what evaluations compute in its place, where that differs.
     """
     builders = tuple((layer.own, layer.build, layer.config) for layer in layers)
     names = {layer.own: layer.name for layer in layers}
     numbers = {own: np.uint32(layer_number(name)) for own, name in names.items()}
+    apply, evaluating = (
+        None if each is None else ApplyLayers(partial(_apply, builders=builders, run=each), names)
+        for each in (run, run_evaluating)
+    )
+    assert apply is not None
     return Chunk(
         name=title,
         init=InitLayers(partial(_init, builders), names, numbers),
-        apply=ApplyLayers(partial(_apply, builders=builders, run=run), names),
+        apply=apply,
+        apply_evaluating=evaluating,
         **rest,
     )
 

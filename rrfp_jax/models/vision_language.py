@@ -69,13 +69,14 @@ class VisionLanguageModel:
         packed: bool = False,
         gives_logits: bool = False,
         context: ContextCut | None = None,
+        counts_answers: bool = False,
     ) -> ChunkGraph:
         """Cut the model into chunks; every cut computes the same function of the same parameters.
 
         The three lists give the number of layers of every chunk; None: all in one. 0 is for a chunk that holds only
         what stands before the first layer or behind the last. ``projector_in`` says where projectors are: ``encoder``
         (the last chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk).
-        ``head_in``, ``packed`` and ``context``, all of the decoder, are those of
+        ``head_in``, ``packed``, ``context`` and ``counts_answers``, all of the decoder, are those of
         :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the last chunk returns float32 logits
         ``[batch, length, vocab_size]`` in place of the loss, to read them out.
 
@@ -98,7 +99,7 @@ class VisionLanguageModel:
             modality.name: self._encoder_chunks(modality, counts[modality.name], projector_in)
             for modality in self.config.modalities
         }
-        options = {"packed": packed, "gives_logits": gives_logits, "context": context}
+        options = {"packed": packed, "gives_logits": gives_logits, "context": context, "counts_answers": counts_answers}
         chains["decoder"] = self._decoder_chunks(decoder_layers_per_chunk, projector_in, head_in, **options)
         return _graph(chains)
 

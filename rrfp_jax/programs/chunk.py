@@ -88,6 +88,8 @@ class Chunk:
     """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
     uses_key: bool = False
     """Whether ``apply`` reads ``key``; otherwise it gets None, as all do in evaluations, where nothing is random."""
+    apply_evaluating: Callable[..., Any] | None = None
+    """What evaluations run in its place, for named sums that training has no use for; None: ``apply``."""
     partition: Partition | None = None
     """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""
 
@@ -120,9 +122,11 @@ class Chunk:
         return {}
 
 
-def without_key(chunk: Chunk) -> Chunk:
+def as_evaluated(chunk: Chunk) -> Chunk:
     """The chunk as evaluations run it, where ``key`` is None."""
-    return replace(chunk, uses_key=False) if chunk.uses_key else chunk
+    if not chunk.uses_key and chunk.apply_evaluating is None:
+        return chunk
+    return replace(chunk, uses_key=False, apply=chunk.apply_evaluating or chunk.apply, apply_evaluating=None)
 
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:

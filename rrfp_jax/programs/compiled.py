@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.analysis import memory_of
-from rrfp_jax.programs.chunk import Chunk, Params, check_seed, trained_specs, without_key
+from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
 from rrfp_jax.programs.compiling import count_programs
 from rrfp_jax.programs.derived import DerivedValues
@@ -151,7 +151,7 @@ class CompiledChunk:
                 index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
             )
             """R and U."""
-        forward_graph, quiet = graph.evaluating(), without_key(self.chunk)
+        forward_graph, quiet = graph.evaluating(), as_evaluated(self.chunk)
         self.variants = tuple(
             MicrobatchPrograms(
                 index,

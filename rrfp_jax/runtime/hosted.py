@@ -19,7 +19,7 @@ from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
-from rrfp_jax.programs.chunk import Chunk, trained_specs, without_key
+from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
@@ -220,7 +220,7 @@ class HostedModel:
     ) -> HostedPrograms:
         _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
         shapes = _shapes(self.chunks, graph, buckets)
-        quiet, forward_graph = tuple(map(without_key, self.chunks)), graph.evaluating()
+        quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()
         of_evaluation = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
         programs = HostedPrograms((*shapes, *of_evaluation), {}, {})
 
@@ -296,7 +296,7 @@ class HostedModel:
         self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]], first: int
     ) -> tuple[list[Variant], list[int | None]]:
         """The same for evaluations, numbered from ``first`` on: forwards that keep nothing; ``graph`` is theirs."""
-        chunks = tuple(map(without_key, self.chunks))
+        chunks = tuple(map(as_evaluated, self.chunks))
         numbers: dict[Hashable, int] = {}
         variants: list[Variant] = []
         of_bucket: list[int | None] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.data import Batch, Dataset, Reads
+from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationResult, EvaluationShapes
@@ -37,8 +38,13 @@ class EvaluationRow:
     perplexity: float
     bits_per_byte: float | None
     """None where the data does not know how many bytes a token stands for."""
+    exact_match: float | None
+    """The fraction of answers that greedy decoding writes without a fault (:mod:`rrfp_jax.models.answers`); None where
+    the data does not say what is an answer."""
+    token_accuracy: float | None
+    """The fraction of predicted tokens that are the likeliest one behind the true text; None likewise."""
     means: dict[str, float]
-    """What the model sums beside, over the weight, by name, such as ``router_loss``."""
+    """What the model adds to the loss in training, over the weight, by name, such as ``router_loss``."""
     tokens: float
     """Loss weight: the tokens that were predicted."""
     seconds: float
@@ -138,10 +144,11 @@ def row_of(
     """What the steps of one set's evaluation gave together."""
     weight = math.fsum(result.weight for result in results)
     names = dict.fromkeys(each for result in results for each in result.means)
-    means = {
-        each: _mean([result.means.get(each, 0.0) * result.weight for result in results if result.weight], weight)
-        for each in names
+    sums = {
+        each: [result.means.get(each, 0.0) * result.weight for result in results if result.weight] for each in names
     }
+    counts = {each: sum(map(round, sums.pop(each, ()))) for each in COUNTS}
+    means = {each: _mean(parts, weight) for each, parts in sums.items()}
     loss = _mean([result.loss_sum for result in results], weight) - math.fsum(means.values())
     return EvaluationRow(
         step=step,
@@ -149,6 +156,8 @@ def row_of(
         loss=loss,
         perplexity=math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
         bits_per_byte=None if bytes_per_token is None else loss / math.log(2) / bytes_per_token,
+        exact_match=_fraction(counts[EXACT_ANSWERS], counts[ANSWERS]),
+        token_accuracy=_fraction(counts[RIGHT_TOKENS], counts[ANSWER_TOKENS]),
         means=means,
         tokens=weight,
         seconds=seconds,
@@ -157,6 +166,10 @@ def row_of(
 
 def _mean(sums: Sequence[float], weight: float) -> float:
     return math.fsum(sums) / weight if weight else math.nan
+
+
+def _fraction(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def bytes_per_token(dataset: Any) -> float | None:

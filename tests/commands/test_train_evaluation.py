@@ -106,3 +106,37 @@ def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: P
     for row, expected in zip(told["sets"], last, strict=True):
         assert (row["step"], row["evaluation"], row["tokens"]) == (7, expected["evaluation"], expected["tokens"])
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_that_sees_has_the_exact_match_that_it_reads_with(tmp_path: Path) -> None:
+    """On the same pictures: a set's first batch is what ``rrfp read`` asks for."""
+    run, plain, letters = tmp_path / "run", tmp_path / "plain", "abcdxy"
+    words = ",".join(one + other for one in letters for other in letters)
+    options = ("--config", "cpu/multimodal", "--num-stages", 2, "--stage-of-chunk", "0,1", "--deterministic", "true")
+    easy = {"max-images": 1, "words": words, "text-only": 0, "held-out": 0.3, "noise": 0, "max-bytes": 100_000}
+    for name, value in {**easy, "text-buckets": 1, "image-buckets": 1}.items():
+        options += (f"--rendered-text.{name}", value)
+    evaluating = ("--evaluation.every", 100, "--evaluation.batches", 1)
+    evaluating += ("--evaluation.sets", json.dumps({"held_out": {"batch_size": 32}}))
+    for folder, more in ((run, evaluating), (plain, ())):
+        done = run_command("train", *options, *more, "--steps", 200, "--run-dir", folder, timeout_s=280)
+        assert done.returncode == 0, done.stderr
+    trained = [row for row in rows_of(run) if "evaluation" not in row]
+    kept = ("loss", "grad_norm", "means")
+    assert [[row[name] for name in kept] for row in trained] == [[row[name] for name in kept] for row in rows_of(plain)]
+    first, last = [row for row in rows_of(run) if "evaluation" in row]
+    assert 0 < last["exact_match"] < 1
+    assert first["token_accuracy"] < last["token_accuracy"] < 1
+    assert last["exact_match"] < last["token_accuracy"]
+    read = run_command("read", run, "--samples", 32)
+    assert f"{last['exact_match']:.1%}" in read.stdout.split(), read.stdout
+    told = run_command("evaluate", run, "--json")
+    assert told.returncode == 0, told.stderr
+    [of_set] = json.loads(told.stdout)["sets"]
+    assert [of_set[name] for name in ("exact_match", "token_accuracy")] == [
+        last[name] for name in ("exact_match", "token_accuracy")
+    ]
+    shown = run_command("evaluate", run).stdout
+    assert "exact match" in shown
+    assert f"{last['token_accuracy']:.1%}" in shown

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from rrfp_jax.commands import read, train
 from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.data import ImageText
+from rrfp_jax.data.parts import is_held_out
 from tests.commands.running import ROOT, run_afresh
 
 MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
@@ -165,6 +168,32 @@ def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
     config = load_train_config(changed(tmp_path, {"rendered_text": None, "image_text": values}), {})
     with pytest.raises(ValueError, match="has no images, and the model has vision: leave out the sections vision"):
         plan_run(config, tmp_path / "run")
+
+
+def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None:
+    lines = []
+    for number in range(40):
+        Image.new("L", (16, 16), 6 * number).save(tmp_path / f"{number}.png")
+        lines.append({"prompt": "how dark? ", "target": f"{number}", "images": [f"{number}.png"] * (number > 3)})
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {"path": str(texts), "batch_size": 8, "num_microbatches": 4, "patch_size": 8, "channels": 1}
+    sections = {"rendered_text": None, "image_text": {**values, "held_out": 0.2}, "evaluation": {"every": 1}}
+    planned = plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
+    assert isinstance(planned.dataset, ImageText)
+    held = planned.evaluation_sets["held_out"]
+    assert isinstance(held, ImageText)
+    assert 0 < held.num_samples < 20
+    assert held.num_samples + planned.dataset.num_samples == 40
+    assert planned.cut is not None
+    assert [chunk.apply_evaluating is not None for chunk in planned.cut.chunks] == [False, False, False, True]
+    # what is held out need not have images
+    shown = [line for line in lines[4:] if not is_held_out(line["images"][0], 0.2)]
+    told = [{"text": f"nothing to see in {number}"} for number in range(20)]
+    texts.write_text("".join(json.dumps(line) + "\n" for line in (*shown, *told)))
+    held = plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run").evaluation_sets["held_out"]
+    assert isinstance(held, ImageText)
+    assert held.num_images == 0 < held.num_samples
 
 
 @pytest.mark.parametrize(

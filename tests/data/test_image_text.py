@@ -306,6 +306,64 @@ def test_bad_values_are_refused_with_a_remedy(folder, changes, message):
         dataset(folder, **changes)
 
 
+def coloured(folder, num):
+    """So many lines, of which each two show the same image, and every fifth one none."""
+    gradient(16, 16).save(folder / "0.png")
+    for number in range(1, num // 2):
+        (folder / f"{number}.png").write_bytes((folder / "0.png").read_bytes())
+    lines = [{"prompt": "what? ", "target": f"{n}", "images": [f"{n // 2}.png"]} for n in range(num)]
+    lines[::5] = [{"text": f"no image {n}"} for n in range(0, num, 5)]
+    write(folder, lines)
+
+
+def texts_of(data, num_steps):
+    return {text for step in range(num_steps) for text, _, _ in read(data.batch(step))}
+
+
+def test_samples_of_the_same_images_are_held_out_together_or_not_at_all(tmp_path):
+    coloured(tmp_path, 120)
+    values = {"batch_size": 4, "num_microbatches": 2, "held_out": 0.3}
+    whole, kept = dataset(tmp_path, **values | {"held_out": 0.0}), dataset(tmp_path, **values)
+    path = str(tmp_path / "data.jsonl")
+    held = ImageText(ImageTextConfig(path=path, patch_size=8, max_patches=16, **values), part="held_out")
+    assert kept.num_samples + held.num_samples == whole.num_samples == 120
+    assert kept.num_images + held.num_images == whole.num_images
+    assert 20 < held.num_samples < 52
+    trained, asked = texts_of(kept, kept.num_samples), texts_of(held, held.num_samples)
+    assert trained.isdisjoint(asked)
+    assert len(trained) + len(asked) == 120
+    for number in range(0, 120, 2):
+        pair = {f"#what? {number}", f"#what? {number + 1}"}
+        assert not (pair & trained and pair & asked)
+    assert any(text.startswith("no image") for text in asked)
+    assert len({data.fingerprint for data in (whole, kept, held)}) == 3
+    # what a sample is kept for does not depend on the others
+    lines = (tmp_path / "data.jsonl").read_text().splitlines()
+    (tmp_path / "data.jsonl").write_text("\n".join(lines[60:]) + "\n")
+    assert texts_of(dataset(tmp_path, **values), 60) <= trained
+
+
+def test_few_samples_held_out_come_as_often_as_a_step_needs(tmp_path):
+    coloured(tmp_path, 40)
+    config = {"path": str(tmp_path / "data.jsonl"), "patch_size": 8, "batch_size": 24, "num_microbatches": 1}
+    held = ImageText(ImageTextConfig(**config, held_out=0.2), part="held_out")
+    assert 0 < held.num_samples < 12
+    for step in range(4):
+        assert len(read(held.batch(step))) == 24
+
+
+def test_a_part_without_samples_is_refused(folder):
+    path = str(folder / "data.jsonl")
+    for held_out, message in ((0.0, "held_out is 0, so nothing is kept"), (1e-6, "holds back not one sample of")):
+        config = ImageTextConfig(path=path, batch_size=1, num_microbatches=1, patch_size=8, held_out=held_out)
+        with pytest.raises(ValueError, match=message):
+            ImageText(config, part="held_out")
+    with pytest.raises(ValueError, match=r"samples that are not held out, fewer than batch_size 6"):
+        dataset(folder, held_out=0.99)
+    with pytest.raises(ValueError, match=r"held_out is 1: give 0 or more, and less than 1"):
+        dataset(folder, held_out=1)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read .*data\.jsonl \(No such file or directory\)"):
         dataset(tmp_path)

@@ -46,6 +46,19 @@ def test_a_row_is_a_mean_over_all_steps_without_what_training_adds() -> None:
     assert row_of(0, "x", [result(1e3, 1.0)], bytes_per_token=None, seconds=0.0).perplexity == math.inf  # type: ignore[list-item]
 
 
+def test_answers_are_counted_over_all_steps() -> None:
+    results = [
+        result(9.0, 3.0, answers=1 / 3, exact_answers=0.0, answer_tokens=1.0, right_tokens=2 / 3, router_loss=0.5),
+        result(49.0, 7.0, answers=2 / 7, exact_answers=2 / 7, answer_tokens=1.0, right_tokens=1.0, router_loss=1.0),
+    ]
+    row = row_of(0, "mine", results, bytes_per_token=None, seconds=1.0)  # type: ignore[arg-type]
+    assert (row.exact_match, row.token_accuracy) == (2 / 3, 0.9)
+    assert row.means == {"router_loss": pytest.approx(0.85)}
+    assert row.loss == pytest.approx(5.8 - 0.85)
+    without = row_of(0, "mine", [result(9.0, 3.0)], bytes_per_token=None, seconds=1.0)  # type: ignore[list-item]
+    assert (without.exact_match, without.token_accuracy) == (None, None)
+
+
 class FakePipeline:
     """Notes the microbatches of each step; asks to stop in the one of this number."""
 

@@ -99,6 +99,11 @@ class TrainConfig:
         return self.data is None
 
     @property
+    def counts_answers(self) -> bool:
+        """Whether evaluations say how many answers are right: where the data says what is an answer."""
+        return self.evaluation is not None and (self.rendered_text is not None or self.image_text is not None)
+
+    @property
     def row_length(self) -> int | None:
         """Tokens of a row where all microbatches are of the same rows; None: the data must be read to know it."""
         data = self.data_set

@@ -92,19 +92,17 @@ def _say(text: str) -> None:
 
 
 def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:
-    if part != TRAIN and config.image_text is not None:
-        raise ValueError("image_text holds nothing back: give the set a path of its own, a file of other samples")
     from rrfp_jax.commands.training.model_parts import sample_cost
 
     cost = sample_cost(config)
     if config.image_text is not None:
-        images = ImageText(config.image_text, cost=cost)
+        images = ImageText(config.image_text, cost=cost, part=part)
         if images.num_images and config.vision is None:
             raise ValueError(
                 f"{config.image_text.path} has {images.num_images} images, and the model no vision: give a section "
                 "vision, or text alone"
             )
-        if config.vision is not None:
+        if config.vision is not None and (images.num_images or part == TRAIN):
             if not images.num_images:
                 raise ValueError(
                     f"{config.image_text.path} has no images, and the model has vision: leave out the sections vision "

@@ -37,6 +37,7 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
         head_in=layout.head_chunk,
         packed=config.has_segments,
         context=context_cut(layout),
+        counts_answers=config.counts_answers,
     )
     return freeze(chunks, layout.freeze)
 
@@ -82,6 +83,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             head_in=layout.head_chunk,
             packed=True,
             context=context_cut(layout),
+            counts_answers=config.counts_answers,
         )
     except ValueError as error:
         words = {"decoder_layers_per_chunk": "layers_per_chunk", "head_in": "head_chunk"}

@@ -146,9 +146,10 @@ class TrainingConsole:
 
     def show_evaluation(self, row: EvaluationRow) -> None:
         per_byte = "" if row.bits_per_byte is None else f"  {row.bits_per_byte:.4f} bits/byte"
+        exact = "" if row.exact_match is None else f"  exact match {row.exact_match:.1%}"
         when = "before the first step" if row.step < 0 else f"after step {row.step}"
         self.say(
-            f"{row.evaluation} {when}: loss {row.loss:.4f}  perplexity {row.perplexity:.4g}{per_byte}  "
+            f"{row.evaluation} {when}: loss {row.loss:.4f}  perplexity {row.perplexity:.4g}{per_byte}{exact}  "
             f"({row.tokens:,.0f} tokens in {row.seconds:.1f} s)"
         )
 

@@ -1,0 +1,105 @@
+"""Exact match in evaluations: that of greedy decoding and of a plain jit, and without a trace in what is trained."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.commands.training.reading import _transcribed
+from rrfp_jax.data import RenderedText, RenderedTextConfig
+from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS
+from rrfp_jax.models.vision_language import vision_language_model
+from rrfp_jax.programs.chunk import as_evaluated
+from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.tasks import Placement, linear
+from rrfp_jax.testing import run_unpipelined
+from tests.commands.test_reading import config
+from tests.pipelines import make_pipeline
+from tests.plain_graph import batch_of
+
+WORDS = tuple(f"{a}{b}{c}" for a in "abdW" for b in "oMl" for c in ("", "nu", "tsa"))
+NUM_MICROBATCHES, ROWS = 4, 4
+Microbatch = dict[str, Any]
+
+
+def greedy_answers(params: Any) -> tuple[list[Microbatch], int]:
+    """Held-out pictures with what the model itself writes for them; in every third row one token is another. How many
+    rows are left as they are, too."""
+    values = {"batch_size": 8, "num_microbatches": 2, "words": WORDS, "max_bytes": 2**16, "max_images": 2}
+    data = RenderedText(RenderedTextConfig(**values, held_out=0.5, length=40, interleaved=False))
+    rng, microbatches, num_exact = np.random.default_rng(0), [], 0
+    for batch in data.held_out(NUM_MICROBATCHES * ROWS, rows=ROWS):
+        lines = np.full(ROWS, 40, np.int32)  # up to the end of each row
+        tokens = np.array(_transcribed(config(), params, batch.leaves, batch.starts, lines))
+        weights = (np.arange(tokens.shape[1]) >= batch.starts[:, None]).astype(np.float32)
+        for row, start in enumerate(batch.starts):
+            if (len(microbatches) * ROWS + row) % 3:
+                num_exact += 1
+                continue
+            at = rng.integers(start, tokens.shape[1])
+            tokens[row, at] = (tokens[row, at] + 1) % 256
+        targets, weights = np.roll(tokens, -1, 1), np.roll(weights, -1, 1)
+        weights[:, -1] = 0
+        microbatches.append({**batch.leaves, "tokens": tokens, "targets": targets, "weights": weights})
+    return microbatches, num_exact
+
+
+@pytest.fixture(scope="module")
+def initial() -> Any:
+    chunks = vision_language_model(config()).split(packed=True).chunks
+    return {name: layer for chunk in chunks for name, layer in chunk.init(jax.random.key(1)).items()}
+
+
+def plainly(graph: Any, params: Any, microbatches: list[Microbatch]) -> dict[str, float]:
+    """The named sums of all microbatches by a plain jit of the whole model."""
+    chunks = [as_evaluated(chunk) for chunk in graph.chunks]
+    run = jax.jit(lambda params, leaves: run_unpipelined(chunks, params, leaves, edges=graph.edges))
+    found = [run(params, microbatch)[2] for microbatch in microbatches]
+    return {name: float(sum(np.float64(each[name]) for each in found)) for name in found[0]}
+
+
+CUTS = [
+    pytest.param({"decoder_layers_per_chunk": [2, 0]}, linear(3), {}, id="a head alone"),
+    pytest.param({"encoder_layers_per_chunk": [0, 1]}, Placement((0, 1, 0)), {}, id="two stages"),
+    pytest.param({"decoder_layers_per_chunk": [1, 1]}, linear(3), {"data": 2}, id="replicas"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cut", "placement", "options"), CUTS)
+def test_exact_match_is_that_of_greedy_decoding(initial: Any, cut: Any, placement: Any, options: Any) -> None:
+    microbatches, num_exact = greedy_answers(initial)
+    assert 0 < num_exact < NUM_MICROBATCHES * ROWS
+    trained = []
+    for counts in (True, False):
+        graph = vision_language_model(config()).split(packed=True, counts_answers=counts, **cut)
+        with make_pipeline(
+            graph.chunks,
+            edges=graph.edges,
+            placement=placement,
+            optimizer=optax.adamw(1e-3),
+            deterministic=True,
+            clip_norm=1.0,
+            **options,
+        ) as pipeline:
+            state = pipeline.init(jax.random.key(1))
+            batch = batch_of(microbatches)
+            shapes = EvaluationShapes(buckets=microbatches[:1]) if counts else None
+            pipeline.prepare(batch, buckets=microbatches[:1], evaluation=shapes)
+            for step in range(3):
+                if counts:
+                    found = pipeline.evaluate(state, batch).result()
+                    sums = {name: mean * found.weight for name, mean in found.means.items()}
+                    params = jax.tree.map(np.array, pipeline.params(state))
+                    assert sums == pytest.approx(plainly(graph, params, microbatches), abs=1e-9)
+                    assert sums[ANSWERS] == pytest.approx(NUM_MICROBATCHES * ROWS)
+                    assert sums[ANSWER_TOKENS] == pytest.approx(found.weight)
+                    if not step:
+                        assert sums[EXACT_ANSWERS] == pytest.approx(num_exact)
+                        assert sums[RIGHT_TOKENS] < found.weight
+                state, metrics = pipeline.step(state, batch)
+                assert metrics.result().means == {}
+            trained.append(jax.tree.map(np.array, pipeline.params(state)))
+    jax.tree.map(np.testing.assert_array_equal, *trained)
