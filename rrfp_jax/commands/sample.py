@@ -6,6 +6,7 @@
     rrfp sample runs/mine --prompt-file story.txt --temperature 0.8 --top-p 0.95
     rrfp sample runs/seeing --image sign.png --prompt "<image>It says: "
     rrfp sample imported/llama --prompt "The capital of France is"
+    rrfp sample imported/llava --image cat.jpg --prompt "USER: <image> ASSISTANT:"
 
 Parameters come from the newest checkpoint of a run, whatever layout saved it, or from an imported model; they must fit
 on one device. What is printed is the text behind the prompt.
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=arguments.seed,
         )
         vocabulary = vocabulary_of(folder, arguments.tokenizer)
-        prompt = _prompt(text, [Path(image) for image in arguments.image], vocabulary, run)
+        prompt = _prompt(text, [Path(image) for image in arguments.image], vocabulary, folder, run)
         check_fits(prompt.tokens, folder, drawing.max_tokens)
         made = _made(folder, prompt, drawing, vocabulary)
     print(made)
@@ -96,24 +97,27 @@ def _check_images(arguments: argparse.Namespace, folder: ModelFolder, run: Train
         return
     if folder.sections.vision is None:
         raise ValueError(f"{folder.path} is a model of text, which sees no images: leave --image out")
-    if run is None:
-        raise ValueError(
-            f"{folder.path} does not say how images become patches: give a run that image_text has trained, which "
-            "may have begun with it"
-        )
-    if run.image_text is None and run.rendered_text is None:
+    if run is not None and run.image_text is None and run.rendered_text is None:
         raise ValueError(f"{folder.path} was trained without images: give a run of image_text or rendered_text")
 
 
-def _prompt(text: str, images: list[Path], vocabulary: "Vocabulary", run: TrainConfig | None) -> "TokenPrompt":
+def _prompt(
+    text: str, images: list[Path], vocabulary: "Vocabulary", folder: ModelFolder, run: TrainConfig | None
+) -> "TokenPrompt":
     from rrfp_jax.commands.sampling.generating import TokenPrompt
 
     if not images:
         return TokenPrompt(tokens=vocabulary.encode(text))
+    if run is None:
+        from rrfp_jax.commands.sampling.hub_prompts import prompt_of_import
+        from rrfp_jax.commands.sampling.vocabulary import Tokenizer
+
+        if not isinstance(vocabulary, Tokenizer):
+            raise ValueError("tokens of bytes have none that stands for an image: leave --tokenizer out")
+        return prompt_of_import(text, images, folder, vocabulary)
     from rrfp_jax.commands.sampling.prompts import prompt_with_images
     from rrfp_jax.commands.training.model_parts import vision_language_config
 
-    assert run is not None
     data = run.image_text or run.rendered_text
     assert data is not None
     return prompt_with_images(text, images, data, vision_language_config(run))

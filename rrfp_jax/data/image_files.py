@@ -92,7 +92,16 @@ def read_pixels(path: Path, grid: Grid, *, patch_size: int, channels: int, max_p
     size = (grid.columns * patch_size, grid.rows * patch_size)
     with _opened(path, max_pixels, "cannot be decoded") as image:
         image.draft(None, size)  # a large JPEG is decoded at a fraction of its size
-        upright = ImageOps.exif_transpose(image) if _is_photograph(image) else _in_8_bits(image)
-        colours = upright.convert("L" if channels == 1 else "RGB")
-        resized = colours.resize(size, Image.Resampling.BICUBIC)
+        resized = _colours(image, channels).resize(size, Image.Resampling.BICUBIC)
     return (np.asarray(resized, np.float32) / np.float32(255)).reshape(size[1], size[0], channels)
+
+
+def read_colours(path: Path, *, channels: int, max_pixels: int) -> Image.Image:
+    """The image in its own size, upright, grey or RGB; raises ValueError likewise."""
+    with _opened(path, max_pixels, "cannot be decoded") as image:
+        return _colours(image, channels)
+
+
+def _colours(image: Image.Image, channels: int) -> Image.Image:
+    upright = ImageOps.exif_transpose(image) if _is_photograph(image) else _in_8_bits(image)
+    return upright.convert("L" if channels == 1 else "RGB")

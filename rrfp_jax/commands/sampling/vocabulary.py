@@ -20,6 +20,7 @@ _OF_BYTES = {"data": (), "rendered_text": (), "image_text": (0,)}
 """Sections of data sets whose tokens are bytes, and what ends their samples."""
 _OF_FILES = ("jsonl", "parquet")
 _HUB_FILES = ("generation_config.json", "config.json")
+_REMEDY_OF_IMAGES = "give the tokenizer.json that came with the model"
 _REMEDY = "give the tokenizer.json of its tokens with --tokenizer, or --tokenizer bytes"
 
 
@@ -89,6 +90,13 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
         return text
+
+    def word_of(self, token: int) -> str:
+        """What a token is called; raises ValueError where there is none of this number."""
+        word: str | None = self._tokenizer.id_to_token(token)
+        if word is None:
+            raise ValueError(f"the tokenizer has no token {token}, which stands for images: {_REMEDY_OF_IMAGES}")
+        return word
 
     def _lost(self, text: str, encoded: Any) -> str | None:
         """The first part of a text that its tokens do not tell, but for spaces."""
@@ -178,7 +186,8 @@ def _of_hub(folder: Path) -> Vocabulary:
     stops: set[int] = set()
     for name in _HUB_FILES:
         path = folder / name
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        ends = told.get("eos_token_id", (told.get("text_config") or {}).get("eos_token_id"))
         stops |= {ends} if isinstance(ends, int) else set(ends or ())
     return Tokenizer(_existing(folder / TOKENIZER), stops=tuple(sorted(stops)))
 

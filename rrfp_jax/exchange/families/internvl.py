@@ -11,5 +11,7 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 TEXT_TYPE = "qwen2"
+AROUND_IMAGES = {"start_image_token": "<img>", "end_image_token": "</img>"}
+"""What stands before the features of an image and behind, by the fields of the tokenizer that say so otherwise."""
 QK_NORM_EPS = 1e-6
 """What norms of queries and keys add, whatever ``layer_norm_eps`` says."""
