@@ -1,7 +1,7 @@
 """What the fields of a record may hold, as rules with a name; each room's records are checked once, when made."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -24,3 +24,22 @@ def check_fields(record: object, rule: Rule, *names: str) -> None:
         value = getattr(record, name)
         if value is not None and not rule.holds(value):
             raise ValueError(f"{name} is {value}: give {rule.words}")
+
+
+def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Of a frozen record whose field ``choice`` names a kind: give the kind's own fields that are None their defaults.
+
+    ``known`` has the fields of every kind with their defaults; ``what`` is what there are kinds of, for messages.
+
+    Raises ValueError where the kind is not known, or where a field that only others have is not None.
+    """
+    kind = getattr(record, choice)
+    if kind not in known:
+        raise ValueError(f"{choice} is {kind!r}: give one of {', '.join(known)}")
+    own = known[kind]
+    for field in dict.fromkeys(field for fields in known.values() for field in fields):
+        if field in own and getattr(record, field) is None:
+            object.__setattr__(record, field, own[field])
+        elif field not in own and getattr(record, field) is not None:
+            has = f"which has {', '.join(own)}" if own else "which has none"
+            raise ValueError(f"{field} is no field of the {what} {kind}, {has}: leave {field} out, or make it null")

@@ -136,12 +136,13 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("A pipeline of stages.\n" * 2000)
     rrfp("tokenize", tmp_path / "texts", "--out", "tokens")
-    short = ("--vocab-size", 256, "--batch-size", 4, "--num-microbatches", 2, "--tokens.path", "tokens")
-    rrfp("train", "--config", "cpu/text", "--steps", 2, *short, "--tokens.pack", "false", "--run-dir", "text")
+    of_tokens = {"path": "tokens", "batch-size": 4, "num-microbatches": 2, "pack": "false"}
+    options = [part for name, value in of_tokens.items() for part in (f"--tokens.{name}", value)]
+    rrfp("train", "--config", "cpu/text", "--steps", 2, "--vocab-size", 256, *options, "--run-dir", "text")
     assert "perplexity" in rrfp("evaluate", "text", "--batches", 1)
     rrfp("sample", "text", "--prompt", "A pipe", "--max-tokens", 4)
     rrfp("export-hf", "text", "exported")
-    rrfp("import-hf", "exported", "imported")
+    rrfp("import-hf", "exported", "again")
     assert "1f1b" in rrfp("schedule", *sizes, "show", "1f1b")
     rrfp("profile", "--config", "text/config.yaml", "--repeats", 2, "--output", "costs.json")
     rrfp("plan", "--costs", "costs.json", "--devices", 2, "--microbatches", 4, "--effort", 0.01)
@@ -151,12 +152,17 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert __version__ in rrfp("doctor", "--run-dir", "alone")
     assert set(COMMANDS) <= called
     assert sorted(path.name for path in empty.iterdir()) == [
+        "again",
         "alone",
+        "costs.json",
+        "exported",
         "hub",
         "imported",
         "log.json.gz",
         "pages",
         "seeing",
+        "text",
+        "tokens",
         "two",
     ]
 

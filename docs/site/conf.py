@@ -49,6 +49,7 @@ GROUPS = {
         "docs/metrics",
         "docs/evaluating",
         "docs/hugging-face",
+        "docs/fine-tune",
         "docs/sampling",
         "docs/multimodal",
     ],

@@ -34,9 +34,9 @@ def read_llava(
     vision, patches = read_tower(vision_fields, tower, feature_layer=layer, dtype=dtype)
     wanted = "default" if tower.class_token else "full"
     fields.only(_STRATEGY, wanted, why=f"of this tower models here take {wanted}: all patches, and no class token")
-    if fields.get("multimodal_projector_bias") is not True:
-        raise fields.refusal("multimodal_projector_bias", False, "projectors here have biases")
-    projector = ProjectorConfig(activation=fields.choice("projector_hidden_act", ACTIVATIONS))
+    projector = ProjectorConfig(
+        activation=fields.choice("projector_hidden_act", ACTIVATIONS), bias=fields.flag("multimodal_projector_bias")
+    )
     text = _text_fields(fields, families, llava.TEXT_TYPE)
     tied = fields.flag(_TIED) or text[0].flag(_TIED)
     sections = _sections(fields, text, vision, projector, tied=tied and not has_head, dtype=dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields
 from rrfp_jax.models.experts_config import ExpertsConfig
+from rrfp_jax.models.rope_scaling import RopeScaling
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
@@ -20,35 +21,6 @@ def check_dtypes(config: object) -> None:
     for name in ("param_dtype", "compute_dtype"):
         if getattr(config, name) not in DTYPES:
             raise ValueError(f"{name} is {getattr(config, name)!r}: give one of {', '.join(DTYPES)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How Llama 3.1 stretches rotary embeddings to longer texts than the weights were first trained on.
-
-    Waves of which at least ``high_freq_factor`` fit into ``original_max_positions`` stay as they are; those of which at
-    most ``low_freq_factor`` fit become ``factor`` times as long; between the two the change is linear in how many fit.
-    Field for field what Hugging Face calls ``rope_type: llama3``.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
-
-    factor: float
-    """How many times longer the longest waves become."""
-    low_freq_factor: float = 1.0
-    """A wave that fits at most so often is stretched in full."""
-    high_freq_factor: float = 4.0
-    """A wave that fits at least so often is not stretched."""
-    original_max_positions: int = 8192
-    """Length of the texts of the first training, in tokens."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, ABOVE_0, "factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"rope_scaling stretches between {self.low_freq_factor} and {self.high_freq_factor} waves: give a "
-                "high_freq_factor above low_freq_factor"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +50,7 @@ class LanguageModelConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """How the rotary wavelengths are stretched, as Llama 3.1 does; None: not at all."""
+    """How the rotary wavelengths are stretched, as in Llama 3.1 or by YaRN; None: not at all."""
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias, as in Qwen 2.5."""
     qk_norm: bool = False

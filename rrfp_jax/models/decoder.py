@@ -4,7 +4,6 @@ Each is a Flax NNX class with the dtypes of the configuration filled in: paramet
 cast to ``compute_dtype`` where they are used.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,12 @@ import optax
 from flax import nnx
 
 from rrfp_jax.models.attention import cached_attention, causal_attention, segment_bias
-from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
+from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.context_attention import context_attention
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.parts import learned, projection, rms_norm
+from rrfp_jax.models.rotary import rotate, turned, turns
 
 
 class PackedRows(NamedTuple):
@@ -34,7 +34,7 @@ class PackedRows(NamedTuple):
 def packed_rows(config: LanguageModelConfig, positions: jax.Array, segments: jax.Array) -> PackedRows:
     """From the position of every token in its segment and the segment's id, both int ``[batch, length]``."""
     bias = segment_bias(segments, jnp.dtype(config.compute_dtype))
-    return PackedRows(*_turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), bias)
+    return PackedRows(*turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), bias)
 
 
 class CutRows(NamedTuple):
@@ -56,41 +56,11 @@ def cut_rows(
     """For rows of so many places in the order of ``cut``, as ``positions`` and ``segments`` of packed rows are."""
     if positions is None:
         positions = jnp.asarray(SequenceOrder(cut.devices, config.sliding_window)(length))[None]
-    return CutRows(*_turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), segments, cut)
+    return CutRows(*turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), segments, cut)
 
 
 Rows = PackedRows | CutRows | None
 """None: of one sample each, whole on every device."""
-
-
-def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021) of ``x``, ``[batch, length, heads, head_dim]``, at positions 0, 1, ...
-
-    Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, as Llama's published
-    weights expect, and turned by ``position * theta ** (-2 i / head_dim)``. Angles and products are float32; the
-    result has the dtype of ``x``.
-    """
-    return _turned(x, *_turns(jnp.arange(x.shape[1]), x.shape[-1] // 2, theta, scaling))
-
-
-def stretched(wave_numbers: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Wave numbers in radians per token, after :class:`rrfp_jax.models.config.RopeScaling`."""
-    waves = scaling.original_max_positions * wave_numbers / (2 * math.pi)
-    kept = jnp.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
-    return wave_numbers * (kept + (1 - kept) / scaling.factor)
-
-
-def _turns(positions: jax.Array, half: int, theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
-    """Sine and cosine of the angles at ``positions``, float32 ``[..., 1, half]``, the 1 for heads."""
-    wave_numbers = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    wave_numbers = wave_numbers if scaling is None else stretched(wave_numbers, scaling)
-    angles = positions.astype(jnp.float32)[..., None, None] * wave_numbers
-    return jnp.sin(angles), jnp.cos(angles)
-
-
-def _turned(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class KeysAndValues(NamedTuple):
@@ -140,13 +110,13 @@ class Attention(nnx.Module):
         """
         query, key, value = self._projected(x)
         positions = start + jnp.arange(x.shape[1])
-        turns = _turns(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
-        new = _turned(key, *turns), value
+        angles = turns(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
+        new = turned(key, *angles), value
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
         )
-        mixed = cached_attention(_turned(query, *turns), keys, values, positions, window=self.window)
+        mixed = cached_attention(turned(query, *angles), keys, values, positions, window=self.window)
         return self.output(mixed.reshape(*x.shape[:-1], -1)), KeysAndValues(keys, values)
 
     def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -158,7 +128,7 @@ class Attention(nnx.Module):
     def _rotated(self, heads: jax.Array, rows: Rows) -> jax.Array:
         if rows is None:
             return rotate(heads, self.rope_theta, self.rope_scaling)
-        return _turned(heads, rows.sin, rows.cos)
+        return turned(heads, rows.sin, rows.cos)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

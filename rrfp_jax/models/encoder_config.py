@@ -191,7 +191,7 @@ class AudioConfig(EncoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectorConfig:
-    """From features of an encoder to vectors of the decoder: ``linear_2(activation(linear_1(x)))``, with biases.
+    """From features of an encoder to vectors of the decoder: ``linear_2(activation(linear_1(x)))``.
 
     LLaVA's is the default. InternVL's has ``patches_per_feature`` 4 in ``row_order`` and a ``norm``.
     """
@@ -209,6 +209,8 @@ class ProjectorConfig:
     """What it adds to the variance."""
     mlp_dim: int | None = None
     """Width between the two products. None: that of the decoder."""
+    bias: bool = True
+    """Whether both products have a bias."""
 
     def __post_init__(self) -> None:
         check_fields(self, ABOVE_0, "patches_per_feature", "mlp_dim", "norm_eps")
@@ -224,4 +226,5 @@ class ProjectorConfig:
     def num_params(self, in_dim: int, out_dim: int) -> int:
         """Number of parameters between an encoder and a decoder of these widths."""
         width, inner = in_dim * self.patches_per_feature, out_dim if self.mlp_dim is None else self.mlp_dim
-        return 2 * width * self.norm + (width + 1) * inner + (inner + 1) * out_dim
+        biases = (inner + out_dim) * self.bias
+        return 2 * width * self.norm + width * inner + inner * out_dim + biases

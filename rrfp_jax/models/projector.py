@@ -55,8 +55,8 @@ class Projector(nnx.Module):
         self.block, self.row_order = projector.patches_per_feature, projector.row_order
         self.activation = projector.activation
         self.norm = layer_norm(config, in_dim, rngs) if projector.norm else None
-        self.linear_1 = projection(config, in_dim, inner, rngs, use_bias=True)
-        self.linear_2 = projection(config, inner, out_dim, rngs, use_bias=True)
+        self.linear_1 = projection(config, in_dim, inner, rngs, use_bias=projector.bias)
+        self.linear_2 = projection(config, inner, out_dim, rngs, use_bias=projector.bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[images, patches, in_dim]`` to ``[images, patches / patches_per_feature, decoder's hidden]``."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields, fill_fields
 
 ADAMW, LION, SGD, MUON, ADAFACTOR = "adamw", "lion", "sgd", "muon", "adafactor"
 CONSTANT, COSINE, LINEAR, STABLE = "constant", "cosine", "linear", "warmup-stable-decay"
@@ -130,8 +130,8 @@ class OptimizerConfig:
     """Parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
 
     def __post_init__(self) -> None:
-        self._fill("name", self.name, OPTIMIZERS)
-        self._fill("schedule", self.schedule, SCHEDULES)
+        fill_fields(self, "name", "name", OPTIMIZERS)
+        fill_fields(self, "schedule", "schedule", SCHEDULES)
         check_fields(self, POSITIVE, "learning_rate", "eps")
         check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps", "weight_decay", "consistent_rms")
         check_fields(self, _DECAY, "b1", "b2", "momentum")
@@ -140,20 +140,6 @@ class OptimizerConfig:
         check_fields(self, AT_LEAST_1, "decay_steps", "newton_schulz_steps", "min_dim_size_to_factor")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
-
-    def _fill(self, choice: str, name: str, known: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse fields that are of other names, and give those of this one their defaults."""
-        if name not in known:
-            raise ValueError(f"{choice} is {name!r}: give one of {', '.join(known)}")
-        own = known[name]
-        for field in dict.fromkeys(field for fields in known.values() for field in fields):
-            if field in own and getattr(self, field) is None:
-                object.__setattr__(self, field, own[field])
-            elif field not in own and getattr(self, field) is not None:
-                has = f"which has {', '.join(own)}" if own else "which has none"
-                raise ValueError(
-                    f"{field} is no field of the {choice} {name}, {has}: leave {field} out, or make it null"
-                )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -51,18 +51,19 @@ def text_config(family: str, seed: int) -> Any:
 
 
 def rope(chance: random.Random) -> dict[str, Any]:
-    """As it is, or stretched as Llama 3 does."""
-    theta = chance.choice([1e4, 5e5])
-    if chance.random() < 0.5:
-        return {"rope_type": "default", "rope_theta": theta}
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": chance.choice([4.0, 8.0]),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": chance.choice([16, 32]),
-    }
+    """As it is, or stretched in one of the ways that models here know."""
+    kind = chance.choice(["default", "llama3", "linear", "yarn"])
+    values = {"rope_type": kind, "rope_theta": chance.choice([1e4, 5e5])}
+    if kind != "default":
+        values["factor"] = chance.choice([2.5, 4.0, 8.0])
+    if kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = chance.choice([16, 32])
+    if kind == "llama3":
+        values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "yarn":
+        more = [{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2}]
+        values |= chance.choice([{}, {"beta_fast": 4.0, "beta_slow": 0.5}]) | chance.choice(more)
+    return values
 
 
 def _window(family: str, chance: random.Random, num_layers: int) -> dict[str, Any]:
@@ -124,6 +125,7 @@ def seeing_config(kind: str, seed: int) -> Any:
         more |= {
             "vision_feature_select_strategy": "default" if kind == "llava clip" else "full",
             "vision_feature_layer": chance.choice([-1, -2, layers]),
+            "multimodal_projector_bias": chance.random() < 0.5,
         }
     return _seeing(kind, values, {"text_config": text, **more})
 

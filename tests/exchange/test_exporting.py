@@ -69,6 +69,8 @@ def test_other_numbers_and_what_does_not_fit_into_them(tmp_path: Path):
     [
         ({}, "llama"),
         ({"rope_scaling": RopeScaling(factor=8.0)}, "llama"),
+        ({"rope_scaling": RopeScaling(factor=8.0, kind="linear"), "qkv_bias": True}, "qwen2"),
+        ({"rope_scaling": RopeScaling(factor=4.0, kind="yarn", original_max_positions=64)}, "llama"),
         ({"sliding_window": 5, "head_dim": 12}, "mistral"),
         ({"qkv_bias": True, "sliding_window": 5}, "qwen2"),
         ({"qk_norm": True, "tie_embeddings": True}, "qwen3"),

@@ -109,15 +109,20 @@ def reference_attention(
 def reference_rotate(vector: np.ndarray, position: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """The rotary embedding as a product of complex numbers."""
     half = len(vector) // 2
-    turns = [_stretched(theta ** (-i / half), scaling) for i in range(half)]
-    turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * np.array(turns))
-    return np.concatenate([turned.real, turned.imag])
+    angles = [_stretched(theta ** (-i / half), i, half, theta, scaling) for i in range(half)]
+    factor = 1 if scaling is None or scaling.kind != "yarn" else scaling.attention_factor
+    product = factor * (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * np.array(angles))
+    return np.concatenate([product.real, product.imag])
 
 
-def _stretched(turn: float, scaling: RopeScaling | None) -> float:
-    """Radians per token of one wave, in the three cases of the published definition."""
+def _stretched(turn: float, number: int, half: int, theta: float, scaling: RopeScaling | None) -> float:
+    """Radians per token of one wave, in the cases of the published definitions."""
     if scaling is None:
         return turn
+    if scaling.kind == "linear":
+        return turn / scaling.factor
+    if scaling.kind == "yarn":
+        return _stretched_by_yarn(turn, number, half, theta, scaling)
     wavelength = 2 * np.pi / turn
     if wavelength < scaling.original_max_positions / scaling.high_freq_factor:
         return turn
@@ -127,6 +132,21 @@ def _stretched(turn: float, scaling: RopeScaling | None) -> float:
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     return (1 - smooth) * turn / scaling.factor + smooth * turn
+
+
+def _stretched_by_yarn(turn: float, number: int, half: int, theta: float, scaling: RopeScaling) -> float:
+    """Where a wave of so many turns would stand among all waves decides, rounded outwards."""
+    first, last = (
+        np.log(scaling.original_max_positions / (2 * np.pi * turns)) / np.log(theta) * half
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    first, last = max(np.floor(first), 0), min(np.ceil(last), 2 * half - 1)
+    if number <= first:
+        return turn
+    if number >= last:
+        return turn / scaling.factor
+    stretched = (number - first) / (last - first)
+    return stretched * turn / scaling.factor + (1 - stretched) * turn
 
 
 def _norm(config: LanguageModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -35,6 +35,22 @@ def test_scaled_rotary_waves_need_two_bounds():
         RopeScaling(factor=0)
     with pytest.raises(ValueError, match=r"between 4.0 and 4.0 waves: give a high_freq_factor above low_freq_factor"):
         RopeScaling(factor=8, low_freq_factor=4.0)
+    with pytest.raises(ValueError, match=r"between 32.0 and 32.0 waves: give a beta_fast above beta_slow"):
+        RopeScaling(kind="yarn", factor=8, original_max_positions=8, beta_slow=32.0)
+
+
+def test_kinds_of_stretching_have_fields_of_their_own():
+    llama = RopeScaling(factor=8)
+    assert (llama.kind, llama.low_freq_factor, llama.high_freq_factor) == ("llama3", 1, 4)
+    assert (llama.original_max_positions, llama.beta_fast) == (8192, None)
+    with pytest.raises(ValueError, match="beta_fast is no field of the rope_scaling llama3, which has low_freq_factor"):
+        RopeScaling(factor=8, beta_fast=32.0)
+    with pytest.raises(ValueError, match="original_max_positions is no field of the rope_scaling linear, which has"):
+        RopeScaling(kind="linear", factor=8, original_max_positions=8)
+    with pytest.raises(ValueError, match="yarn has no original_max_positions: give the tokens"):
+        RopeScaling(kind="yarn", factor=8)
+    with pytest.raises(ValueError, match="kind is 'dynamic': give one of llama3, linear, yarn"):
+        RopeScaling(kind="dynamic", factor=8)
 
 
 @pytest.mark.parametrize("switches", [{}, {"tie_embeddings": True}, {"qkv_bias": True, "qk_norm": True}])

@@ -1,12 +1,15 @@
 """Attention against the head-by-head reference."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from rrfp_jax.models import RopeScaling
-from rrfp_jax.models.decoder import Attention, packed_rows, rotate, stretched
+from rrfp_jax.models.decoder import Attention, packed_rows
+from rrfp_jax.models.rotary import rotate, wave_numbers
 from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config
 
@@ -29,24 +32,39 @@ def test_attention_equals_the_reference(num_kv_heads):
 
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=40)
+YARN = RopeScaling(kind="yarn", factor=8.0, original_max_positions=40, beta_fast=4.0, beta_slow=0.25)
 
 
-def test_waves_are_stretched_as_published():
+@pytest.mark.parametrize("scaling", [SCALING, YARN], ids=["llama3", "yarn"])
+def test_waves_are_stretched_as_published(scaling):
     """Below, between and above the two bounds."""
     x = np.random.default_rng(0).normal(size=(1, 40, 1, 16)).astype(np.float32)
-    expected = np.stack([reference_rotate(x[0, t, 0], t, 100.0, SCALING) for t in range(40)])
-    np.testing.assert_allclose(rotate(x, 100.0, SCALING)[0, :, 0], expected, atol=2e-5)
-    wave_numbers = 100.0 ** (-np.arange(8) / 8)
-    factors = wave_numbers / stretched(wave_numbers.astype(np.float32), SCALING)
+    expected = np.stack([reference_rotate(x[0, t, 0], t, 100.0, scaling) for t in range(40)])
+    np.testing.assert_allclose(rotate(x, 100.0, scaling)[0, :, 0], expected, atol=2e-5)
+    factors = 100.0 ** (-np.arange(8) / 8) / wave_numbers(8, 100.0, scaling)
     assert factors[0] == pytest.approx(1)
     assert factors[-1] == pytest.approx(8)
     assert any(1.1 < factor < 7.9 for factor in factors)
 
 
+def test_a_linear_stretch_is_that_of_all_waves():
+    x = np.random.default_rng(0).normal(size=(1, 9, 1, 16)).astype(np.float32)
+    turned = rotate(x, 100.0, RopeScaling(kind="linear", factor=4.0))[0, :, 0]
+    np.testing.assert_allclose(turned[8], rotate(x[:, 6:], 100.0)[0, 2, 0], atol=1e-6)  # 8 / 4 = 2
+    expected = np.stack([reference_rotate(x[0, t, 0], t / 4, 100.0) for t in range(9)])
+    np.testing.assert_allclose(turned, expected, atol=1e-5)
+
+
+def test_yarn_gives_queries_and_keys_a_factor():
+    x = np.ones((1, 1, 1, 4), np.float32)
+    assert rotate(x, 100.0, YARN)[0, 0, 0, 0] == pytest.approx(0.1 * np.log(8) + 1)
+    assert rotate(x, 100.0, replace(YARN, attention_factor=1.5))[0, 0, 0, 0] == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize(
     "switches",
     [{"qkv_bias": True}, {"qk_norm": True}, {"sliding_window": 1}, {"sliding_window": 4}, {"sliding_window": 99},
-     {"rope_scaling": SCALING, "rope_theta": 100.0}],
+     {"rope_scaling": SCALING, "rope_theta": 100.0}, {"rope_scaling": YARN, "rope_theta": 100.0}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("is_packed", [False, True])
