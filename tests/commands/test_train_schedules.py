@@ -26,7 +26,7 @@ def kill(at: str, *options: object) -> None:
         assert process.stdout is not None
         assert any(line.startswith(at) for line in process.stdout), "the run has ended before"
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -46,7 +46,7 @@ def test_a_run_that_was_killed_in_the_warm_up_and_later_ends_as_one_that_was_not
     kill("step    60 ", *options, "--run-dir", run)
     assert len(rows_of(run)) < STEPS
     for directory in (run, whole):
-        done = run_afresh("train", *options, "--run-dir", directory)
+        done = run_afresh("train", *options, "--run-dir", directory, timeout_s=900)
         assert done.returncode == 0, done.stderr
     expected, found = ([{name: row[name] for name in EXACT} for row in rows_of(each)] for each in (whole, run))
     assert found == expected

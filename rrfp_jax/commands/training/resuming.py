@@ -22,8 +22,10 @@ _LAYOUT_ONLY = {
 is, the digest of the token sets says."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
-_EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine"}
+_EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine", "projector.bias": True}
 """What checkpoints were saved with that do not tell it."""
+_EARLIER_INSIDE = {"model.rope_scaling": {"kind": "llama3"}}
+"""The same of records inside of sections."""
 
 
 def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -58,4 +60,7 @@ def _names(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _at(config: Mapping[str, Any], name: str) -> Any:
     section, _, field = name.partition(".")
-    return config.get(section, {}).get(field, _EARLIER.get(name))
+    value = config.get(section, {}).get(field, _EARLIER.get(name))
+    if name in _EARLIER_INSIDE and isinstance(value, Mapping):
+        return {**_EARLIER_INSIDE[name], **{inner: each for inner, each in value.items() if each is not None}}
+    return value
