@@ -22,7 +22,7 @@ def test_what_there_was_no_choice_about_is_the_same() -> None:
 
 
 def test_what_is_chosen_otherwise_now_is_another_training() -> None:
-    with pytest.raises(ValueError, match="projector.bias was True and is False"):
+    with pytest.raises(ValueError, match=r"projector.bias was True and is False"):
         check_same_training(EARLIER, now(RopeScaling(factor=8), bias=False), force=False)
     with pytest.raises(ValueError, match=r"model.rope_scaling was .*llama3.* and is .*'linear'"):
         check_same_training(EARLIER, now(RopeScaling(kind="linear", factor=8)), force=False)

@@ -34,15 +34,12 @@ def kill(at: str, *options: object) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_that_was_killed_in_the_warm_up_and_later_ends_as_one_that_was_not(schedule: str, tmp_path: Path) -> None:
     final = None if schedule == CONSTANT else 1e-4
-    fields: dict[str, Any] = {"schedule": schedule, "warmup_steps": WARMUP, "learning_rate": 3e-3}
-    fields["final_learning_rate"] = final
+    fields: dict[str, Any] = {"learning_rate": 3e-3, "final_learning_rate": final, "warmup_steps": WARMUP}
+    given = {name.replace("_", "-"): "null" if value is None else value for name, value in fields.items()}
     options = (
         *("--config", DEBUG, *SMALL, "--num-stages", 2, "--steps", STEPS, "--checkpoint-every", 7),
-        *(
-            part
-            for name, value in fields.items()
-            for part in (f"--optimizer.{name}", "null" if value is None else value)
-        ),
+        *("--optimizer.schedule", schedule),
+        *(part for name, value in given.items() for part in (f"--optimizer.{name}", value)),
     )
     run, whole = tmp_path / "run", tmp_path / "whole"
     kill("step    10 ", *options, "--run-dir", run)
@@ -55,7 +52,7 @@ def test_a_run_that_was_killed_in_the_warm_up_and_later_ends_as_one_that_was_not
     expected, found = ([{name: row[name] for name in EXACT} for row in rows_of(each)] for each in (whole, run))
     assert found == expected
 
-    rates = learning_rate_schedule(OptimizerConfig(**fields), STEPS)
+    rates = learning_rate_schedule(OptimizerConfig(schedule=schedule, **fields), STEPS)
     told = [row["learning_rate"] for row in expected]
     assert told == pytest.approx([float(rates(step)) for step in range(STEPS)], rel=1e-6)
     assert told[WARMUP - 1] < told[WARMUP] == pytest.approx(3e-3)

@@ -79,7 +79,7 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
     """
     RunDirectory(path).check()
     check_init_from(config)
-    check_installed(config.run.trackers)
+    check_installed(config.run.trackers, config.tracking.mlflow_uri)
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)

@@ -1,5 +1,6 @@
 """Which trackers there are, and what they need to know."""
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -8,6 +9,8 @@ from rrfp_jax.field_rules import Rule, check_fields
 TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 """Names of trackers; the package of one that is a library has the same name."""
 WANDB_MODES = ("online", "offline")
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
+"""Kinds of stores that mlflow-skinny, which is enough for files and servers, cannot write to."""
 _EXTRA = "pip install 'rrfp-jax[trackers]'"
 
 _NAME = Rule("text", lambda value: bool(value.strip()))
@@ -45,8 +48,15 @@ def check_trackers(names: tuple[str, ...]) -> None:
             raise ValueError(f"trackers has {name} twice: give it once")
 
 
-def check_installed(names: tuple[str, ...]) -> None:
-    """Raise ValueError, with the remedy, for a tracker whose library is missing; loads none."""
+def check_installed(names: tuple[str, ...], mlflow_uri: str | None = None) -> None:
+    """Raise ValueError, with the remedy, for a tracker whose library is missing; loads none.
+
+    ``mlflow_uri`` is MLflow's store where the configuration names one, which may be a database.
+    """
     for name in names:
         if name != "csv" and find_spec(name) is None:
             raise ValueError(f"the tracker {name} is not installed: {_EXTRA}, or leave it out of trackers")
+    uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    kind = uri.partition(":")[0].partition("+")[0]
+    if "mlflow" in names and kind in _DATABASES and find_spec("sqlalchemy") is None:
+        raise ValueError(f"MLflow is to write to {kind}, for which its databases are not installed: pip install mlflow")

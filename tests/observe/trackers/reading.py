@@ -42,12 +42,12 @@ def of_tensorboard(run: Path) -> Held:
     return sorted(held.items())
 
 
-def of_mlflow(run: Path) -> Held:
-    """Of the one run that is not deleted."""
+def of_mlflow(run: Path, store: str | None = None) -> Held:
+    """Of the one run that is not deleted; ``store`` where it is not in the run's directory."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=(run / "mlflow").absolute().as_uri())
+    client = MlflowClient(tracking_uri=store or (run / "mlflow").absolute().as_uri())
     (experiment,) = (each for each in client.search_experiments() if each.name != "Default")
     (found,) = client.search_runs([experiment.experiment_id])
     held: dict[int, dict[str, float]] = {}

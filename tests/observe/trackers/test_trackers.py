@@ -14,7 +14,7 @@ from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, TrackingConfig, 
 from rrfp_jax.observe.trackers.columns import flat, scalars
 from rrfp_jax.observe.trackers.config import check_installed, check_trackers
 from rrfp_jax.training.run_directory import RunDirectory
-from tests.observe.trackers.reading import assert_equal, of_file
+from tests.observe.trackers.reading import assert_equal, of_file, of_mlflow
 
 SLOW_TO_LOAD = ("wandb", "mlflow")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_LOAD else ()) for name in TRACKERS]
@@ -86,6 +86,23 @@ def test_a_tracker_that_comes_later_gets_all_rows(tracker: str, tmp_path: Path) 
     train(tmp_path, "csv", range(3))
     train(tmp_path, tracker, range(3, 5))
     assert_equal(tracker, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of SQLAlchemy, which MLflow calls
+def test_mlflow_holds_the_same_in_a_database(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy", reason="mlflow-skinny knows no databases")
+    pytest.importorskip("alembic", reason="likewise")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    from mlflow import MlflowClient
+
+    MlflowClient(tracking_uri=store).search_experiments()  # makes the tables, which takes seconds
+    for steps, attempt in ((range(4), 0), (range(4, 7), 0), (range(5, 9), 1)):
+        train(tmp_path / "run", "mlflow", steps, attempt, mlflow_uri=store)
+        held: dict[int, dict[str, float]] = {}
+        for step, numbers in of_file(tmp_path / "run"):
+            held.setdefault(step, {}).update(numbers)
+        assert of_mlflow(tmp_path / "run", store) == sorted(held.items())
 
 
 @pytest.mark.slow
@@ -195,3 +212,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed(("csv",))
     with pytest.raises(ValueError, match=r"tracker wandb is not installed: pip install 'rrfp-jax\[trackers\]'"):
         check_installed(("csv", "wandb"))
+    monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: name if name == "mlflow" else None)
+    check_installed(("mlflow",), "http://elsewhere:5000")
+    with pytest.raises(ValueError, match=r"to write to sqlite, for which .* not installed: pip install mlflow$"):
+        check_installed(("mlflow",), "sqlite:////data/mlflow.db")
