@@ -54,7 +54,7 @@ def test_the_value_of_a_configuration_is_told(tmp_path: Path, capsys: Captured) 
     text = load_train_config("cpu/debug", {"pipeline.window": [8, 6, 4, 2], "model.rope_scaling": {"factor": 8}})
     path.write_text(text.as_yaml())
     assert f"value 8,6,4,2 in {path}" in flat(told(capsys, "--explain", "window", "--config", str(path)))
-    assert "value {factor: 8.0, low_freq_factor: 1.0," in flat(
+    assert "value {factor: 8.0, kind: llama3, low_freq_factor: 1.0," in flat(
         told(capsys, "--explain", "rope_scaling", "--config", str(path))
     )
     assert "value 0.95 in cpu/debug" in flat(told(capsys, "--explain", "b2", "--config", "cpu/debug"))
