@@ -3,13 +3,18 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from rrfp_jax.commands.training.reading import _transcribed
 from rrfp_jax.data import RenderedText, RenderedTextConfig
-from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
+from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.models.model import decoder_chunk
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.programs.chunk import as_evaluated
 from rrfp_jax.runtime.evaluating import EvaluationShapes
@@ -103,3 +108,34 @@ def test_exact_match_is_that_of_greedy_decoding(initial: Any, cut: Any, placemen
                 assert metrics.result().means == {}
             trained.append(jax.tree.map(np.array, pipeline.params(state)))
     jax.tree.map(np.testing.assert_array_equal, *trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"context": 2}, {"tensor": 2, "context": 2}, {"fsdp": 2}], ids=str)
+def test_answers_are_counted_across_the_devices_of_a_stage(mesh: dict[str, int]) -> None:
+    """Of packed rows, whose targets are mostly what the model finds likeliest."""
+    model = LanguageModelConfig(vocab_size=32, hidden=16, num_layers=2, num_heads=2, mlp_dim=32, init_std=0.3)
+    [chunk] = language_model(model).split(1, packed=True)
+    params, rng = chunk.init(jax.random.key(1)), np.random.default_rng(0)
+    segments = 1 + np.sort(rng.integers(3, size=(NUM_MICROBATCHES, 2, 16)), axis=-1).astype(np.int32)
+    is_first = np.diff(segments, axis=-1, prepend=0) != 0
+    starts = np.maximum.accumulate(np.where(is_first, np.arange(16), 0), axis=-1)
+    tokens = rng.integers(32, size=segments.shape).astype(np.int32)
+    batch = {"tokens": tokens, "segments": segments, "positions": (np.arange(16) - starts).astype(np.int32)}
+    whole = decoder_chunk(model, plan_cut(2, num_chunks=1)[0], packed=True, gives_logits=True)
+    logits = jax.vmap(lambda leaves: whole.apply(params, None, leaves, key=None))(batch)
+    best = np.asarray(jnp.argmax(logits, axis=-1)).astype(np.int32)
+    batch["targets"] = np.where(rng.random(best.shape) < 0.8, best, (best + 1) % 32)
+    batch["weights"] = (rng.random(best.shape) < 0.7).astype(np.float32)
+    cut = ContextCut(devices=mesh["context"]) if "context" in mesh else None
+    chunks = language_model(model).split(2, packed=True, context=cut, counts_answers=True)
+    with make_pipeline(chunks, placement=linear(2), optimizer=optax.sgd(0.1), mesh=mesh) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        microbatch = {name: leaf[0] for name, leaf in batch.items()}
+        pipeline.prepare(batch, evaluation=EvaluationShapes(buckets=[microbatch]))
+        found = pipeline.evaluate(state, batch).result()
+    read = ("targets", "weights", "segments")
+    counted = [answer_counts(logits[m], *(batch[name][m] for name in read)) for m in range(NUM_MICROBATCHES)]
+    expected = {name: float(sum(each[name] for each in counted)) for name in counted[0]}
+    assert 0 < expected[EXACT_ANSWERS] < expected[ANSWERS]
+    assert {name: mean * found.weight for name, mean in found.means.items()} == pytest.approx(expected)
