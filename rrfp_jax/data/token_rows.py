@@ -50,18 +50,23 @@ class TokenRows(Protocol):
 
 
 def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
-    """The rows of a part. Raises ValueError, with the remedy, where there is not one."""
+    """The rows of a part. Raises ValueError, with the remedy, where there is not one, or none to train on is full."""
     refuse_nothing_held_out(part, config.held_out)
     of_part = _packed_rows if config.pack else _windows
     rows = of_part(tokens, config, part)
-    if not rows.num:
+    if not rows.num or _is_too_short(tokens, config, part):
         raise ValueError(_refusal(tokens, config, part))
     return rows
 
 
+def _is_too_short(tokens: TokenSet, config: RowsConfig, part: Part) -> bool:
+    """Whether no row to train on can be full, however text is packed."""
+    return part == TRAIN and tokens.num_tokens < config.length
+
+
 def _refusal(tokens: TokenSet, config: RowsConfig, part: Part) -> str:
     what = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
-    if not config.held_out:
+    if not config.held_out or _is_too_short(tokens, config, part):
         return f"{what}, not enough for a row of {config.length}: give more text, or a smaller length"
     where = "held out" if part == HELD_OUT else "left to train on"
     return (

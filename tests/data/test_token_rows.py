@@ -93,5 +93,8 @@ def test_a_set_without_a_row_is_refused(tmp_path, pack):
             token_rows(small, config(small, held_out=0, **changes), "train")
     with pytest.raises(ValueError, match=r"with held_out 0.5 not one row of .* give more text, another held_out"):
         token_rows(small, config(small, **(changes | {"held_out": 0.5})), "held_out")
+    for fraction in (0, 0.5):
+        with pytest.raises(ValueError, match=r"8 tokens in 1 documents, not enough for a row of 99: give more text"):
+            token_rows(small, config(small, **(changes | {"held_out": fraction, "length": 99})), "train")
     with pytest.raises(ValueError, match="held_out is 0, so nothing is kept"):
         token_rows(small, config(small, held_out=0, **changes), "held_out")
