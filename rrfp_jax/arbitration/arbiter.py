@@ -36,6 +36,9 @@ while a task was due was ready and admissible with that task counted as finished
 come to a state that it could have reached without deciding early, for which :mod:`rrfp_jax.arbitration.window` has the
 argument.
 
+A stage that hands over certain choices early (:mod:`rrfp_jax.arbitration.certainty`) counts each task as due from its
+start, and behind it starts what is certain only. One with engines beside compute does not.
+
 Beside compute
 --------------
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.tasks.operations`), the stage runs one task on
@@ -59,6 +62,7 @@ from functools import partial
 from typing import NoReturn
 
 from rrfp_jax.arbitration import invariants, story
+from rrfp_jax.arbitration.certainty import Certainty
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.engines import NOTHING, Engines, engine_of
 from rrfp_jax.arbitration.estimates import Estimates
@@ -147,6 +151,7 @@ class StageArbiter(Lookout, SelfReport):
     def __init__(self, setup: StageSetup) -> None:
         self.placement, self.stage = setup.placement, setup.stage
         self.dispatch_ahead, self.evaluation_batches = setup.dispatch_ahead, setup.evaluation_batches
+        self.certain_ahead = setup.certain_ahead
         self.step: int | None = None
         self.is_active = self.evaluates = False
         self._training = _Regime(setup)
@@ -179,6 +184,7 @@ class StageArbiter(Lookout, SelfReport):
         twin._waiting = self._waiting.copy()
         twin._arrived = self._arrived.copy()
         twin._ready = self._ready.copy()
+        twin._certainty = self._certainty and self._certainty.copy()
         twin._window = self._window.copy()
         twin._running = self._running.copy()
         twin._early = self._early.copy()
@@ -300,6 +306,7 @@ class StageArbiter(Lookout, SelfReport):
         self._running: list[int] = []
         self._due: int | None = None
         self._capacity = 1 + self.dispatch_ahead
+        self._certainty = Certainty(ranked) if self.certain_ahead and not plan.engines else None
         self._hint_state = self.consumption.initial
         self._left = plan.num_nodes - len(plan.absent)
         self._tasks_left = sum(plan.tasks_per_microbatch)
@@ -426,6 +433,8 @@ class StageArbiter(Lookout, SelfReport):
             self._running.remove(node)
             if self._foresight is not None:
                 self._foresight.finish(task, self._now_s)
+                if self._certainty is not None and self._running:
+                    self._announce(self._running[0], out)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
@@ -462,13 +471,18 @@ class StageArbiter(Lookout, SelfReport):
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
         if self._due is not None or not self._running or self._running[-1] != node:
             return False
+        self._count_as_ended(node, out)
+        return True
+
+    def _count_as_ended(self, node: int, out: list[Instruction]) -> None:
+        """The last running task is due from now on."""
+        plan = self._ranked.plan
         self._due = node
         self._capacity += 1
         self._waiting[node] = DUE
-        if task.microbatch >= 0:
+        if plan.tasks[node].microbatch >= 0:
             self._free(node)
         self._count_down(followers(plan, plan.dependents[node]), out)
-        return True
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
         waiting = self._waiting
@@ -511,9 +525,13 @@ class StageArbiter(Lookout, SelfReport):
     def _dispatch(self, out: list[Instruction]) -> None:
         if self._engines is not None:
             self._dispatch_beside(self._engines, out)
-        while len(self._running) < self._capacity and any(self._ready.lanes):
+        while (len(self._running) < self._capacity or self._counts_on(out)) and any(self._ready.lanes):
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
+            if self._certainty is not None and self._due is not None:
+                sure = self._certainty.choice(self.consumption.choose, self._hint_state, self._waiting)
+                if position is None or position != sure:
+                    return
             foresight = self._foresight
             if foresight is not None:
                 if position is None:
@@ -524,6 +542,13 @@ class StageArbiter(Lookout, SelfReport):
                 return
             self._hint_state = state
             self._start(self._ranked.at[position], position, out)
+
+    def _counts_on(self, out: list[Instruction]) -> bool:
+        """Whether a certain choice may go behind the running task, which is due from its start then."""
+        if self._certainty is None or self._due is not None:
+            return False
+        self._count_as_ended(self._running[-1], out)
+        return True
 
     def _dispatch_beside(self, engines: Engines, out: list[Instruction]) -> None:
         """Hand each free engine the first of its tasks that may start."""
@@ -597,10 +622,15 @@ class StageArbiter(Lookout, SelfReport):
         foresight = self._foresight
         if foresight is not None:
             foresight.start(task, position, self._now_s)
-            if foresight.is_awake:
-                for message, stage in plan.sends[node]:
-                    if message.kind is not _TAKEN:
-                        out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
+            if self._certainty is None or self._due is None:
+                self._announce(node, out)
+
+    def _announce(self, node: int, out: list[Instruction]) -> None:
+        """The device begins a task: say what it will send."""
+        if self._foresight.is_awake:  # type: ignore[union-attr]
+            for message, stage in self._ranked.plan.sends[node]:
+                if message.kind is not _TAKEN:
+                    out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
 
     def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:
         """Start an F of a stage with bounds of read-ahead."""

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 AUTO = "auto"
 JUST_IN_TIME = "just-in-time"
-DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME}, or 0 or more tasks"
+CERTAIN = "certain"
+DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME}, {CERTAIN}, or 0 or more tasks"
 """What may be given, for messages that say so."""
 
 
@@ -16,29 +17,37 @@ class Dispatch(NamedTuple):
     just_in_time: bool = False
     """Whether the next one is chosen when the running one may end within the host's latency (:class:`DecideNow`)."""
 
+    certain: bool = False
+    """Whether the next one is handed over as soon as nothing that may happen changes the choice
+    (:mod:`rrfp_jax.arbitration.certainty`)."""
+
     @property
     def is_early(self) -> bool:
         """Whether tasks are handed over while others run."""
-        return self.just_in_time or self.ahead > 0
+        return self.just_in_time or self.certain or self.ahead > 0
 
 
 def is_dispatch(value: object) -> bool:
-    """Whether this is what may be given: ``auto``, ``just-in-time`` or a number of tasks."""
-    return value in (AUTO, JUST_IN_TIME) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    """Whether this is what may be given: ``auto``, ``just-in-time``, ``certain`` or a number of tasks."""
+    return value in (AUTO, JUST_IN_TIME, CERTAIN) or (
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    )
 
 
 def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
     """What a value means for a stage whose devices are the host's own cores, or other ones.
 
-    There ``auto`` waits for a task before it chooses the next: a core has no queue that could run empty, and threads
-    that hand tasks to each other take it from the work. Elsewhere it is ``just-in-time``. Raises ValueError for what
-    cannot be given.
+    There ``auto`` is ``certain``, which costs no thread more: another choice waits for the running task's end, since a
+    core has no queue that could run empty, and threads that hand tasks to each other take it from the work. Elsewhere
+    it is ``just-in-time``. Raises ValueError for what cannot be given.
     """
     if not is_dispatch(value):
         raise ValueError(f"dispatch_ahead is {value!r}: give {DISPATCH_WORDS}")
     if isinstance(value, int):
         return Dispatch(ahead=value)
-    return Dispatch(just_in_time=value == JUST_IN_TIME or not on_host)
+    if value == CERTAIN or (value == AUTO and on_host):
+        return Dispatch(certain=True)
+    return Dispatch(just_in_time=True)
 
 
 def parse_dispatch(text: str) -> int | str:

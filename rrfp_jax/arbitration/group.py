@@ -54,6 +54,8 @@ def group_arbiter(
         ) from None
     if num_members > 1 and (protocol is not GroupProtocol.LEADER or member != LEADER):
         setup = replace(setup, foresight=None)
+    if num_members > 1 and protocol is GroupProtocol.PROPOSE:
+        setup = replace(setup, certain_ahead=False)
     check_engines(setup.graph, setup.stage, num_members)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)

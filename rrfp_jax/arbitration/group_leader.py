@@ -186,7 +186,7 @@ class FollowingMember(_TreeMember):
     def _dispatch(self, out: list[Instruction]) -> None:
         assert self.step is not None
         kept = self._kept.get(self.step)
-        while kept and len(self._running) < self._capacity:
+        while (len(self._running) < self._capacity or self._counts_on(out)) and kept:
             note = kept.get(self._num_started)
             if not isinstance(note, TaskChosen) or not self._can_start(note):
                 return

@@ -3,6 +3,9 @@
 A member could have started a task once the task was ready there (its messages had arrived, its own predecessors had
 finished or were due) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow
 from the member's log of events and instructions alone. Times of different members must be of one clock.
+
+A certain choice (:mod:`rrfp_jax.arbitration.certainty`) that was handed over while another task ran is launched as that
+one ends.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +111,8 @@ class _Member:
         was_due, self._due = run == self._due, None if run == self._due else self._due
         if run in self._running:  # otherwise it was started before the log's beginning
             self._running.remove(run)
+        if self._running and self.arbiter.certain_ahead:
+            self.launch_s[self._running[0]] = self.idle_s[self._running[0]] = time_s
         if not was_due:
             self._note_idle(time_s, self.arbiter.dispatch_ahead + (self._due is not None))
 

@@ -41,6 +41,8 @@ class SavedArbiter:
     """Empty under strict consumption."""
     evaluation_batches: int
     """How many batches a step runs that evaluates; 0: none does."""
+    certain_ahead: bool
+    """Whether certain choices are handed over early."""
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
@@ -63,6 +65,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         foresight=arbiter.foresight_rules,
         read_ahead=arbiter.read_ahead,
         evaluation_batches=arbiter.evaluation_batches,
+        certain_ahead=arbiter.certain_ahead,
     )
 
 
@@ -86,6 +89,7 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         foresight=saved.foresight,
         read_ahead=saved.read_ahead,
         evaluation_batches=saved.evaluation_batches,
+        certain_ahead=saved.certain_ahead,
     )
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 

@@ -7,14 +7,14 @@ the step's turn comes. Nodes keep their numbers.
 
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Message, MessageKind
-from rrfp_jax.arbitration.plan import FINISHED, StagePlan, StepRules
+from rrfp_jax.arbitration.plan import FINISHED, NUM_LANES, StagePlan, StepRules
 from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 
 
 class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
-    __slots__ = ("absent", "at", "evaluates", "forwards_of", "microbatch_at", "plan", "position", "weights")
+    __slots__ = ("absent", "at", "evaluates", "forwards_of", "in_lanes", "microbatch_at", "plan", "position", "weights")
 
     def __init__(
         self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
@@ -28,6 +28,11 @@ class StepPlan:
             position[node] = place
         self.position = tuple(position)
         self.microbatch_at = tuple(plan.tasks[node].microbatch for node in self.at)
+        self.in_lanes: tuple[list[int], ...] = tuple([] for _ in range(NUM_LANES))
+        """The positions of each lane's tasks, ascending."""
+        for place, node in enumerate(self.at):
+            if plan.lanes[node] >= 0:
+                self.in_lanes[plan.lanes[node]].append(place)
         self.forwards_of: dict[int, list[int]] = {}
         for place, node in enumerate(self.at):
             if not plan.lanes[node]:
@@ -50,7 +55,7 @@ class StepPlan:
         twin = object.__new__(StepPlan)
         twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
         twin.at, twin.position = self.at, self.position
-        twin.microbatch_at, twin.forwards_of = self.microbatch_at, self.forwards_of
+        twin.microbatch_at, twin.forwards_of, twin.in_lanes = self.microbatch_at, self.forwards_of, self.in_lanes
         return twin
 
 

@@ -17,7 +17,7 @@ All of it follows from the row and from what has started, finished and arrived; 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind, RunTask
+from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind
 from rrfp_jax.checking.account import Account, places_of
 from rrfp_jax.checking.contract import Contract
 from rrfp_jax.checking.operations import Operations
@@ -101,9 +101,10 @@ class Guidance:
         left = contract.compute & ~account.started
         return (place for place in self._orders[account.step] if left >> place & 1)
 
-    def wrong_announcement(self, account: Account, instructions: Sequence[Instruction]) -> str | None:
-        """What is wrong with the announcements of an answer, if anything is."""
-        runs = [i.task for i in instructions if isinstance(i, RunTask)]
+    def wrong_announcement(
+        self, account: Account, instructions: Sequence[Instruction], runs: Sequence[Task]
+    ) -> str | None:
+        """What is wrong with the announcements of an answer by which the device begins these tasks, if anything is."""
         told = [(i.message, i.stage) for i in instructions if isinstance(i, Announce)]
         if not told and (self.rules is None or self.rules.shortest_s > 0):
             return None

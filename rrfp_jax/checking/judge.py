@@ -32,6 +32,7 @@ from rrfp_jax.arbitration import (
     Event,
     FinishStep,
     GroupHeard,
+    GroupProtocol,
     InputArrived,
     Instruction,
     Message,
@@ -73,7 +74,10 @@ class StageJudge:
         self.has_foresight = setting.foresight is not None
         """Of the setting; a follower hears announcements too, and does nothing about them."""
         self.capacity = 1 + setting.dispatch_ahead
-        self.decides_early = setting.decides_early
+        self.counts_on = setting.certain_ahead and not (len(self.others) and setting.protocol is GroupProtocol.PROPOSE)
+        """Whether each task is due from its start."""
+        self.decides_early = setting.decides_early or setting.certain_ahead
+        """Whether tasks may be handed over behind running ones, on a device that keeps to its order."""
         self.demand_work = demand_work and not self.others
         self._evaluates = setting.evaluates
         """The steps that evaluate."""
@@ -83,12 +87,14 @@ class StageJudge:
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
+        first = account.queue[:1]
         account = self._take(account, event, instructions)
         if self._of_evaluation is not None and account.step in self._evaluates:
-            return self._of_evaluation._follow(account, instructions)
-        return self._follow(account, instructions)
+            return self._of_evaluation._follow(account, instructions, first)
+        return self._follow(account, instructions, first)
 
-    def _follow(self, account: Account, instructions: list[Instruction]) -> Account:
+    def _follow(self, account: Account, instructions: list[Instruction], first: tuple[int, ...]) -> Account:
+        """``first``: what was at the head of the device's queue, as a bit, before the event."""
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)
@@ -100,7 +106,10 @@ class StageJudge:
                 account = self._ask_for_tick(account, instruction)
             elif isinstance(instruction, FinishStep):
                 account = self._finish_step(account, instruction)
-        wrong = self.guidance.wrong_announcement(account, instructions)
+        begun = [i.task for i in instructions if isinstance(i, RunTask)]
+        if self.counts_on:
+            begun = [self._task(account, bit) for bit in account.queue[:1] if account.queue[:1] != first]
+        wrong = self.guidance.wrong_announcement(account, instructions, begun)
         if wrong is not None:
             raise Violation(f"{self.name} {wrong}")
         if self.demand_work:
@@ -191,6 +200,8 @@ class StageJudge:
         if self.decides_early:
             queue = tuple(queued for queued in account.queue if queued != bit)
             account = account._replace(queue=queue, due=0 if bit == account.due else account.due)
+            if self.counts_on and not account.due:
+                account = account._replace(due=sum(queue[:1]))
         return account
 
     def _decide(self, account: Account, event: DecideNow) -> Account:
@@ -223,6 +234,8 @@ class StageJudge:
         account = account._replace(started=account.started | 1 << place, wake_s=None)
         if self.decides_early:
             account = account._replace(queue=(*account.queue, 1 << place))
+            if self.counts_on and not account.due:
+                account = account._replace(due=1 << place)
         capacity = self.capacity + (account.due > 0)
         if (account.started & ~account.finished & contract.compute).bit_count() > capacity:
             raise Violation(f"{self.name} runs {contract.tasks[place]} beside {capacity} other tasks")
@@ -393,7 +406,8 @@ class StageJudge:
             task = self._ready_task(contract, account, of_lane) if is_free else None
             if task is not None:
                 raise Violation(f"{self.name} leaves {lane} idle although {task} is ready and admissible")
-        if self.row is None and account.is_free(contract.compute):
+        is_free = not account.queue if self.counts_on else account.is_free(contract.compute)
+        if self.row is None and is_free:
             self._check_waiting(contract, account)
 
     def _check_waiting(self, contract: Contract, account: Account) -> None:

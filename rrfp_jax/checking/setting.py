@@ -60,6 +60,8 @@ class Setting:
     dispatch_ahead: int = 0
     decides_early: bool = False
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
+    certain_ahead: bool = False
+    """Whether stages hand over certain choices early; devices keep to their order then, too."""
     footprints: tuple[int, ...] = ()
     """Per stage how many activations it may hold, in place of the windows; empty: these count. Where operations move
     parts of one, in units (:attr:`rrfp_jax.checking.operations.Operations.unit`)."""
@@ -232,6 +234,7 @@ class Setting:
             capacity=self.capacities[stage] if self.capacities else None,
             rules=self.rules,
             dispatch_ahead=self.dispatch_ahead,
+            certain_ahead=self.certain_ahead,
             foresight=self.foresight,
             footprint=self.footprints[stage] if self.footprints else None,
             read_ahead=self.ahead(stage),
@@ -260,6 +263,7 @@ class Setting:
             self.policies[stage],
             self.dispatch_ahead,
             self.decides_early,
+            self.certain_ahead,
             self.foresight,
         )
         own = (place, memory, self.ahead(stage), *ways)
@@ -278,6 +282,7 @@ class Setting:
             f"agreement {self.rules.agreement}, {self.num_steps} step{'s' if self.num_steps > 1 else ''}"
             f"{f', of which {sorted(self.evaluates)} evaluate' if self.evaluates else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
+            f"{', certain choices early' if self.certain_ahead else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
             f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"

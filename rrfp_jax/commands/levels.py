@@ -26,10 +26,10 @@ from rrfp_jax.commands.common.errors import BadInput, checking_input, run_comman
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_window
 from rrfp_jax.commands.studies.durations import Profile, parse_durations_ms
-from rrfp_jax.commands.studies.execution import RULES, chunk_durations, peak_of
+from rrfp_jax.commands.studies.execution import chunk_durations, peak_of
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, requested_graph
 from rrfp_jax.commands.studies.levels_report import Execution, Row, as_json, formulas_of, show_levels
-from rrfp_jax.commands.studies.machine import add_machine_arguments, dispatch, make_machine
+from rrfp_jax.commands.studies.machine import add_machine_arguments, arbiters_of, make_machine
 from rrfp_jax.commands.studies.noise import add_noise_arguments, check_noise, make_costs
 from rrfp_jax.commands.studies.systems.command import run_study
 from rrfp_jax.commands.studies.systems.options import add_systems_arguments, refuse_systems_options
@@ -194,7 +194,7 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
     with checking_input():
         order = ordering.resolve(table.placement, table.graph)
         costs = make_costs(setting.arguments, durations_ms, table.placement)
-    arbiters = order.arbiters(RULES, dispatch_ahead=dispatch(setting.arguments).ahead)
+    arbiters = arbiters_of(order, setting.arguments)
     simulation = simulate(arbiters, costs, machine=setting.machine, num_steps=num_steps)
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
     return Execution(

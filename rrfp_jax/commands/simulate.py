@@ -39,7 +39,7 @@ from rrfp_jax.commands.studies.durations import (
 )
 from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
-from rrfp_jax.commands.studies.machine import dispatch, make_machine
+from rrfp_jax.commands.studies.machine import arbiters_of, dispatch, make_machine
 from rrfp_jax.commands.studies.noise import check_noise, make_costs
 from rrfp_jax.commands.studies.simulate_options import parse_entries, parse_memory_weights, simulate_parser
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
@@ -203,7 +203,7 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
         resolved.graph.skipping(pairs)
     return Prepared(
         ordering=resolved,
-        arbiters=resolved.arbiters(RULES, dispatch_ahead=dispatch(arguments).ahead),
+        arbiters=arbiters_of(resolved, arguments),
         costs=make_costs(arguments, durations_ms, resolved.placement),
     )
 
@@ -267,7 +267,7 @@ def _engine_figures(setting: Setting, ordering: Order, costs: Costs, metrics: Ru
     """What engines cost, by the same run without their time; and which one holds it up, in words or None."""
     free = dict.fromkeys(lanes_beside(ordering.graph), 0.0)
     simulation = run_simulation(
-        ordering.arbiters(RULES, dispatch_ahead=dispatch(setting.arguments).ahead),
+        arbiters_of(ordering, setting.arguments),
         replace(costs, operations_ms={**costs.operations_ms, **free}),
         machine=setting.machine,
         num_steps=setting.num_steps,

@@ -124,6 +124,7 @@ def prepare(
         return order.arbiters(
             rules,
             dispatch_ahead=dispatch.ahead,
+            certain_ahead=dispatch.certain,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
             shortest_s=process.shortest_foreseen_s(),

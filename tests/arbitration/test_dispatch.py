@@ -9,8 +9,9 @@ from rrfp_jax.arbitration.dispatch import parse_dispatch
 @pytest.mark.parametrize(
     ("value", "on_host", "elsewhere"),
     [
-        ("auto", Dispatch(), Dispatch(just_in_time=True)),
+        ("auto", Dispatch(certain=True), Dispatch(just_in_time=True)),
         ("just-in-time", Dispatch(just_in_time=True), Dispatch(just_in_time=True)),
+        ("certain", Dispatch(certain=True), Dispatch(certain=True)),
         (0, Dispatch(), Dispatch()),
         (2, Dispatch(ahead=2), Dispatch(ahead=2)),
     ],
@@ -23,5 +24,7 @@ def test_what_may_be_said(value: int | str, on_host: Dispatch, elsewhere: Dispat
 
 @pytest.mark.parametrize("value", [-1, "later", "", True, 1.5, None])
 def test_anything_else_is_refused_with_the_remedy(value: object) -> None:
-    with pytest.raises(ValueError, match=r"^dispatch_ahead is .*: give auto, just-in-time, or 0 or more tasks$"):
+    with pytest.raises(
+        ValueError, match=r"^dispatch_ahead is .*: give auto, just-in-time, certain, or 0 or more tasks$"
+    ):
         dispatch_of(value, on_host=True)  # type: ignore[arg-type]

@@ -3,9 +3,10 @@
 import argparse
 import math
 
-from rrfp_jax.arbitration import DecisionTimer, Dispatch, dispatch_of
-from rrfp_jax.arbitration.dispatch import JUST_IN_TIME, parse_dispatch
+from rrfp_jax.arbitration import DecisionTimer, Dispatch, Order, StageArbiter, dispatch_of
+from rrfp_jax.arbitration.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.commands.studies.durations import parse_numbers
+from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.simulation import Communication, Links, Machine, both_directions
 
 
@@ -32,8 +33,9 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--dispatch-ahead",
         default="0",
-        metavar=f"N|{JUST_IN_TIME}",
-        help="tasks handed over before the running one has ended; or the next one when that is about to (default 0)",
+        metavar=f"N|{JUST_IN_TIME}|{CERTAIN}",
+        help="tasks handed over before the running one has ended; or the next one when that is about to, or once "
+        "nothing can change the choice (default 0)",
     )
     add(
         "--agreement-ms",
@@ -93,6 +95,12 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
 def dispatch(arguments: argparse.Namespace) -> Dispatch:
     """When stages are handed their next task; raises ValueError with the remedy."""
     return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=False)
+
+
+def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
+    """Fresh arbiters of all stages, for steps of tasks alone."""
+    how = dispatch(arguments)
+    return order.arbiters(RULES, dispatch_ahead=how.ahead, certain_ahead=how.certain)
 
 
 def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:

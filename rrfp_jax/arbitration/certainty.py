@@ -1,0 +1,64 @@
+"""Choices that nothing can change any more: they need not wait for the running task's end.
+
+A stage decides late because what arrives meanwhile may be better. Where nothing that may still happen can change the
+choice, waiting is worth nothing, and costs the way of the end from the device to the loop and of the choice back; in a
+group it costs the leader's word to all others as well. So a certain choice is handed over while the task before it
+runs. The running task counts as finished then, as it does where a driver has a stage decide early.
+
+When a choice is certain
+------------------------
+A hint chooses one of the lanes' heads, by its state. Give it, in place of the tasks that are ready and admissible, all
+that have not started: if it takes task x even then, it takes x from any of them that x is among. For a hint takes the
+smallest position of some lane, namely the first lane of its state's sequence that has a head; or the smallest position
+of all; or the entry of a strict row. With fewer tasks to choose from, no lane in front of x's has a head more, and none
+in x's lane comes before x. So neither an arrival nor an end changes the choice: x is certain as soon as it is ready and
+admissible with the running task counted as finished.
+
+What follows
+------------
+A stage that hands over certain choices early runs the same tasks in the same order as one that does not: until the
+running task ends, it may start only what it would start then whatever happens meanwhile. Nothing new can deadlock, as
+with every early decision. An announcement says that a task has begun on the device, so it waits for the end of the task
+before; and foresight, which holds the best-ranked task for the table's next entry, has nothing to hold, for a certain
+choice is that entry.
+
+In a group the leader's choice travels while the task before it runs, and each member takes it up as its own ends.
+"""
+
+from collections.abc import Callable, Sequence
+
+from rrfp_jax.arbitration.hints import Choice, Heads
+from rrfp_jax.arbitration.plan import NUM_LANES
+from rrfp_jax.arbitration.step_plan import StepPlan
+
+
+class Certainty:
+    """What has not started, of one step of one stage."""
+
+    __slots__ = ("_first", "_ranked")
+
+    def __init__(self, ranked: StepPlan) -> None:
+        self._ranked = ranked
+        self._first = [0] * NUM_LANES
+        """For each lane how many of its tasks have started from the first on, as far as was looked."""
+
+    def copy(self) -> "Certainty":
+        twin = Certainty(self._ranked)
+        twin._first = self._first.copy()
+        return twin
+
+    def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
+        """The position that the hint takes if every task that has not started were ready and admissible.
+
+        Args:
+            state: the hint's.
+            waiting: for each node, as the arbiter has it: below 0 from its start on.
+        """
+        at, first, heads = self._ranked.at, self._first, list[int | None]()
+        for lane, positions in enumerate(self._ranked.in_lanes):
+            number, length = first[lane], len(positions)
+            while number < length and waiting[at[positions[number]]] < 0:
+                number += 1
+            first[lane] = number
+            heads.append(positions[number] if number < length else None)
+        return choose(state, (heads[0], heads[1], heads[2], heads[3]))[0]
