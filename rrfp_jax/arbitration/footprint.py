@@ -252,17 +252,37 @@ class Footprint:
 
     def admits(self, position: int, waiting: Sequence[int], due: int | None = None) -> bool:
         """Whether the task at this position, which has not started, may start now; what the task at position ``due``
-        frees is held until its end."""
+        frees is held until its end, as what a running one frees."""
         entries, first = self._row.entries, self._first
         last = self._row.place[position]
         while first < last and not _is_left(entries[first][1], waiting[entries[first][0]]):
             first += 1
         self._first = first
-        held = self.held + self._row.takes[position] + (0 if due is None else self._row.frees[due])
+        held = self.held + self._row.takes[position]
+        if due is not None and self._row.frees[due]:
+            return self._admits_before_end(due, held, range(first, last), waiting)
         if held > self.limit:
             return False
         for node, change in entries[first:last]:
             if _is_left(change, waiting[node]):
+                held += change
+                if held > self.limit:
+                    return False
+        return True
+
+    def _admits_before_end(self, due: int, held: int, places: range, waiting: Sequence[int]) -> bool:
+        """Whether memory suffices along these entries, where the due task frees its own at its place among them."""
+        row = self._row
+        of_due = row.frees[due]
+        end = row.place[due] + (row.takes[due] > 0)
+        held += of_due
+        if held > self.limit:
+            return False
+        if end < places.start:
+            held -= of_due
+        for place in places:
+            node, change = row.entries[place]
+            if _is_left(change, waiting[node]) or place == end:
                 held += change
                 if held > self.limit:
                     return False

@@ -21,6 +21,10 @@ more slots are free and no microbatch that holds one has lost it to a younger on
 every task, in the leader's order. That holds too where tasks are collectives, which end nowhere before all members have
 started them: the first task that has not ended everywhere comes after tasks that have, so every member starts it.
 
+A certain choice (:mod:`rrfp_jax.arbitration.certainty`) the leader makes while the task before it runs, which is due
+from its start; D is everything before n then. A member counts its own tasks alike, and may have each choice wait on its
+device behind the one before: what the leader tells is certain, too.
+
 Each member hears of its own device alone that a task is about to end (:class:`DecideNow`). The leader's choice may come
 early by that, a follower's start of it too, each by itself: a follower whose task has become due starts choice n behind
 it where n is ready and admissible with that task counted as finished, and otherwise as above, after its end. Where the

@@ -11,7 +11,7 @@ from rrfp_jax.arbitration import Ordering, StageSetup, ready, schedule_hint, sta
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.plan import FINISHED
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.arbitration.story import RUNNING
+from rrfp_jax.arbitration.story import DUE, RUNNING
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
 from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
@@ -184,6 +184,26 @@ def test_a_forward_is_admitted_where_the_row_still_fits_behind_it(run, random):
         assert choices, "a single stage that is stuck"
         run.run(choices[random.randrange(len(choices))])
     assert run.footprint.held == 0
+
+
+@given(runs(), st.randoms(use_true_random=False))
+def test_for_what_waits_for_its_end_a_due_task_is_a_running_one(run, random):
+    """As engines beside compute ask, before and after the decision about the task that runs."""
+    while len(run.done) < len(run.row):
+        choices = run.choices()
+        task = choices[random.randrange(len(choices))]
+        position, node = run.position(task), run.step.plan.index[task]
+        running = run.footprint.copy()
+        running.start(position)
+        due = running.copy()
+        due.finish(position)
+        left = [run.position(t) for t in run.row if t.kind is TaskKind.F and t not in run.done and t != task]
+        for asked in left[random.randrange(len(left)) :] if left else ():
+            run.waiting[node] = RUNNING
+            wanted = running.admits(asked, run.waiting)
+            run.waiting[node] = DUE
+            assert due.admits(asked, run.waiting, position) == wanted
+        run.run(task)
 
 
 @given(runs(), st.randoms(use_true_random=False))
