@@ -86,12 +86,9 @@ class ComputeThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        """What was handed over behind a task that failed would run on what that has not made: it is left."""
         clock = time.perf_counter
-        error: BaseException | None = None
         while (instruction := self._queue.get()) is not None:
-            if error is not None:
-                continue
+            error: BaseException | None = None
             start = clock()
             self.started = (instruction, start)
             try:

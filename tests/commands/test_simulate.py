@@ -142,7 +142,7 @@ def test_the_host_costs_unless_it_works_ahead(simulated):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (("--dispatch-ahead", "-1"), "dispatch_ahead is -1: give auto, just-in-time, or 0 or more tasks"),
+        (("--dispatch-ahead", "-1"), "dispatch_ahead is -1: give auto, just-in-time, certain, or 0 or more tasks"),
         (("--dispatch-ahead", "just-in-time", "--comm", "blocking"), "dispatch-ahead has no effect with blocking"),
         (("--dispatch-ahead", "later"), "dispatch_ahead is 'later': give auto, just-in-time"),
     ],
