@@ -104,8 +104,10 @@ paper: setup ## measure the evaluation again, quickly, and write its report to r
 
 .PHONY: test test-slow test-slurm test-gpu test-tpu check lint types imports format
 # In the order of the folders: by default modules with one long test would come last, and all cores but one would wait.
+# With bytecode kept, also where the environment says otherwise: else each worker and each command that a test starts
+# compiles the package and the tests for itself.
 test: dev ## run the fast tests, on all cores
-	@$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: dev ## run the slow tests (larger exhaustive checks, long runs)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n auto --dist loadscope -m slow --timeout 3600 -o faulthandler_timeout=3600 $(ARGS)
