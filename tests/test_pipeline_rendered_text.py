@@ -1,5 +1,6 @@
 """Drawn words through a pipeline: how a step's samples are cut, packed and padded changes rounding only."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,9 +10,11 @@ import pytest
 
 from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
 from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.planning.cut_sizes import cut_sizes
 from rrfp_jax.tasks import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
@@ -28,14 +31,24 @@ MODEL = VisionLanguageConfig(
 NUM_STEPS = 3
 
 
-def trained(**changes: Any) -> tuple[list[float], Any]:
-    """Losses and final parameters of a few steps; nothing is drawn but what the pipeline reads."""
+def trained(meshes: Sequence[dict[str, int]] = (), **changes: Any) -> tuple[list[float], Any]:
+    """Losses and final parameters of a few steps, on the meshes of encoder and decoder; nothing is drawn but what the
+    pipeline reads."""
     values = {"batch_size": 8, "num_microbatches": 4, "words": WORDS, "held_out": 0.0, "max_bytes": 2**16}
     few = {"text_buckets": 2, "image_buckets": 1, "max_images": 2, "text_only": 0.4, "gather_text": True}
-    data = RenderedText(RenderedTextConfig(**(values | few | changes)))
-    graph = vision_language_model(MODEL).split(packed=True)
+    encoder_mesh, mesh = meshes or ({}, {})
+    data = RenderedText(RenderedTextConfig(**(values | few | changes)), cut=cut_sizes(mesh, encoder_mesh))
+    devices = mesh.get("context", 1)
+    graph = vision_language_model(MODEL).split(
+        packed=True, context=ContextCut(devices=devices) if devices > 1 else None
+    )
     with make_pipeline(
-        graph.chunks, edges=graph.edges, placement=linear(2), optimizer=optax.sgd(0.5, momentum=0.9), clip_norm=1.0
+        graph.chunks,
+        edges=graph.edges,
+        placement=linear(2),
+        optimizer=optax.sgd(0.5, momentum=0.9),
+        clip_norm=1.0,
+        **({"mesh": meshes} if meshes else {}),
     ) as pipeline:
         state = pipeline.init(jax.random.key(0))
         reads = pipeline.reads(data.config.num_microbatches)
@@ -71,4 +84,23 @@ IN_ORDER = {"balance": False, "gather_text": False}
 )
 def test_microbatches_of_any_cut_train_alike(expected: tuple[list[float], Any], changes: dict[str, Any]) -> None:
     losses, params = trained(**changes)
+    assert_same_training(losses, params, *expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"fsdp": 4}, {"fsdp": 4}],
+        [{"context": 4}, {"context": 4}],
+        [{"fsdp": 4}, {"context": 2, "tensor": 2}],
+    ],
+    ids=str,
+)
+def test_meshes_cut_what_was_padded_for_them(
+    expected: tuple[list[float], Any], meshes: list[dict[str, int]], pack: bool
+) -> None:
+    """Every leaf of every bucket has a part on each device, and training is that of one bucket in one piece."""
+    losses, params = trained(meshes, pack=pack)
     assert_same_training(losses, params, *expected)

@@ -4,11 +4,15 @@ Which samples share a microbatch is decided first, by their costs alone; then ea
 that holds it. The buckets are chosen by a survey of the first steps, for the least padding, and the largest is one that
 holds every microbatch that can come: as many samples as are cut in order, each as large as the largest. Balancing
 keeps within it. So nothing is ever outside the buckets, and they follow from data and configuration alone.
+
+Where stages have meshes, sizes are padded further, up to what these divide. Which samples share a microbatch and a row
+does not depend on it: a run may go on in another layout.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +32,7 @@ from rrfp_jax.data.packing import (
 from rrfp_jax.data.samples import Sample
 from rrfp_jax.planning.balancing import Groups, balanced, in_order, spread
 from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
+from rrfp_jax.planning.cut_sizes import CutSizes, rounded_up
 from rrfp_jax.planning.packing import Packing, most_rows, pack
 
 Cost = Callable[[int, Sequence[int]], float]
@@ -71,6 +76,7 @@ class Batching:
     Args:
         survey: the samples of the first steps.
         cost: what a sample costs; None: a token and a patch cost the same.
+        cut: of what the sizes of microbatches are multiples.
 
     Attributes: ``shapes``, all that a microbatch can have, ascending; ``length`` of the longest rows, in tokens, and
     ``image_length``, in patches.
@@ -84,8 +90,9 @@ class Batching:
         limits: Limits,
         survey: Sequence[Sequence[Sample]],
         cost: Cost | None = None,
+        cut: CutSizes | None = None,
     ) -> None:
-        self._config, self._format = config, patch_format
+        self._config, self._format, self._cut = config, patch_format, cut or CutSizes()
         self._cost: Cost = cost if cost is not None else lambda tokens, patches: tokens + sum(patches)
         self.length = _row_length(config.length, limits.longest, "length", "tokens, the longest sample", _MULTIPLE)
         block = patch_format.merge**2
@@ -117,16 +124,24 @@ class Batching:
 
     def _choose(self, sizes: Sequence[Pair], *, has_text_only: bool) -> tuple[Pair, ...]:
         text, images = self._largest
-        multiple = 1 if self._config.pack else _MULTIPLE
+        multiple = self._cut.rows if self._config.pack else lcm(_MULTIPLE, self._cut.length)
         texts = best_buckets([size[0] for size in sizes], self._config.text_buckets, multiple=multiple, largest=text)
         rows = [size[1] for size in sizes if size[1]]
-        image_rows = best_buckets(rows, self._config.image_buckets, largest=images) if images else ()
+        image_rows: tuple[int, ...] = ()
+        if images:
+            image_rows = best_buckets(
+                rows, self._config.image_buckets, multiple=self._cut.image_rows, largest=images
+            )
         always = [(text, images)] + ([(text, 0)] if has_text_only else [])
         return occurring_pairs(sizes, texts, image_rows, always=always)
 
     def _shape(self, pair: Pair) -> Shape:
-        rows, length = (pair[0], self.length) if self._config.pack else (self._config.microbatch_size, pair[0])
-        return Shape(rows, length, pair[1], self.image_length if pair[1] else 0)
+        cut, image_length = self._cut, self.image_length if pair[1] else 0
+        if self._format.is_packed:  # an image that fills its row has as many patches as the encoder knows
+            image_length = rounded_up(image_length, cut.image_length * self._format.merge**2)
+        if self._config.pack:
+            return Shape(pair[0], rounded_up(self.length, cut.length), pair[1], image_length)
+        return Shape(rounded_up(self._config.microbatch_size, cut.rows), pair[0], pair[1], image_length)
 
     def divide(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """The microbatches of a step, in the order in which replicas share them."""

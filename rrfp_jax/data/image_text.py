@@ -33,6 +33,7 @@ from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
+from rrfp_jax.planning.cut_sizes import CutSizes
 
 MARKER = "<image>"
 _END = b"\0"
@@ -54,6 +55,7 @@ class ImageText:
     Args:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
         part: the samples that are trained on, or those that are held out.
+        cut: of what the sizes of microbatches are multiples.
 
     Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have;
     ``largest_grid``, the most rows and the most columns of patches that an image has.
@@ -63,7 +65,14 @@ class ImageText:
     vocab_size = 256
     """A token is a byte."""
 
-    def __init__(self, config: ImageTextConfig, *, cost: Cost | None = None, part: Part = TRAIN) -> None:
+    def __init__(
+        self,
+        config: ImageTextConfig,
+        *,
+        cost: Cost | None = None,
+        part: Part = TRAIN,
+        cut: CutSizes | None = None,
+    ) -> None:
         refuse_nothing_held_out(part, config.held_out)
         self.config = config
         path = _at_home(config.path)
@@ -84,7 +93,7 @@ class ImageText:
         )
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, self._limits(), survey, cost)
+        self._batching = Batching(config, self._format, self._limits(), survey, cost, cut)
         self.shapes = self._batching.shapes
 
     def _lines_of(self, content: bytes, part: Part) -> list[_Line]:

@@ -25,6 +25,7 @@ from rrfp_jax.data.pictures import Picture, Pictures, Place
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 from rrfp_jax.data.words import divided, words_of
+from rrfp_jax.planning.cut_sizes import CutSizes
 from rrfp_jax.planning.packing import Packing, pack
 
 _SURVEYED_SAMPLES = 2048
@@ -56,6 +57,7 @@ class RenderedText:
     Args:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
         part: samples of the words that are trained on, or of those that are held out, none of them text only.
+        cut: of what the sizes of microbatches are multiples.
 
     Attributes: ``config``; ``training_words`` and ``held_out_words``; ``num_bytes`` of text; ``shapes``, all that a
     microbatch can have; ``largest_grid``, the rows and the most columns of patches that a picture has.
@@ -66,7 +68,14 @@ class RenderedText:
     bytes_per_token = 1.0
     """A token is a byte."""
 
-    def __init__(self, config: RenderedTextConfig, *, cost: Cost | None = None, part: Part = TRAIN) -> None:
+    def __init__(
+        self,
+        config: RenderedTextConfig,
+        *,
+        cost: Cost | None = None,
+        part: Part = TRAIN,
+        cut: CutSizes | None = None,
+    ) -> None:
         refuse_nothing_held_out(part, config.held_out)
         self.config = config
         self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)
@@ -80,7 +89,7 @@ class RenderedText:
         self._format = PatchFormat(config.patch_size**2, config.merge, is_packed=True)
         num_steps = -(-_SURVEYED_SAMPLES // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, self._limits(max(map(len, words))), survey, cost)
+        self._batching = Batching(config, self._format, self._limits(max(map(len, words))), survey, cost, cut)
         self.shapes = self._batching.shapes
         if part == HELD_OUT:  # of the same shapes as what is trained on
             self._drawn, self._is_held_out = self.held_out_words, True

@@ -56,11 +56,19 @@ def use_xla_flags(flags: Sequence[str], environ: MutableMapping[str, str]) -> bo
     return any(missing.values())
 
 
-def flags_agreed(environ: Mapping[str, str]) -> list[str]:
-    """What XLA reads in this process, sorted: it must be the same in all processes of a run, but for the number of
-    virtual devices and where programs are dumped."""
-    told = [flag for variable in (XLA, LIBTPU) for flag in environ.get(variable, "").split()]
-    return sorted({flag for flag in told if name_of(flag) not in _OF_HOST})
+def flags_agreed(environ: Mapping[str, str]) -> dict[str, str]:
+    """What XLA reads in this process, an entry for each flag: they must be the same in all processes of a run, but for
+    the number of virtual devices and where programs are dumped.
+
+    The names are those that a refusal has: of many flags it tells the ones that differ.
+    """
+    told = {
+        f"XLA's flag {name_of(flag)} (of {variable} or run.xla_flags)": flag.partition("=")[2]
+        for variable in (XLA, LIBTPU)
+        for flag in environ.get(variable, "").split()
+        if name_of(flag) not in _OF_HOST
+    }
+    return dict(sorted(told.items()))
 
 
 def _missing(flags: Sequence[str], variable: str, environ: Mapping[str, str]) -> list[str]:

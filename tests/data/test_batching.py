@@ -10,6 +10,7 @@ from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.contents import contents_of
 from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.samples import Grid, Text, make_sample
+from rrfp_jax.planning.cut_sizes import cut_sizes
 
 LONGEST, LARGEST = 24, 8
 
@@ -28,11 +29,11 @@ def drawn(seed, num=12):
     ]
 
 
-def batching(survey=(), cost=None, **changes):
+def batching(survey=(), cost=None, cut=None, **changes):
     config = BatchingConfig(**({"batch_size": 12, "num_microbatches": 4} | changes))
     num = config.microbatch_size
     limits = Limits(LONGEST, num * LONGEST, LARGEST, num * 3, num * 3 * LARGEST, has_text_only=True)
-    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost)
+    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut)
 
 
 def no_patches(number, image):
@@ -71,6 +72,23 @@ def test_whatever_comes_is_in_a_bucket(seed, pack, order, buckets, num_microbatc
         assert sorted(number for of_one in members for number in of_one) == list(range(12))
         assert all(members)
         assert pack or {len(of_one) for of_one in members} == {12 // num_microbatches}
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_sizes_are_padded_up_to_what_meshes_divide(pack):
+    """Samples share microbatches and rows as without meshes, in sizes of which each device has a part."""
+    survey = [drawn(1), drawn(2)]
+    cut = cut_sizes({"fsdp": 2, "expert": 2, "context": 5}, {"fsdp": 3, "context": 5})
+    made, plain = (batching(survey, pack=pack, cut=each) for each in (cut, None))
+    for shape in made.shapes:
+        assert (shape.rows % 4, shape.length % 10) == (0, 0)
+        assert (shape.image_rows % 12, shape.image_length % (5 * 4)) == (0, 0)
+    for seed in range(5):
+        assert made.divide(drawn(seed)) == plain.divide(drawn(seed))
+        own, other = (each.leaves(drawn(seed), no_patches, {}) for each in (made, plain))
+        for name in ("tokens", "segments", "weights"):
+            for padded, unpadded in zip(own[name], other[name], strict=True):
+                assert padded.sum() == unpadded.sum()
 
 
 def test_features_stand_where_the_index_says():

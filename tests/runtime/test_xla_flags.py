@@ -32,7 +32,10 @@ def test_flags_of_tpus_go_to_their_compiler() -> None:
 
 def test_processes_compare_what_decides_programs() -> None:
     environ = {XLA: f"--xla_force_host_platform_device_count=8 {KNOWN}", LIBTPU: "--xla_tpu_a=1"}
-    assert flags_agreed(environ) == [KNOWN, "--xla_tpu_a=1"]
+    assert flags_agreed(environ) == {
+        "XLA's flag --xla_gpu_enable_latency_hiding_scheduler (of XLA_FLAGS or run.xla_flags)": "true",
+        "XLA's flag --xla_tpu_a (of LIBTPU_INIT_ARGS or run.xla_flags)": "1",
+    }
 
 
 def test_a_flag_that_xla_does_not_know_is_refused() -> None:

@@ -66,7 +66,7 @@ def enter(
         return process
     process = Process(
         layout,
-        join(membership, {**configuration, "flags of XLA": flags_agreed(os.environ)}, cluster),
+        join(membership, {**configuration, **flags_agreed(os.environ)}, cluster),
         num_devices=devices,
         transport=transport,
         patience_s=max(cluster.start_deadline_s, progress_deadline_s),

@@ -16,6 +16,7 @@ from rrfp_jax.data import (
     Tokens,
 )
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.planning.cut_sizes import CutSizes, cut_sizes
 
 RunData = TextBytes | RenderedText | ImageText | Tokens | OwnData
 """What a run trains on."""
@@ -94,9 +95,9 @@ def _say(text: str) -> None:
 def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:
     from rrfp_jax.commands.training.model_parts import sample_cost
 
-    cost = sample_cost(config)
+    cost, cut = sample_cost(config), _cut_sizes(config)
     if config.image_text is not None:
-        images = ImageText(config.image_text, cost=cost, part=part)
+        images = ImageText(config.image_text, cost=cost, part=part, cut=cut)
         if images.num_images and config.vision is None:
             raise ValueError(
                 f"{config.image_text.path} has {images.num_images} images, and the model no vision: give a section "
@@ -113,9 +114,15 @@ def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageTe
     assert config.rendered_text is not None
     if config.vision is None:
         raise ValueError("rendered_text draws pictures, and the model has no vision: give a section vision")
-    drawn = RenderedText(config.rendered_text, cost=cost, part=part)
+    drawn = RenderedText(config.rendered_text, cost=cost, part=part, cut=cut)
     _check_sees(config.rendered_text, config, drawn.largest_grid, 1)
     return drawn
+
+
+def _cut_sizes(config: TrainConfig) -> CutSizes:
+    """What the meshes of the run's stages divide."""
+    layout = config.pipeline
+    return cut_sizes(layout.mesh or {}, layout.encoder_mesh)
 
 
 def _check_sees(

@@ -1,0 +1,15 @@
+"""A rank of ``rrfp train`` whose environment has one flag of XLA more than rank 0's, if it is another one."""
+
+import os
+import sys
+
+from rrfp_jax.commands.main import main
+from rrfp_jax.network.membership import RANK
+
+FLAG = "--xla_cpu_enable_fast_math=true"
+
+if __name__ == "__main__":
+    if os.environ[RANK] != "0":
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+    sys.argv[1:1] = ["train"]
+    main()
