@@ -17,12 +17,13 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.planning.as_configured import configured_plan
+from rrfp_jax.commands.planning.as_configured import configured_plan, encoder_notes
 from rrfp_jax.commands.planning.as_json import plan_as_json
 from rrfp_jax.commands.planning.asking import Asked, read_asked
 from rrfp_jax.commands.planning.options import plan_parser
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             plan = configured_plan(asked.config, asked.book, draws=arguments.draws, seed=arguments.seed)
         else:
             plan = search(asked, arguments.seed)
+            plan = replace(plan, notes=(*plan.notes, *encoder_notes(asked.config)))
     if not plan.ranking and not plan.is_complete:
         _log.warning("interrupted before anything was judged")
         return INTERRUPTED

@@ -90,6 +90,7 @@ class Batching:
         limits: Limits,
         survey: Sequence[Sequence[Sample]],
         cost: Cost | None = None,
+        *,
         cut: CutSizes | None = None,
     ) -> None:
         self._config, self._format, self._cut = config, patch_format, cut or CutSizes()
@@ -129,9 +130,7 @@ class Batching:
         rows = [size[1] for size in sizes if size[1]]
         image_rows: tuple[int, ...] = ()
         if images:
-            image_rows = best_buckets(
-                rows, self._config.image_buckets, multiple=self._cut.image_rows, largest=images
-            )
+            image_rows = best_buckets(rows, self._config.image_buckets, multiple=self._cut.image_rows, largest=images)
         always = [(text, images)] + ([(text, 0)] if has_text_only else [])
         return occurring_pairs(sizes, texts, image_rows, always=always)
 

@@ -93,7 +93,7 @@ class ImageText:
         )
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, self._limits(), survey, cost, cut)
+        self._batching = Batching(config, self._format, self._limits(), survey, cost, cut=cut)
         self.shapes = self._batching.shapes
 
     def _lines_of(self, content: bytes, part: Part) -> list[_Line]:

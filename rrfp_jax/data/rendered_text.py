@@ -89,7 +89,7 @@ class RenderedText:
         self._format = PatchFormat(config.patch_size**2, config.merge, is_packed=True)
         num_steps = -(-_SURVEYED_SAMPLES // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, self._limits(max(map(len, words))), survey, cost, cut)
+        self._batching = Batching(config, self._format, self._limits(max(map(len, words))), survey, cost, cut=cut)
         self.shapes = self._batching.shapes
         if part == HELD_OUT:  # of the same shapes as what is trained on
             self._drawn, self._is_held_out = self.held_out_words, True

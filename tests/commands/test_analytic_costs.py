@@ -185,3 +185,24 @@ def test_axes_whose_costs_nobody_knows_are_refused() -> None:
     config = load_train_config("cpu/debug", {"pipeline.mesh": {"tensor": 2, "other": 2}})
     with pytest.raises(ValueError, match="planning knows nothing of the axis 'other'"):
         model_layers(config, microbatch_size=2)
+
+
+SEEN = Rows(num_rows=4, length=64, image_rows=8, patch_length=32)
+"""What both meshes cut."""
+
+
+def test_an_encoder_is_shared_by_the_devices_of_its_own_mesh() -> None:
+    """Its layers are those of a run that has this mesh everywhere, the decoder's those of one that has the other."""
+
+    def layers(mesh: dict[str, int], encoder_mesh: dict[str, int] | None = None) -> Any:
+        config = load_train_config(
+            "cpu/multimodal", {"pipeline.mesh": mesh, "pipeline.encoder_mesh": encoder_mesh, "pipeline.num_stages": 2}
+        )
+        return model_layers(config, microbatch_size=4, tensor=mesh.get("tensor", 1), rows=SEEN).types
+
+    own, tensor, fsdp = layers({"tensor": 2}, {"fsdp": 2}), layers({"tensor": 2}), layers({"fsdp": 2})
+    for name, layer in own.items():
+        assert layer == (fsdp if name in ("patches", "vision", "projector") else tensor)[name]
+    assert own["vision"].sizes != tensor["vision"].sizes
+    with pytest.raises(ValueError, match=r"^encoder_mesh has 2 devices, and .* have 4 \(tensor 2 x context 2\): give"):
+        layers({"tensor": 2, "context": 2}, {"fsdp": 2})

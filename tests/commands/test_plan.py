@@ -213,6 +213,23 @@ def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]
         main(["--costs", costs, "--as-configured"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["encoder", "chunk", "decoder"])
+def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its chunks are those that training makes, also where the encoder's stages have another mesh."""
+    text = find_preset("cpu/multimodal").read_text()
+    more = f"pipeline:\n  mesh: {{tensor: 2}}\n  encoder_mesh: {{fsdp: 2}}\n  projector_in: {where}"
+    Path("seen.yaml").write_text(text.replace("pipeline:", more).replace("num_stages: 4", "num_stages: 3"))
+    (only,) = planned(capsys, "--config", "seen.yaml", "--device", "h100", "--as-configured")["ranking"]
+    counts = {"encoder": [3, 2, 2], "chunk": [2, 1, 2, 2], "decoder": [2, 3, 2]}[where]
+    assert only["layers_of_chunk"] == counts
+    run = plan_run(load_train_config("seen.yaml", {}), Path("run"))
+    assert run.cut is not None
+    assert len(run.cut.chunks) == len(counts)
+    with pytest.raises(BadInput, match="--costs knows one mesh for all stages"):
+        main(["--config", "seen.yaml", "--costs", costs])
+
+
 def test_where_nothing_fits_the_nearest_changes_are_told(costs: str) -> None:
     with pytest.raises(BadInput, match=r"nothing fits: .* per device") as refused:
         main(["--costs", costs, *SMALL, "--memory", "150MiB"])

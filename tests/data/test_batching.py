@@ -33,7 +33,7 @@ def batching(survey=(), cost=None, cut=None, **changes):
     config = BatchingConfig(**({"batch_size": 12, "num_microbatches": 4} | changes))
     num = config.microbatch_size
     limits = Limits(LONGEST, num * LONGEST, LARGEST, num * 3, num * 3 * LARGEST, has_text_only=True)
-    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut)
+    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut=cut)
 
 
 def no_patches(number, image):

@@ -16,8 +16,7 @@ def test_differing_flags_are_refused_by_name(tmp_path: Path) -> None:
     with launched("--processes", 2, "--", "flagged", *arguments) as launcher:
         assert launcher.wait(PATIENCE_S) != DONE, launcher.text
     sentence = (
-        "XLA's flag --xla_cpu_enable_fast_math (of XLA_FLAGS or run.xla_flags) is nothing on rank 0, "
-        '"true" on rank 1'
+        'XLA\'s flag --xla_cpu_enable_fast_math (of XLA_FLAGS or run.xla_flags) is nothing on rank 0, "true" on rank 1'
     )
     assert sentence in launcher.text, launcher.text
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
 """Costs of a run's model on a device that need not be there: from its record, by a roofline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
@@ -11,7 +11,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
 from rrfp_jax.planning.costs.analytic import Roofline
 from rrfp_jax.planning.devices import CUDA, Device, Efficiencies
-from rrfp_jax.planning.unit_axes import other_axes, spans, with_tensor
+from rrfp_jax.planning.unit_axes import TENSOR, other_axes, spans
 from rrfp_jax.training.run_config import PipelineConfig
 
 
@@ -39,16 +39,15 @@ def analytic_book(
     """
     found, layout = efficiencies or Efficiencies(), config.pipeline
     entries, models = [], []
-    rooflines = {tensor: _roofline(config, device, found, tensor) for tensor in tensors}
     for size in dict.fromkeys(microbatch_sizes):
         rows = rows_of(config, size)
-        for (tensor, roofline), remat in product(rooflines.items(), dict.fromkeys(remats)):
+        for tensor, remat in product(dict.fromkeys(tensors), dict.fromkeys(remats)):
             models.append(
                 model_layers(
                     config, microbatch_size=size, tensor=tensor, remat=remat, is_cuda=device.kind == CUDA, rows=rows
                 )
             )
-            costs = _costs(models[-1], roofline, config)
+            costs = _costs(models[-1], config, device, found)
             entries.append(CostEntry(types=costs, microbatch_size=size, tensor=tensor, remat=remat))
     return CostBook(
         layers=models[0].layers,
@@ -60,7 +59,7 @@ def analytic_book(
         tokens_per_sample=models[0].tokens_per_sample,
         device=device.title,
         device_bytes=device.num_bytes,
-        device_flops=_roofline(config, device, found, 1).peak_flops,
+        device_flops=_roofline(config, device, found, {}).peak_flops,
         source=f"analytic: {found.compute:.0%} of the peak's operations, {found.memory:.0%} of the memory's bandwidth",
     )
 
@@ -81,14 +80,18 @@ def fitted_efficiencies(
     )
     if kind not in model.types:
         raise ValueError(f"the model has no layer of type {kind!r}: give one of {', '.join(model.types)}")
-    foreseen = _costs(model, _roofline(config, device, Efficiencies(), tensor), config)[kind]
+    foreseen = _costs(model, config, device, Efficiencies())[kind]
     return Efficiencies().fitted(foreseen.work_ms(split=True), measured.work_ms(split=True))
 
 
-def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
-    is_float32 = config.model.compute_dtype == "float32"
-    along = spans(with_tensor(config.pipeline.mesh, tensor))
-    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, spans=along, is_float32=is_float32)
+def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, mesh: Mapping[str, int]) -> Roofline:
+    return Roofline(
+        device=device,
+        efficiencies=efficiencies,
+        tensor=mesh.get(TENSOR, 1),
+        spans=spans(mesh),
+        is_float32=config.model.compute_dtype == "float32",
+    )
 
 
 def devices_of(layout: PipelineConfig) -> int:
@@ -96,9 +99,11 @@ def devices_of(layout: PipelineConfig) -> int:
     return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
 
 
-def _costs(model: ModelLayers, roofline: Roofline, config: TrainConfig) -> dict[str, LayerCosts]:
+def _costs(
+    model: ModelLayers, config: TrainConfig, device: Device, efficiencies: Efficiencies
+) -> dict[str, LayerCosts]:
     return {
-        name: roofline.costs(
+        name: _roofline(config, device, efficiencies, each.mesh).costs(
             each.sizes,
             fixed_bytes=each.fixed_bytes,
             param_bytes=BYTES[config.model.param_dtype],

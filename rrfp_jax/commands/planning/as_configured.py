@@ -6,7 +6,8 @@ from rrfp_jax import arbitration
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
-from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
+from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.candidates import Candidate
@@ -14,7 +15,7 @@ from rrfp_jax.planning.search.forecasting import forecast
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.objective import Objective
 from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Shape
-from rrfp_jax.planning.unit_axes import TENSOR
+from rrfp_jax.planning.unit_axes import TENSOR, describe_axes
 from rrfp_jax.training.run_config import AUTO_CUT
 
 _CHOICES = (
@@ -34,8 +35,6 @@ def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | Non
             f"{flag} is for a search, and --as-configured takes what the configuration says: leave one out"
         )
     layout = config.pipeline
-    if config.vision is not None:
-        raise ValueError("--as-configured knows language models, and this one has an encoder: leave it out, to search")
     for name in ("offload", "recompute"):
         if getattr(layout, name) is not None:
             raise ValueError(f"--as-configured knows nothing of {name}: leave that out of the configuration")
@@ -49,7 +48,7 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: in
     """The one choice that the configuration is, by these costs. Raises ValueError where it does not fit together."""
     layout = config.pipeline
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
-    order = order_of(layout, ordering_of(layout), share)
+    order = _order(config, share)
     if order.graph.shared:
         raise ValueError("--as-configured knows schedules of one direction: take another schedule")
     shape = Shape(
@@ -80,12 +79,59 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: in
     judge = Judge(book.noise, Objective.parse("mean"), draws, seed)
     ranked = Ranked(choice=one.choice, forecast=forecast(one, book, judge))
     return Plan(
-        ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1
+        ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1,
+        notes=encoder_notes(config),
+    )  # fmt: skip
+
+
+def encoder_notes(config: TrainConfig | None) -> tuple[str, ...]:
+    """That stages of the encoder have a mesh of their own."""
+    mesh = None if config is None else config.pipeline.encoder_mesh
+    if mesh is None:
+        return ()
+    return (f"the encoder's stages have a mesh of their own, {describe_axes(tuple(mesh.items()))}",)
+
+
+def _order(config: TrainConfig, share: int) -> arbitration.Order:
+    """Of a model with an encoder a chain of its chunks, as if every microbatch had images."""
+    layout, ordering = config.pipeline, ordering_of(config.pipeline)
+    if config.vision is None:
+        return order_of(layout, ordering, share)
+    from rrfp_jax.commands.training.model_parts import placement_of
+
+    placement, _ = placement_of(layout)
+    return ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=placement,
     )
+
+
+def _encoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each of the encoder's chunks and the projector's own, ends included; the decoder's first chunk may
+    have the projector instead."""
+    assert config.vision is not None
+    layout = config.pipeline
+    counts = [*(layout.encoder_layers_per_chunk or balanced_counts(config.vision.num_layers_run, num_chunks))]
+    counts[0] += 1
+    counts[-1] += layout.projector_in == ENCODER
+    return (*counts, *[1] * (layout.projector_in == OWN_CHUNK))
 
 
 def _counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     """Layers of each chunk, ends included."""
+    layout = config.pipeline
+    if config.vision is None:
+        return _decoder_counts(config, num_chunks)
+    from rrfp_jax.commands.training.model_parts import placement_of
+
+    of_encoder = _encoder_counts(config, placement_of(layout)[1])
+    first, *others = _decoder_counts(config, num_chunks - len(of_encoder))
+    return (*of_encoder, first + (layout.projector_in == DECODER), *others)
+
+
+def _decoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     from rrfp_jax.commands.planning.small_cut import types_of_plans
 
     layout = config.pipeline

@@ -44,6 +44,8 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     _check_outputs(arguments, config)
     num_devices = _num_devices(arguments, config)
     batch_size = _batch_size(arguments, config)
+    if config is not None and config.pipeline.encoder_mesh is not None:
+        _check_encoder_mesh(arguments, config)
     book = given_costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
     if config is not None and (asked := other_axes(config.pipeline.mesh)) != book.mesh:
         raise ValueError(
@@ -61,7 +63,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
         stages=parse_counts(arguments.stages, "--stages"),
         data=parse_counts(arguments.data, "--data"),
         tensor=parse_counts(arguments.tensor, "--tensor"),
-        chunks=parse_counts(arguments.chunks_per_stage, "--chunks-per-stage"),
+        chunks=_chunks(arguments, config),
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
         consumptions=parse_words(arguments.consume, "--consume", CONSUMPTIONS) or CONSUMPTIONS,
         window=arguments.window,
@@ -73,6 +75,16 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     )
     what = arguments.config or arguments.costs
     return Asked(book=book, wishes=wishes, config=config, title=f"{what} on {num_devices} {_many(book)}")
+
+
+def _check_encoder_mesh(arguments: argparse.Namespace, config: TrainConfig) -> None:
+    if config.vision is None:
+        raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
+    if arguments.costs is not None or arguments.compile:
+        flag = "--compile" if arguments.compile else "--costs"
+        raise ValueError(
+            f"{flag} knows one mesh for all stages: work costs out alone (--device), or leave encoder_mesh out"
+        )
 
 
 def _many(book: CostBook) -> str:
@@ -99,6 +111,18 @@ def _num_devices(arguments: argparse.Namespace, config: TrainConfig | None) -> i
         raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
     layout = config.pipeline
     return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
+
+
+def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:
+    """Of each stage: one where encoder and decoder have meshes of their own, and so share no stage."""
+    asked = parse_counts(arguments.chunks_per_stage, "--chunks-per-stage")
+    if config is None or config.pipeline.encoder_mesh is None:
+        return asked
+    if asked not in (None, (1,)):
+        raise ValueError(
+            "--chunks-per-stage above 1 makes encoder and decoder share stages: leave it or encoder_mesh out"
+        )
+    return (1,)
 
 
 def _batch_size(arguments: argparse.Namespace, config: TrainConfig | None) -> int | None:

@@ -10,7 +10,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.devices import device_of
 from rrfp_jax.planning.layer_sizes import REMATS
-from rrfp_jax.planning.unit_axes import TENSOR, other_axes
+from rrfp_jax.planning.unit_axes import TENSOR, other_axes, with_tensor
 
 _SIZES = (1, 2, 4, 8)
 """Of microbatches, and devices that share a layer, where the user does not say."""
@@ -52,7 +52,8 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
             config.model.num_key_value_heads,
             config.model.mlp_dim,
         )
-        tensors = tuple(tensor for tensor in _SIZES if both % tensor == 0)
+        tensors = tuple(tensor for tensor in _SIZES if both % tensor == 0 and _is_as_large(config, tensor))
+        tensors = tensors or _configured(config)[1]
     if remats is None:
         remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
     return analytic_book(
@@ -63,6 +64,12 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
         remats=remats,
         num_devices=num_devices,
     )
+
+
+def _is_as_large(config: TrainConfig, tensor: int) -> bool:
+    """Whether the decoder's stages have as many devices as the encoder's, where these have a mesh of their own."""
+    mesh, encoder_mesh = with_tensor(config.pipeline.mesh, tensor), config.pipeline.encoder_mesh
+    return encoder_mesh is None or prod(mesh.values()) == prod(encoder_mesh.values())
 
 
 def _compiled(

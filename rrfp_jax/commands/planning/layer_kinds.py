@@ -37,6 +37,7 @@ class Placed(NamedTuple):
     """Of what it is made, as configurations freeze it."""
     sizes: LayerSizes
     param_dtype: str
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,7 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     )
     stem = replace(stem, stash_bytes=patches * (vision.patch_dim * FLOAT32 + 8))  # pictures come in float32
     names = ("vision.patches", *(("vision.pre_norm",) if vision.pre_norm else ()))
-    yield Placed("patches", names, way.spread(stem, parts), vision.param_dtype)
+    yield Placed("patches", names, way.spread(stem, parts), vision.param_dtype, is_encoder=True)
     layer = transformer_layer(
         _encoder_widths(vision, way),
         sizes.encoder.layer(way.rows.patches, way.rows.patch_pairs),
@@ -255,7 +256,7 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     )
     layer = way.spread(replace(layer, sums=(2, 2), sum_bytes=patches * vision.hidden * c), parts)
     for number in range(vision.num_layers_run):
-        yield Placed("vision", (f"vision.layers.{number}",), layer, vision.param_dtype)
+        yield Placed("vision", (f"vision.layers.{number}",), layer, vision.param_dtype, is_encoder=True)
     features, decoder = patches // projector.patches_per_feature, model.decoder
     widths = sizes.projector.in_dim, sizes.projector.inner_dim, sizes.projector.out_dim
     last = dense_layer(

@@ -6,7 +6,8 @@ that are frozen are types of their own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from rrfp_jax.commands.planning.layer_kinds import BYTES, FLOAT32, Placed, Way, decoder_layers, encoder_layers
 from rrfp_jax.commands.planning.microbatches import Rows, rows_of
@@ -15,7 +16,7 @@ from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import REMATS, LayerSizes
-from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, other_axes
+from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, with_tensor
 
 _COUNTS = 8
 """Of the updates that an optimizer counts, twice, for each chunk."""
@@ -36,6 +37,8 @@ class LayerType:
     """Whether its parameters change."""
     has_backward: bool = True
     """Whether it, or a layer before it, trains."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Of the devices that hold it, innermost first."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -70,23 +73,20 @@ def model_layers(
 
     Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
     """
-    axes = other_axes(config.pipeline.mesh)
-    if unknown := [axis for axis in axes if axis not in (FSDP, EXPERT, CONTEXT)]:
-        raise ValueError(
-            f"planning knows nothing of the axis {unknown[0]!r}, which the model does not cut: leave it out"
-        )
-    check_divides(config.model, tensor, axes.get(EXPERT, 1))
+    mesh, encoder_mesh = _meshes(config, tensor)
+    check_divides(config.model, tensor, mesh.get(EXPERT, 1))
     if remat not in REMATS:
         raise ValueError(f"remat is {remat!r}: give one of {', '.join(REMATS)}")
     way = Way(
         rows=rows or rows_of(config, microbatch_size),
         tensor=tensor,
-        axes=axes,
+        axes=other_axes(mesh),
         remat=remat,
         is_cuda=is_cuda,
         compute_bytes=BYTES[config.model.compute_dtype],
     )
-    placed = _placed(config, way)
+    of_encoder = replace(way, tensor=encoder_mesh.get(TENSOR, 1), axes=other_axes(encoder_mesh))
+    placed = _placed(config, way, of_encoder)
     trains = [not _is_frozen(each.names, config.pipeline.freeze) for each in placed]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
@@ -102,6 +102,7 @@ def model_layers(
             num_moments=num_moments,
             trains=does,
             has_backward=has_backward,
+            mesh=encoder_mesh if each.is_encoder else mesh,
         )
     return ModelLayers(
         layers=tuple(names),
@@ -111,13 +112,29 @@ def model_layers(
     )
 
 
-def _placed(config: TrainConfig, way: Way) -> list[Placed]:
+def _meshes(config: TrainConfig, tensor: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Of the decoder's stages with so many devices along ``tensor``, and of the encoder's."""
+    layout = config.pipeline
+    mesh = with_tensor(layout.mesh, tensor)
+    encoder_mesh = layout.encoder_mesh or mesh
+    if prod(encoder_mesh.values()) != prod(mesh.values()):
+        raise ValueError(
+            f"encoder_mesh has {prod(encoder_mesh.values())} devices, and the decoder's stages have "
+            f"{prod(mesh.values())} ({describe_axes(tuple(mesh.items()))}): give both the same number"
+        )
+    for axis in (*other_axes(mesh), *other_axes(encoder_mesh)):
+        if axis not in (FSDP, EXPERT, CONTEXT):
+            raise ValueError(f"planning knows nothing of the axis {axis!r}, which the model does not cut: leave it out")
+    return mesh, encoder_mesh
+
+
+def _placed(config: TrainConfig, way: Way, of_encoder: Way) -> list[Placed]:
     packed = config.has_segments
     if config.vision is None:
         return list(decoder_layers(config.model, way, packed=packed))
     projector = config.projector or ProjectorConfig()
     model = VisionLanguageConfig(vision=config.vision, projector=projector, decoder=config.model)
-    return [*encoder_layers(model, way), *decoder_layers(config.model, way, packed=packed, prefix="decoder.")]
+    return [*encoder_layers(model, of_encoder), *decoder_layers(config.model, way, packed=packed, prefix="decoder.")]
 
 
 def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:

@@ -65,7 +65,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
     layout = config.pipeline
     if layout.embedding_chunk:
         raise ValueError("embedding_chunk says where a language model embeds: leave it out for one with an encoder")
-    placement, num_encoder_chunks = _placement(layout)
+    placement, num_encoder_chunks = placement_of(layout)
     has_own = layout.projector_in == OWN_CHUNK
     num_decoder_chunks = placement.num_chunks - num_encoder_chunks - has_own
     if num_decoder_chunks < 1:
@@ -96,7 +96,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
     return CutModel(freeze(graph.chunks, layout.freeze), graph.edges, placement)
 
 
-def _placement(layout: PipelineConfig) -> tuple[Placement, int]:
+def placement_of(layout: PipelineConfig) -> tuple[Placement, int]:
     """Where the chunks lie, and how many of them are the encoder's, without a projector of its own."""
     num_counts = None if layout.encoder_layers_per_chunk is None else len(layout.encoder_layers_per_chunk)
     if layout.stage_of_chunk is not None:
