@@ -270,7 +270,7 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
     )
     if vision.final_norm and way.remat == "none":
         last = replace(last, stash_bytes=last.stash_bytes + patches * vision.hidden * 3 * FLOAT32)
-    yield Placed("projector", ("projector",), way.spread(last, parts), decoder.param_dtype)
+    yield Placed("projector", ("projector",), way.spread(last, parts), decoder.param_dtype, is_encoder=True)
 
 
 def _encoder_widths(vision: VisionConfig, way: Way) -> Widths:

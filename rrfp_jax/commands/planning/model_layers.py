@@ -116,7 +116,8 @@ def _meshes(config: TrainConfig, tensor: int) -> tuple[Mapping[str, int], Mappin
     """Of the decoder's stages with so many devices along ``tensor``, and of the encoder's."""
     layout = config.pipeline
     mesh = with_tensor(layout.mesh, tensor)
-    encoder_mesh = layout.encoder_mesh or mesh
+    own = layout.encoder_mesh
+    encoder_mesh = mesh if own is None else with_tensor(own, own.get(TENSOR, 1))
     if prod(encoder_mesh.values()) != prod(mesh.values()):
         raise ValueError(
             f"encoder_mesh has {prod(encoder_mesh.values())} devices, and the decoder's stages have "
