@@ -214,14 +214,14 @@ def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["encoder", "chunk", "decoder"])
+@pytest.mark.parametrize("where", ["encoder", "own", "decoder"])
 def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its chunks are those that training makes, also where the encoder's stages have another mesh."""
     text = find_preset("cpu/multimodal").read_text()
     more = f"pipeline:\n  mesh: {{tensor: 2}}\n  encoder_mesh: {{fsdp: 2}}\n  projector_in: {where}"
     Path("seen.yaml").write_text(text.replace("pipeline:", more).replace("num_stages: 4", "num_stages: 3"))
     (only,) = planned(capsys, "--config", "seen.yaml", "--device", "h100", "--as-configured")["ranking"]
-    counts = {"encoder": [3, 2, 2], "chunk": [2, 1, 2, 2], "decoder": [2, 3, 2]}[where]
+    counts = {"encoder": [3, 2, 2], "own": [2, 1, 2, 2], "decoder": [2, 3, 2]}[where]
     assert only["layers_of_chunk"] == counts
     run = plan_run(load_train_config("seen.yaml", {}), Path("run"))
     assert run.cut is not None

@@ -135,7 +135,10 @@ def _placed(config: TrainConfig, way: Way, of_encoder: Way) -> list[Placed]:
         return list(decoder_layers(config.model, way, packed=packed))
     projector = config.projector or ProjectorConfig()
     model = VisionLanguageConfig(vision=config.vision, projector=projector, decoder=config.model)
-    return [*encoder_layers(model, of_encoder), *decoder_layers(config.model, way, packed=packed, prefix="decoder.")]
+    seen = [*encoder_layers(model, of_encoder)]
+    if config.pipeline.projector_in == DECODER:  # in a chunk of the decoder's, on its mesh
+        seen[-1] = [*encoder_layers(model, way)][-1]._replace(is_encoder=False)
+    return [*seen, *decoder_layers(config.model, way, packed=packed, prefix="decoder.")]
 
 
 def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
