@@ -9,19 +9,21 @@ for this F. Without the reserve more fits, and a run may get stuck.
 the chosen one's duration have passed.
 """
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.planning.orders.problem import NOTHING, Problem, Rows
+from rrfp_jax.planning.orders.problem import Problem, Rows
 
 Keys = NDArray[np.float64] | NDArray[np.int64]
 """By task; of equal ones the task with the smaller number goes first."""
 
-_TOO_LATE = -2
+_NEVER = 1 << 100
+"""Later than all turns."""
 
 
 class Manner(NamedTuple):
@@ -65,7 +67,12 @@ def _needs(problem: Problem, *, keeps_reserve: bool) -> list[int]:
 
 class _Run:
     """The pipeline at one moment. What is ready lies in heaps of ranks, which say both task and place in the ranking:
-    of each chunk its F, of each stage the backwards, and the W."""
+    of each chunk its F, of each stage the backwards, and the W. What is on its way to a stage lies in a heap too.
+
+    A stage has its *turn* when it may start something. The earliest turn comes next, of equal ones that of the first
+    stage. A task ends behind its start, so what has arrived by a turn is known by then; and what a task frees, or hands
+    on to its own stage, nobody asks for before it has ended.
+    """
 
     def __init__(self, problem: Problem, keys: Keys, manner: Manner, latest: float) -> None:
         num_stages, m = problem.num_stages, problem.num_microbatches
@@ -73,126 +80,114 @@ class _Run:
         ranks = np.empty_like(order)
         ranks[order] = np.arange(len(order))
         self.problem, self.patience, self.latest = problem, manner.patience, latest
-        needs = _needs(problem, keeps_reserve=manner.keeps_reserve)
         self.by_rank: list[int] = order.tolist()
         self.ranks: list[int] = ranks.tolist()
-        self.needs = [needs[chunk] for chunk in range(problem.num_chunks) for _ in range(m)]
+        self.needs = _needs(problem, keeps_reserve=manner.keeps_reserve)
         self.forwards: list[list[int]] = [[] for _ in range(problem.num_chunks)]
         self.forwards[0] = [self.ranks[task] for task in problem.first_tasks()]
         heapify(self.forwards[0])
         self.backs: list[list[int]] = [[] for _ in range(num_stages)]
         self.weights: list[list[int]] = [[] for _ in range(num_stages)]
-        chunks_of = problem.placement.chunks_of_stage
-        self.queues = [[(c, needs[c], self.forwards[c]) for c in chunks_of[stage]] for stage in range(num_stages)]
-        """By stage: the room that F of a chunk need, and those that are ready."""
         self.windows = list(manner.windows) or [m] * problem.num_chunks
         """By chunk: how many more it may hold."""
-        self.coming: list[dict[int, int]] = [{} for _ in range(num_stages)]
-        """By stage: when what is on its way arrives, by rank."""
         self.space = list(problem.room)
         self.left = list(problem.work)
         """By stage: time of the tasks that have not started."""
         self.rows: Rows = [[] for _ in range(num_stages)]
-        self.idle = [True] * num_stages
+        self.coming: list[list[int]] = [[] for _ in range(num_stages)]
+        """By stage: when what is on its way arrives, and in the last bits its rank."""
+        self.shift = problem.num_tasks.bit_length()
+        self.stage_shift = num_stages.bit_length()
+        self.turns, self.free = [_NEVER] * num_stages, [0] * num_stages
+        """By stage: its next turn, with its number in the last bits; and when its last task ends."""
 
     def goes_through(self) -> bool:
         """Run all tasks; False where it gets stuck, or would last too long."""
-        problem, idle, ranks = self.problem, self.idle, self.ranks
-        stages, durations, followers, delays = problem.stages, problem.durations, problem.followers, problem.delays
-        num_tasks, ways, m = problem.num_tasks, problem.num_ways, problem.num_microbatches
-        forwards, backs = self.forwards, self.backs
-        shift = (2 * num_tasks).bit_length()
-        mask = (1 << shift) - 1
-        events = list[int]()  # the time of each, then its task; of arrivals the task plus the number of all tasks
-        touched, now = {stages[0]}, 0
-        while True:
-            for stage in touched:
-                task = self._start(stage, now) if idle[stage] else NOTHING
-                if task >= 0:
-                    heappush(events, now + durations[task] << shift | task)
-                elif task == _TOO_LATE:
-                    return False
-            if not events:
-                break
-            touched.clear()
-            now = events[0] >> shift
-            until = now + 1 << shift
-            while events and events[0] < until:
-                task = heappop(events) & mask
-                if task < num_tasks:
-                    touched.add(self._end(task))
-                    delay, task = delays[task], followers[task]
-                    if task < 0:
-                        continue
-                    if delay:
-                        heappush(events, now + delay << shift | task + num_tasks)
-                        continue
-                else:
-                    task -= num_tasks
-                touched.add(stages[task])
-                heappush(backs[stages[task]] if task >= ways else forwards[task // m], ranks[task])
-        return not any(self.left)
+        problem, latest, patience, left, rows = self.problem, self.latest, self.patience, self.left, self.rows
+        durations, stages, followers, delays = problem.durations, problem.stages, problem.followers, problem.delays
+        ranks, by_rank, coming, turns, free = self.ranks, self.by_rank, self.coming, self.turns, self.free
+        chunks, takes, freed, ways = problem.chunks, problem.weights, problem.freed, problem.num_ways
+        queue_of, best_queue, shift, stage_shift = self._queues(), self._choosing(), self.shift, self.stage_shift
+        mask, stage_mask = (1 << shift) - 1, (1 << stage_shift) - 1
+        turns[stages[0]] = stages[0]
+        while (turn := min(turns)) < _NEVER:
+            now, stage = turn >> stage_shift, turn & stage_mask
+            arriving, until = coming[stage], now + 1 << shift
+            while arriving and arriving[0] < until:
+                rank = heappop(arriving) & mask
+                heappush(queue_of[by_rank[rank]], rank)
+            queue = best_queue(stage)
+            if queue is None or (patience and arriving and self._waits(stage, queue[0], now)):
+                turns[stage] = arriving[0] >> shift << stage_shift | stage if arriving else _NEVER
+                continue
+            if now + left[stage] > latest:
+                return False
+            task = by_rank[heappop(queue)]
+            rows[stage].append(task)
+            left[stage] -= durations[task]
+            free[stage] = end = now + durations[task]
+            turns[stage] = end << stage_shift | stage
+            if task < ways:
+                self.space[stage] -= takes[task]
+                self.windows[chunks[task]] -= 1
+            elif task + ways < len(stages):
+                heappush(self.weights[stage], ranks[task + ways])
+            else:
+                self.space[stage] += freed[task]
+                self.windows[chunks[task]] += 1
+            follower = followers[task]
+            if follower < 0:
+                continue
+            other, rank = stages[follower], ranks[follower]
+            if other == stage:
+                heappush(queue_of[follower], rank)
+                continue
+            at = end + delays[task]
+            heappush(coming[other], at << shift | rank)
+            turn = (at if at > free[other] else free[other]) << stage_shift | other
+            turns[other] = min(turns[other], turn)
+        return not any(left)
 
-    def _end(self, task: int) -> int:
-        """A task has ended; its stage."""
+    def _queues(self) -> list[list[int]]:
+        """By task, but for W: the heap in which it waits once it is ready."""
         problem = self.problem
-        stage, ways, after = problem.stages[task], problem.num_ways, task + problem.num_ways
-        self.idle[stage] = True
-        self.space[stage] += problem.freed[task]
-        if after >= problem.num_tasks:  # it is of the last kind
-            self.windows[(after - problem.num_tasks) // problem.num_microbatches] += 1
-        elif task >= ways:
-            heappush(self.weights[stage], self.ranks[after])
-        return stage
+        forwards = [self.forwards[chunk] for chunk in problem.chunks[: problem.num_ways]]
+        return forwards + [self.backs[stage] for stage in problem.stages[: problem.num_ways]]
 
-    def _start(self, stage: int, now: int) -> int:
-        """The task that a free stage starts; ``NOTHING`` where it stays idle, ``_TOO_LATE`` if that is hopeless."""
-        problem, space = self.problem, self.space[stage]
-        best = problem.num_tasks
-        chosen = self.backs[stage]
-        if chosen:
-            best = chosen[0]
-        queue = self.weights[stage]
-        if queue and queue[0] < best:
-            best, chosen = queue[0], queue
-        for chunk, need, queue in self.queues[stage]:
-            if queue and queue[0] < best and need <= space and self.windows[chunk]:
+    def _choosing(self) -> Callable[[int], list[int] | None]:
+        """What gives the heap of a stage's best admissible task; None: there is none."""
+        backs, weights, space, windows = self.backs, self.weights, self.space, self.windows
+        chunks_of = self.problem.placement.chunks_of_stage
+        forwards = [[(c, self.needs[c], self.forwards[c]) for c in chunks] for chunks in chunks_of]
+        last = len(self.ranks)
+
+        def best_queue(stage: int) -> list[int] | None:
+            best, chosen = last, None
+            queue = backs[stage]
+            if queue:
                 best, chosen = queue[0], queue
-        if best == problem.num_tasks:
-            return NOTHING
-        task = self.by_rank[best]
-        duration = problem.durations[task]
-        if self.patience and self._waits(stage, best, now, duration):
-            return NOTHING
-        left = self.left[stage]
-        if now + left > self.latest:
-            return _TOO_LATE
-        heappop(chosen)
-        self.left[stage] = left - duration
-        self.idle[stage] = False
-        self.space[stage] = space - problem.weights[task]
-        if task < problem.num_ways:
-            self.windows[task // problem.num_microbatches] -= 1
-        self.rows[stage].append(task)
-        return task
+            queue = weights[stage]
+            if queue and queue[0] < best:
+                best, chosen = queue[0], queue
+            for chunk, need, queue in forwards[stage]:
+                if queue and queue[0] < best and need <= space[stage] and windows[chunk]:
+                    best, chosen = queue[0], queue
+            return chosen
 
-    def _waits(self, stage: int, best: int, now: int, duration: int) -> bool:
-        """Whether something better is about to arrive; else the chosen task starts, and its follower is on its way."""
-        problem, coming = self.problem, self.coming[stage]
-        if coming:
-            until, space = now + self.patience * duration, self.space[stage]
-            for rank, at in list(coming.items()):
-                if at <= now:
-                    del coming[rank]
-                elif rank < best and at < until:
-                    task = self.by_rank[rank]
-                    if task >= problem.num_ways or (
-                        self.needs[task] <= space and self.windows[task // problem.num_microbatches]
-                    ):
-                        return True
-        task = self.by_rank[best]
-        follower = problem.followers[task]
-        if follower >= 0 and problem.stages[follower] != stage:
-            coming = self.coming[problem.stages[follower]]
-            coming[self.ranks[follower]] = now + duration + problem.delays[task]
+        return best_queue
+
+    def _waits(self, stage: int, best: int, now: int) -> bool:
+        """Whether something better is about to arrive."""
+        problem, by_rank, shift = self.problem, self.by_rank, self.shift
+        until = ceil(now + self.patience * problem.durations[by_rank[best]]) << shift
+        mask, ways, space = (1 << shift) - 1, problem.num_ways, self.space[stage]
+        for arriving in self.coming[stage]:
+            rank = arriving & mask
+            if rank < best and arriving < until:
+                task = by_rank[rank]
+                if task >= ways:
+                    return True
+                chunk = problem.chunks[task]
+                if self.needs[chunk] <= space and self.windows[chunk]:
+                    return True
         return False

@@ -15,7 +15,8 @@ from rrfp_jax.schedules.table import ScheduleTable
 SEARCHED = "searched"
 """The name of what has none."""
 _KEPT = 8
-_PER_ORDER = 200
+PER_ORDER = 200
+"""What an order costs beside its tasks, in tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Pool:
     def count(self, num_tasks: int | None = None) -> None:
         """Another order is being evaluated, at the cost of so many tasks; None: of all there are."""
         self.evaluations += 1
-        self.tasks += _PER_ORDER + (self.problem.num_tasks if num_tasks is None else num_tasks)
+        self.tasks += PER_ORDER + (self.problem.num_tasks if num_tasks is None else num_tasks)
 
     def dispatch(
         self, keys: Keys, manner: Manner, origin: str, *, cutoff: float | None = None, rule: Rule | None = None
@@ -152,7 +153,7 @@ class Pool:
 
     def _found(self, candidate: Candidate) -> FoundOrder:
         problem = self.problem
-        orders = [[problem.task(number) for number in row] for row in candidate.rows]
+        orders = [map(problem.tasks.__getitem__, row) for row in candidate.rows]
         return FoundOrder(
             table=ScheduleTable.from_orders(candidate.name, problem.placement, problem.graph, orders),
             name=candidate.name,

@@ -53,22 +53,28 @@ class Problem:
     bound: int
     """No order is quicker, whatever the room."""
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return self.placement.num_stages
 
-    @property
+    @cached_property
     def num_tasks(self) -> int:
         return len(self.durations)
 
-    @property
+    @cached_property
     def num_ways(self) -> int:
         """Pairs of chunk and microbatch: tasks of a kind."""
         return self.num_chunks * self.num_microbatches
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """By task."""
+        kinds = self.num_tasks // self.num_ways
+        return [chunk for _ in range(kinds) for chunk in range(self.num_chunks) for _ in range(self.num_microbatches)]
 
     def first_tasks(self) -> range:
         """The tasks that wait for nothing."""
@@ -85,9 +91,19 @@ class Problem:
         kinds = (TaskKind.F, TaskKind.I, TaskKind.W) if self.is_split else (TaskKind.F, TaskKind.B)
         return Task(kinds[offset], chunk, microbatch)
 
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """By number."""
+        return list(map(self.task, range(self.num_tasks)))
+
+    @cached_property
+    def numbers(self) -> dict[Task, int]:
+        """By task."""
+        return {task: number for number, task in enumerate(self.tasks)}
+
     def numbered(self, orders: Iterable[Iterable[Task]]) -> Rows:
         """Rows from the orders of a table."""
-        return [[self.number(task) for task in order] for order in orders]
+        return [list(map(self.numbers.__getitem__, order)) for order in orders]
 
     @cached_property
     def work(self) -> tuple[int, ...]:

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
-from rrfp_jax.planning.orders.found import Pool
+import numpy as np
+
+from rrfp_jax.planning.orders.found import PER_ORDER, Pool
 from rrfp_jax.planning.orders.problem import Problem
 from rrfp_jax.planning.orders.rule import Rule, keys, manner
 from rrfp_jax.planning.orders.windows import Share
@@ -29,11 +32,11 @@ _STARTS = (Rule(), Rule(lag=1.0, patience=0.5), Rule(lag=inf, pull=0.0), Rule(la
 def search_rules(pool: Pool, goes_on: Callable[[], bool]) -> None:
     """From each of some rules on: the best value of each field in turn, until none is better."""
     known: dict[Rule, float] = {}
-    values = choices(pool.problem)
+    values, runs = choices(pool.problem), _Runs(pool)
 
     def judge(rule: Rule, present: float) -> float:
         if rule not in known:
-            known[rule] = _try(pool, rule, max(present, pool.cutoff))
+            known[rule] = runs.makespan(rule, max(present, pool.cutoff))
         return known[rule]
 
     for start in _STARTS:
@@ -49,8 +52,32 @@ def search_rules(pool: Pool, goes_on: Callable[[], bool]) -> None:
                         rule, best, is_better = other, makespan, True
 
 
-def _try(pool: Pool, rule: Rule, cutoff: float) -> float:
-    """The makespan; infinite where the rule gets stuck, or lasts longer."""
-    ranks, of_rule = keys(pool.problem, rule), manner(pool.problem, rule)
-    made = pool.dispatch(ranks, of_rule, rule.words, cutoff=cutoff, rule=rule)
-    return inf if made is None else made.makespan
+class _Run(NamedTuple):
+    makespan: float
+    """Infinite where it got stuck, or would have lasted longer than its cutoff."""
+    cutoff: float
+    tasks: int
+    """What it cost."""
+
+
+class _Runs:
+    """What came of rules. Many rank all tasks alike; they are run once, and cost as if each were."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.met: dict[object, _Run] = {}
+
+    def makespan(self, rule: Rule, cutoff: float) -> float:
+        """Infinite where the rule gets stuck, or lasts longer."""
+        pool = self.pool
+        ranks, of_rule = keys(pool.problem, rule), manner(pool.problem, rule)
+        same = blake2b(np.argsort(ranks, kind="stable").tobytes()).digest(), of_rule
+        met = self.met.get(same)
+        if met is not None and (met.makespan < inf or cutoff <= met.cutoff):
+            pool.count(met.tasks)
+            return met.makespan
+        before = pool.tasks
+        made = pool.dispatch(ranks, of_rule, rule.words, cutoff=cutoff, rule=rule)
+        makespan = inf if made is None else made.makespan
+        self.met[same] = _Run(makespan, cutoff, pool.tasks - before - PER_ORDER)
+        return makespan
