@@ -237,6 +237,8 @@ class Ordering:
             )
         ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
         graph = replace(graph, split=self._split(placement), ops=ops)
+        if self.schedule is not None and self.schedule.graph == graph:
+            graph = self.schedule.graph  # which knows more of itself by now
         if self.schedule is not None and self.follows_table:
             _check_names_all(self.schedule, graph)
             if self._keeps_to_table:
@@ -465,7 +467,8 @@ def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
 
 def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
     """Raise ValueError if the table, less what this pipeline lacks, cannot run entry by entry."""
-    check_orders(table.name, table.placement, graph, _present(table.orders, graph))
+    if not (table.was_validated and table.graph == graph):
+        check_orders(table.name, table.placement, graph, _present(table.orders, graph))
 
 
 def _present(rows: Iterable[Iterable[Task]], graph: PipelineGraph) -> list[list[Task]]:

@@ -91,7 +91,7 @@ class ScheduleEntry:
                 raise
             table = table_of(self.name, self.describe, self.stages(request, split=True), twice=twice)
         hint = table.hint and replace(table.hint, weights_fill=self.weights_fill)
-        return replace(table, weights_fill=self.weights_fill, hint=hint)
+        return table.as_hint(weights_fill=self.weights_fill, hint=hint)
 
 
 D = TypeVar("D", bound=Description)

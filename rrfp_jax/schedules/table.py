@@ -7,7 +7,7 @@ the construction left a gap, and execution ignores it.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
@@ -74,8 +74,27 @@ class ScheduleTable:
         another stage, for a duplicated or missing task, and for a deadlock (with the cycle of tasks that wait for each
         other).
         """
-        check_orders(self.name, self.placement, self.graph, self.orders)
+        assert self.execution is not None
         return self
+
+    @cached_property
+    def execution(self) -> tuple[Task, ...]:
+        """All tasks in an order in which the stages can finish them, each keeping to its row.
+
+        Raises ValueError as :meth:`validate`.
+        """
+        return check_orders(self.name, self.placement, self.graph, self.orders)
+
+    @property
+    def was_validated(self) -> bool:
+        """Whether :meth:`validate` has found nothing wrong."""
+        return "execution" in self.__dict__
+
+    def as_hint(self, *, weights_fill: bool, hint: "ScheduleTable | None") -> "ScheduleTable":
+        """The same rows, with what they are as a hint."""
+        made = replace(self, weights_fill=weights_fill, hint=hint)
+        made.__dict__.update({name: self.__dict__[name] for name in ("orders", "execution") if name in self.__dict__})
+        return made
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """The largest number of microbatches that each stage holds at once, from first F there to last B or W there."""

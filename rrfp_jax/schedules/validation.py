@@ -14,8 +14,9 @@ from rrfp_jax.tasks import BUILT_IN_KINDS, PipelineGraph, Placement, Task
 Orders = Sequence[Sequence[Task]]
 
 
-def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> None:
-    """Raise ValueError, naming the table, at the first thing that keeps these orders from running."""
+def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> tuple[Task, ...]:
+    """All tasks in an order in which they can finish; raises ValueError, naming the table, at the first thing that
+    keeps these orders from running."""
     expected = set(graph.tasks())
     for stage, order in enumerate(orders):
         for task in order:
@@ -34,7 +35,7 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
     if missing:
         stages = sorted({placement.stage_of_chunk[task.chunk] for task in missing})
         raise ValueError(f"table {name!r} misses {_some(missing)}: add what is missing to the rows of stages {stages}")
-    _check_execution(name, placement, graph, orders)
+    return _check_execution(name, placement, graph, orders)
 
 
 def peak_in_flight(order: Sequence[Task]) -> int:
@@ -104,7 +105,7 @@ def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], l
     return finished, position
 
 
-def _check_execution(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> None:
+def _check_execution(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> tuple[Task, ...]:
     finished, position = execution_order(graph, orders)
     blocked = [stage for stage, order in enumerate(orders) if position[stage] < len(order)]
     if blocked:
@@ -120,6 +121,7 @@ def _check_execution(name: str, placement: Placement, graph: PipelineGraph, orde
         raise ValueError(
             f"table {name!r} deadlocks: {_chain(placement, cycle)}; reorder one of these stages to break the cycle"
         )
+    return tuple(finished)
 
 
 def _cycle(

@@ -9,6 +9,7 @@ between F and I. V-Half and V-Min are two of them. Each is packed: squeezed in w
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 
 import numpy as np
@@ -44,8 +45,13 @@ class Block:
         return slots
 
 
-def blocks(placement: Placement) -> Iterator[Block]:
+@lru_cache(maxsize=64)  # every cut on a placement has the same
+def blocks(placement: Placement) -> tuple[Block, ...]:
     """All that are possible."""
+    return tuple(_blocks(placement))
+
+
+def _blocks(placement: Placement) -> Iterator[Block]:
     stage_of, period = placement.stage_of_chunk, slots_per_microbatch(placement)
     goes_up = any(b < a for a, b in pairwise(stage_of) if abs(b - a) == 1)
     legs = (_STEPS,) * 4 if goes_up else (_STEPS, (1,), _STEPS, (1,))

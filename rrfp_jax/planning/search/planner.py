@@ -13,7 +13,7 @@ from rrfp_jax.planning.search.forecasting import forecast
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
 from rrfp_jax.planning.search.reasons import Reasons
-from rrfp_jax.planning.search.records import Plan, Ranked, Refused, Sensitivity, Shape
+from rrfp_jax.planning.search.records import Plan, Ranked, Refused, Sensitivity
 from rrfp_jax.planning.search.sensitivity import GIB, bottleneck, sensitivities
 from rrfp_jax.planning.search.sites import Site, Sites, is_large
 from rrfp_jax.planning.search.tables import TriedTable
@@ -202,13 +202,15 @@ class _Planning:
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
         if not top or not self.wishes.sensitivities:
             return []
-        more = None if self.memory_bytes is None else lambda: self._with_more_memory(top[0].choice.shape)
+        more = None if self.memory_bytes is None else lambda: self._with_more_memory(top[0])
         return sensitivities(top[0], self.judge, ROUNDS[0][0], more, self.should_stop)
 
-    def _with_more_memory(self, shape: Shape) -> float:
-        """Milliseconds per sample of the best table or order that a shape would have with a GiB more."""
+    def _with_more_memory(self, one: Candidate) -> float:
+        """Milliseconds per sample of the best table or order that its shape would have with a GiB more; what is no
+        better than the candidate is not looked for."""
         assert self.memory_bytes is not None
-        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, ROUNDS[0][0])
+        shape, present = one.choice.shape, self.judge.value(one, ROUNDS[0][0])
+        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, ROUNDS[0][0], best=present)
         for point in points_of(shape, self.book, self.wishes):
             sites.add(point)
         for _ in sites.look(self.should_stop):

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from rrfp_jax.arbitration import MessageKind
 from rrfp_jax.planning.costs import CutModel
 from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.schedules.validation import execution_order
 from rrfp_jax.simulation.costs import SLOTS
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task, TaskKind
@@ -40,7 +39,7 @@ class Walk:
     def of(cls, table: ScheduleTable) -> "Walk":
         """``table`` must be one that can run to its end."""
         graph, stage_of = table.graph, table.placement.stage_of_chunk
-        tasks = execution_order(graph, table.orders)[0]
+        tasks = table.execution
         number = {task: place for place, task in enumerate(tasks)}
 
         def entry(task: Task) -> _Entry:

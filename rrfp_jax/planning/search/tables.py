@@ -60,13 +60,17 @@ class TriedTable:
         if memory_bytes is None:
             return True
         stages = enumerate(self.cut.placement.chunks_of_stage)
-        peaks = self.table.peak_activations()
+        peaks = self._peaks
         for stage, chunks in stages:
             sizes = [self.cut.chunk_bytes[chunk] for chunk in chunks]
             held = round(peaks[stage] * len(chunks)) * min(each.per_microbatch for each in sizes)
             if sum(each.fixed for each in sizes) + held > memory_bytes:
                 return False
         return True
+
+    @cached_property
+    def _peaks(self) -> tuple[float, ...]:
+        return self.table.peak_activations()
 
     def _candidate(self, number: int, wishes: Wishes) -> Candidate | None:
         if (STRICT if number == 0 else READY) not in wishes.consumptions:
