@@ -237,8 +237,6 @@ class Ordering:
             )
         ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
         graph = replace(graph, split=self._split(placement), ops=ops)
-        if self.schedule is not None and self.schedule.graph == graph:
-            graph = self.schedule.graph  # which knows more of itself by now
         if self.schedule is not None and self.follows_table:
             _check_names_all(self.schedule, graph)
             if self._keeps_to_table:

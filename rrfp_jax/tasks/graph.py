@@ -284,17 +284,6 @@ class PipelineGraph:
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules), and
         those of operations."""
-        known = self._known_dependencies
-        if task not in known:
-            known[task] = self._dependencies(task)
-        return known[task]
-
-    @cached_property
-    def _known_dependencies(self) -> dict[Task, tuple[Task, ...]]:
-        """Those that were asked for."""
-        return {}
-
-    def _dependencies(self, task: Task) -> tuple[Task, ...]:
         if not self.ops:
             return self._built_in_dependencies(task)
         if task.kind in self.operations.by_letter:
