@@ -27,7 +27,7 @@ NOT_RUN = {
     "python -m experiments.bench_torch": "needs torch",
     "python -m experiments.bench --only": "takes minutes",
     "rrfp tokenize --show runs/tokens": "takes a token set that is there; test_your_text.py runs it",
-    "rrfp train --config cpu/text": "the same",
+    "rrfp train --config cpu/text --steps 150": "the same",
     'rrfp sample runs/mine --prompt "A stage': "the same",
     "python -m experiments.levels --systems 3x3 --output": "takes minutes; tests/commands/test_systems.py runs it",
 }
