@@ -21,7 +21,7 @@ from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
-FORMAT, VERSION = "rrfp-jax event log", 6
+FORMAT, VERSION = "rrfp-jax event log", 7
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 
