@@ -234,6 +234,13 @@ def test_a_comma_makes_a_list_only_where_several_values_fit() -> None:
     assert given == {"run.run_dir": "a, b", "pipeline.window": [8, 6]}
 
 
+def test_a_map_without_a_space_behind_its_colon_is_refused_with_the_way_to_write_it() -> None:
+    parser = ArgumentParser()
+    add_overrides(parser)
+    with pytest.raises(ValueError, match=r"'\{tensor:2\}' has no value for 'tensor:2': write 'tensor: 2'$"):
+        overrides_of(parser.parse_args(["--mesh", "{tensor:2}"]))
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [

@@ -225,11 +225,15 @@ def overrides_of(arguments: Namespace) -> dict[str, Any]:
 def _parse(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
     is_list = takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
+    flag = flag_of(SECTIONS, name, QUALIFIED)
     try:
-        return read_yaml(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
+        value = read_yaml(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
-        flag = flag_of(SECTIONS, name, QUALIFIED)
         raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
+    for key, of in value.items() if isinstance(value, dict) else ():
+        if of is None and ":" in str(key):  # YAML takes {tensor:2} for a key without a value
+            raise ValueError(f"{flag} {text!r} has no value for {key!r}: write {key.replace(':', ': ', 1)!r}")
+    return value
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
