@@ -37,7 +37,11 @@ FAILED_RUN = (
     "python -m experiments.emulate --num-stages 4 --num-microbatches 8 --steps 2 --durations-ms 1,1,1 "
     "--events runs/mine/events-rank0.json.gz"
 )
-BEFORE = {"python -m experiments.replay runs/mine": FAILED_RUN}
+MEASURED_RUN = "rrfp train --config cpu/debug --steps 4 --held-out 0.1 --run-dir runs/measured"
+BEFORE = {
+    "python -m experiments.replay runs/mine": FAILED_RUN,
+    "rrfp evaluate runs/measured": MEASURED_RUN,
+}
 """What a block takes for granted, by the beginning of its first command."""
 
 FOLDERS = ("tpu_gpu_configs", "docs")
