@@ -9,7 +9,7 @@ A line is an object with these fields:
 A token is a byte of UTF-8; after each sample comes a zero byte. Text alone is a data set too, with samples of any
 length in few shapes.
 
-Some samples may be held out, by a checksum: those that show the same images all are, or none.
+Some samples may be held out, by a checksum: those that share images all are, or none.
 
 The heads of all image files are read at the start, so what is missing, is no image or is too large is refused before
 anything runs. Pixels are decoded where they are read, when a batch is made. An epoch visits every sample once, in an
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
 from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.held_together import group_keys, most_together
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.packing import PatchFormat
@@ -104,20 +105,23 @@ class ImageText:
             for number, line in enumerate(content.splitlines(), start=1)
             if line.strip()
         ]
+        keys = group_keys(fields for _, fields in lines) if fraction else [""] * len(lines)
+        self._shared = most_together(keys) if fraction else ""
         return [
             self._line(number, fields)
-            for number, fields in lines
-            if (part == HELD_OUT) == is_held_out(_key(fields), fraction)
+            for (number, fields), key in zip(lines, keys, strict=True)
+            if (part == HELD_OUT) == is_held_out(key, fraction)
         ]
 
     def _check_number(self, path: Path, part: Part) -> None:
         config, num = self.config, self.num_samples
         if part == HELD_OUT and not num:
             raise ValueError(
-                f"held_out {config.held_out} holds back not one sample of {path}: give more lines, or a larger held_out"
+                f"held_out {config.held_out} holds back not one sample of {path}{self._shared}: give more lines, or a "
+                "larger held_out"
             )
         if part == TRAIN and num < config.batch_size:
-            what = f"{num} samples" if not config.held_out else f"{num} samples that are not held out"
+            what = f"{num} samples" if not config.held_out else f"{num} samples that are not held out{self._shared}"
             raise ValueError(
                 f"{path} holds {what}, fewer than batch_size {config.batch_size}: give more lines, or a smaller "
                 "batch_size"
@@ -234,11 +238,6 @@ class ImageText:
             return image_patches(self.config, line.files[image], grid)
         except ValueError as error:
             raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
-
-
-def _key(fields: dict[str, Any]) -> str:
-    """What decides whether a sample is held out."""
-    return "\n".join(fields.get("images", ())) or "\n".join(fields[name] for name in sorted(fields.keys() - {"images"}))
 
 
 def image_grid(config: ImageTextConfig, file: Path) -> Grid:

@@ -22,8 +22,8 @@ class ImageTextConfig(BatchingConfig):
     image_folder: str | None = None
     """What the paths of images are relative to; None: the folder of the JSONL file."""
     held_out: float = 0.0
-    """About which fraction of the samples is never trained on but kept for evaluation: by a checksum of the names of a
-    sample's images, so that those of the same images stay together, or of its text where it has none."""
+    """About which fraction of the samples is never trained on but kept for evaluation: by a checksum of the names of
+    images, those that share one, directly or by way of others, together; of the text where a sample has no image."""
     channels: int = 3
     """3: images are RGB; 1: grey."""
     patch_size: int = 14

@@ -343,6 +343,36 @@ def test_samples_of_the_same_images_are_held_out_together_or_not_at_all(tmp_path
     assert texts_of(dataset(tmp_path, **values), 60) <= trained
 
 
+def test_samples_that_share_some_images_are_held_out_together(tmp_path):
+    """Chains of three: two images each, one of them that of the next."""
+    coloured(tmp_path, 240)
+    lines = [
+        {"text": f"{n}", "images": [f"{n // 3 * 4 + n % 3}.png", f"./{n // 3 * 4 + n % 3 + 1}.png"]} for n in range(87)
+    ]
+    write(tmp_path, lines)
+    values = {"batch_size": 4, "num_microbatches": 2, "patch_size": 8, "max_patches": 16, "held_out": 0.4}
+    config = ImageTextConfig(path=str(tmp_path / "data.jsonl"), **values)
+    numbers = {
+        part: {int(text.strip("#")) for text in texts_of(data, data.num_samples)}
+        for part in ("train", "held_out")
+        for data in [ImageText(config, part=part)]
+    }
+    assert numbers["train"] | numbers["held_out"] == {*range(87)}
+    assert all(len(chains) % 3 == 0 for chains in numbers.values())
+    chains = [{number // 3 for number in part} for part in numbers.values()]
+    assert chains[0].isdisjoint(chains[1])
+    assert 5 < len(chains[1]) < 20
+
+
+def test_one_image_in_all_samples_leaves_nothing_to_hold_out(tmp_path):
+    coloured(tmp_path, 40)
+    write(tmp_path, [{"text": f"{n}", "images": ["0.png", f"{n // 2}.png"]} for n in range(40)])
+    values = {"batch_size": 4, "num_microbatches": 2, "patch_size": 8, "held_out": 0.1}
+    config = ImageTextConfig(path=str(tmp_path / "data.jsonl"), **values)
+    with pytest.raises(ValueError, match=r"not one sample of .* \(40 of 40 share images with one another, so they are"):
+        ImageText(config, part="held_out")
+
+
 def test_few_samples_held_out_come_as_often_as_a_step_needs(tmp_path):
     coloured(tmp_path, 40)
     config = {"path": str(tmp_path / "data.jsonl"), "patch_size": 8, "batch_size": 24, "num_microbatches": 1}

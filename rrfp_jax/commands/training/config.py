@@ -22,7 +22,6 @@ from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hin
 from rrfp_jax.commands.common.field_words import as_text, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
-from rrfp_jax.commands.training.yaml_text import read_yaml
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
@@ -37,6 +36,7 @@ from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
+from rrfp_jax.yaml_text import read_yaml
 
 DataSetConfig = (
     DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig

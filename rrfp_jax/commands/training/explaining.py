@@ -14,7 +14,7 @@ from rrfp_jax.commands.common.help_text import wrap
 from rrfp_jax.commands.common.options import flag_of, whole_flag
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
 from rrfp_jax.commands.training.presets import find_preset, preset_names
-from rrfp_jax.commands.training.yaml_text import read_yaml
+from rrfp_jax.yaml_text import read_yaml
 
 Given = tuple[str, Mapping[str, Mapping[str, Any]]]
 """The name of a configuration, and its sections with their keys."""
