@@ -33,6 +33,7 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport
+from rrfp_jax.runtime.wake_up import WakeUp
 from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of, wait_for
@@ -137,7 +138,7 @@ class PipelineRuntime:
         """The threads of engines beside compute."""
         self._pending: dict[int, _Pending] = {}
         self._completions: deque[_Completion | _Due] = deque()
-        self._is_waking = False
+        self._wake_up = WakeUp(self._loop, self._take_completions)
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Calls that were asked for within one, with their arguments."""
         self._is_pumping = False
@@ -184,22 +185,12 @@ class PipelineRuntime:
     ) -> None:
         """Have the loop take what has completed; called on the stages' threads."""
         self._completions.append((stage, instruction, start_s, end_s, error))
-        self._wake()
+        self._wake_up.ring()
 
     def _due(self, stage: int, instruction: RunTask, due_s: float) -> None:
         """Have the loop decide what follows a task that is about to end; called on the stages' threads."""
         self._completions.append((stage, instruction, due_s))
-        self._wake()
-
-    def _wake(self) -> None:
-        """A wake-up costs two system calls, so one that is on its way serves everything until it arrives: the loop
-        clears the flag before it looks."""
-        if not self._is_waking:
-            self._is_waking = True
-            try:  # noqa: SIM105 - for every task, and ``suppress`` is three calls
-                self._loop.call_soon_threadsafe(self._take_completions)
-            except RuntimeError:  # the loop was closed meanwhile
-                pass
+        self._wake_up.ring()
 
     def _all_threads(self) -> list[StageThreads]:
         return [*self._threads.values(), *self._engines]
@@ -207,6 +198,7 @@ class PipelineRuntime:
     def _start(self) -> None:
         for thread in self._all_threads():
             thread.start()
+        self._loop.call_soon_threadsafe(self._wake_up.listen)
         self._loop.call_soon_threadsafe(self._watch)
         if self._peers is not None:
             self._loop.call_soon_threadsafe(self._peers.attach, self)
@@ -289,6 +281,8 @@ class PipelineRuntime:
         if self._own_loop is not None:
             self._own_loop.close()
         self.transport.close()
+        if all(ended) and left_loop.is_set():
+            self._wake_up.close()
         return all(ended)
 
     def wait_for_failure(self, what: str) -> RunFailed:
@@ -324,6 +318,7 @@ class PipelineRuntime:
     def _leave_loop(self, left: threading.Event) -> None:
         if self._peers is not None:
             self._peers.detach()
+        self._wake_up.hush()
         self._end_pending(PipelineClosed())
         left.set()
 
@@ -359,7 +354,6 @@ class PipelineRuntime:
         return self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._pump, call)
 
     def _take_completions(self) -> None:
-        self._is_waking = False
         while self._completions:
             item = self._completions.popleft()
             if len(item) == 3:
