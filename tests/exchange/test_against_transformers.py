@@ -48,6 +48,18 @@ def test_text_models(family: str, seed: int, tmp_path: Path):
     check_gradients(model, theirs, tokens, plan, ours, {"tokens": tokens})
 
 
+@pytest.mark.parametrize("seed", range(200, 203))
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_long_texts(family: str, seed: int, tmp_path: Path):
+    """Far into a text the last bit of a wave shows: the angles are those of transformers, in float32 as there."""
+    model = hub_models.text_model(family, seed)
+    tokens = hub_models.random_tokens(model.config.vocab_size, seed, (1, 1500))
+    write_import(plan_import(hub_models.save(model, tmp_path / "theirs")), tmp_path / "ours")
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor(tokens).long()).logits
+    assert_close(Ours(tmp_path / "ours").logits({"tokens": tokens}), theirs, 2e-5)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", hub_models.SEEING)
 def test_models_that_see(kind: str, seed: int, tmp_path: Path):

@@ -9,7 +9,8 @@ from flax import nnx
 
 from rrfp_jax.models import RopeScaling
 from rrfp_jax.models.decoder import Attention, packed_rows
-from rrfp_jax.models.rotary import rotate, wave_numbers
+from rrfp_jax.models.rotary import rotate
+from rrfp_jax.models.wave_numbers import wave_numbers
 from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config
 
