@@ -4,27 +4,15 @@ A part of :class:`rrfp_jax.arbitration.arbiter.StageArbiter`, apart because it r
 nothing but the foresight's; the rules are in :mod:`rrfp_jax.arbitration.foresight`.
 """
 
-from rrfp_jax.arbitration.events import InputArrived, Instruction, Message, TaskAnnounced, WakeAt
+from rrfp_jax.arbitration.events import Instruction, Message, TaskAnnounced, WakeAt
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.read_ahead import ReadAhead
-from rrfp_jax.arbitration.step_plan import StepPlan
+from rrfp_jax.arbitration.stage_state import StageState
 
 
-class Lookout:
+class Lookout(StageState):
     """An arbiter as far as foresight sees it."""
-
-    step: int | None
-    is_active: bool
-    _ahead: ReadAhead | None
-    _arrived: set[Message]
-    _due: int | None
-    _early: dict[int, tuple[InputArrived, ...]]
-    _foresight: Foresight | None
-    _now_s: float
-    _ranked: StepPlan
-    _running: list[int]
-    _waiting: list[int]
 
     def _admits(self, position: int) -> bool:
         """Whether the F at this position may start as far as memory goes."""

@@ -5,42 +5,20 @@ nothing. Its words are those of :mod:`rrfp_jax.arbitration.story`.
 """
 
 from rrfp_jax.arbitration import story
-from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.engines import Engines
 from rrfp_jax.arbitration.events import Message, MessageKind
-from rrfp_jax.arbitration.footprint import Footprint
-from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Choice
 from rrfp_jax.arbitration.read_ahead import ReadAhead
-from rrfp_jax.arbitration.ready_set import ReadySet
-from rrfp_jax.arbitration.reserve import Reserve
-from rrfp_jax.arbitration.step_plan import StepPlan
+from rrfp_jax.arbitration.stage_state import StageState
 from rrfp_jax.arbitration.story import Waiting
-from rrfp_jax.arbitration.window import Window
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import Task, TaskKind
 from rrfp_jax.timeline import IdleReason
 
 _TAKEN = MessageKind.TAKEN
 
 
-class SelfReport:
+class SelfReport(StageState):
     """An arbiter as far as reports see it."""
-
-    consumption: Consumption
-    graph: PipelineGraph
-    is_active: bool
-    _ahead: ReadAhead | None
-    _arrived: set[Message]
-    _engines: Engines | None
-    _footprint: Footprint | None
-    _foresight: Foresight | None
-    _num_started: int
-    _ranked: StepPlan
-    _ready: ReadySet
-    _running: list[int]
-    _tasks_left: int
-    _waiting: list[int]
-    _window: Window | Reserve
 
     def _choose(self) -> Choice:
         """What the hint alone would run next."""

@@ -104,7 +104,7 @@ class CountingWindow(Window):
 
 def test_forwards_that_wait_behind_a_full_window_cost_nothing(monkeypatch):
     """The rule is asked at most twice per choice, whether 64 or 1,024 microbatches wait."""
-    monkeypatch.setattr("rrfp_jax.arbitration.arbiter.Window", CountingWindow)
+    monkeypatch.setattr("rrfp_jax.arbitration.stage_state.Window", CountingWindow)
     per_task = []
     for num_microbatches in (64, 1024):
         arbiter = StageArbiter(

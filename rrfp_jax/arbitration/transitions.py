@@ -1,0 +1,142 @@
+"""What arrivals and ends of tasks do to a stage's state: what waited for them is counted down, and gets ready."""
+
+from rrfp_jax.arbitration import story
+from rrfp_jax.arbitration.engines import NOTHING, engine_of
+from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send
+from rrfp_jax.arbitration.plan import FINISHED, followers, others
+from rrfp_jax.arbitration.ready_set import AHEAD, HELD
+from rrfp_jax.arbitration.self_report import SelfReport
+from rrfp_jax.arbitration.story import DUE, RUNNING
+from rrfp_jax.tasks import Task
+
+_RUNNING_OR_DUE = (RUNNING, DUE)
+_TAKEN = MessageKind.TAKEN
+
+
+class Transitions(SelfReport):
+    """An arbiter as far as things happen to it."""
+
+    def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
+        message, plan = event.message, self._ranked.plan
+        if message in self._arrived:
+            return
+        if message not in plan.arrivals:
+            what = f"{message} arrived, and nothing here waits for it"
+            raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
+        self._arrived.add(message)
+        if self._ahead is not None and message.kind is _TAKEN:
+            self._ahead.hear(message)
+        if self._foresight is not None:
+            self._foresight.arrived(message, event.time_s)
+        self._count_down((plan.arrivals[message],), out)
+
+    def _finish_task(self, task: Task, out: list[Instruction]) -> None:
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        left = FINISHED if node is None else self._waiting[node]
+        if node is None or left not in _RUNNING_OR_DUE:
+            what = f"{task} finished without having been started"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if self._engines is not None and plan.lanes[node] < 0:
+            self._engines.running[engine_of(plan.lanes[node])] = NOTHING
+        else:
+            if self._due is not None:
+                self._settle_due(node, task)
+            self._running.remove(node)
+            if self._foresight is not None:
+                self._foresight.finish(task, self._now_s)
+                if self._certainty is not None and self._running:
+                    self._announce(self._running[0], out)
+        if task.microbatch >= 0:
+            self._tasks_left -= 1
+            if left == RUNNING:
+                self._free(node)
+        dependents = plan.dependents[node]
+        self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
+
+    def _announce(self, node: int, out: list[Instruction]) -> None:
+        """The device begins a task: say what it will send."""
+        if self._foresight.is_awake:  # type: ignore[union-attr]
+            for message, stage in self._ranked.plan.sends[node]:
+                if message.kind is not _TAKEN:
+                    out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
+
+    def _settle_due(self, node: int, task: Task) -> None:
+        """A task ends while one is due: the due one itself, or one that was handed over before it."""
+        running = self._running
+        assert self._due is not None
+        if node == self._due:
+            self._due = None
+            self._capacity -= 1
+        elif running.index(node) > running.index(self._due):
+            due = self._ranked.plan.tasks[self._due]
+            what = f"{task} finished before {due}, behind which it was handed over on a device that keeps to its order"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+
+    def _finish_node(self, node: int, dependents: tuple[int, ...], out: list[Instruction]) -> None:
+        """``dependents``: those that have waited for it until now."""
+        self._waiting[node] = FINISHED
+        self._left -= 1
+        for message, stage in self._ranked.plan.sends[node]:
+            out.append(Send(self.step, message, stage))  # type: ignore[arg-type]
+        self._count_down(dependents, out)
+
+    def _decide_now(self, task: Task, out: list[Instruction]) -> bool:
+        """Mark the last running task as due; tells whether that was news."""
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        if node is None or self._waiting[node] >= 0 or node in plan.absent:
+            what = f"{task} was about to end without having been started"
+            raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if self._due is not None or not self._running or self._running[-1] != node:
+            return False
+        self._count_as_ended(node, out)
+        return True
+
+    def _count_as_ended(self, node: int, out: list[Instruction]) -> None:
+        """The last running task is due from now on."""
+        plan = self._ranked.plan
+        self._due = node
+        self._capacity += 1
+        self._waiting[node] = DUE
+        if plan.tasks[node].microbatch >= 0:
+            self._free(node)
+        self._count_down(followers(plan, plan.dependents[node]), out)
+
+    def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
+        waiting = self._waiting
+        for node in nodes:
+            waiting[node] -= 1
+            if not waiting[node]:
+                self._make_ready(node, out)
+
+    def _make_ready(self, node: int, out: list[Instruction]) -> None:
+        ranked = self._ranked
+        if node < len(ranked.position):
+            lane, position = ranked.plan.lanes[node], ranked.position[node]
+            if lane <= 0:
+                if lane:
+                    self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                    return
+                if self._ahead is not None:
+                    lane = self._list_of(ranked.plan.tasks[node])
+                elif ranked.microbatch_at[position] in self._window.held:
+                    lane = HELD
+            self._ready.add(lane, position)
+        else:
+            self._finish_node(node, ranked.plan.dependents[node], out)
+
+    def _list_of(self, forward: Task) -> int:
+        """Where an F waits among the ready."""
+        number = None if self._ahead is None else self._ahead.number.get(forward.chunk)
+        if number is not None:
+            return AHEAD + number
+        return HELD if forward.microbatch in self._window.held else 0
+
+    def _free(self, node: int) -> None:
+        """A task with a microbatch has ended, or counts as ended: so does what it held."""
+        self._window.finish(self._ranked.plan.tasks[node].microbatch)
+        if self._ahead is not None:
+            self._ahead.finish(node, self._ranked.plan.tasks[node].microbatch)
+        if self._footprint is not None:
+            self._footprint.finish(self._ranked.position[node])
