@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rrfp_jax.arbitration.footprint import RowMemory, canonical_row
-from rrfp_jax.arbitration.plan import stage_plan
+from rrfp_jax.arbitration.plan_builder import stage_plan
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.tasks import Task

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import HINTS, hint_by_name, ready, schedule_hint, strict
-from rrfp_jax.arbitration.plan import LANE, StepRules, stage_plan
+from rrfp_jax.arbitration.plan import LANE, StepRules
+from rrfp_jax.arbitration.plan_builder import stage_plan
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Placement, Task, TaskKind, chain
 
