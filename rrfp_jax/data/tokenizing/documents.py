@@ -15,6 +15,9 @@ from rrfp_jax.data.tokenizing.rows import rows_of, texts_of_rows
 from rrfp_jax.data.tokenizing.sources import LINES, TEXT, Source
 from rrfp_jax.data.tokenizing.streams import BLOCK_BYTES, bytes_of
 
+_BYTE_ORDER = "\ufeff"
+"""What some programs put at the head of a file; it is no text."""
+
 
 class Span(NamedTuple):
     """A stretch of a source that is ``length`` long in all."""
@@ -71,7 +74,7 @@ def _of_file(span: Span) -> Iterator[Part]:
                 f"{source.path} is no text in UTF-8 (byte 0x{data[error.start]:02x} at {begin + error.start}): convert "
                 "it, or leave it out"
             ) from None
-        yield Part(text, begin + len(data) == length)
+        yield Part(text if begin else text.removeprefix(_BYTE_ORDER), begin + len(data) == length)
 
 
 def _of_lines(span: Span, column: str) -> Iterator[str]:
@@ -106,7 +109,7 @@ def _rest_of_line(read: Any, position: int) -> bytes:
 
 def _text(line: bytes, column: str, source: Source, position: int) -> str:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))  # of bytes json takes UTF-16, too
     except (ValueError, RecursionError) as error:
         raise _refused(source, position, f"is no JSON ({_reason(error)}): mend or remove it") from None
     if not isinstance(row, dict):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 _MARK, _PIECES = "work.json", "pieces"
 _MARK_TEXT = '{"format": "unfinished rrfp-jax token set", "version": 1}\n'
-_VERSION = 1
+_VERSION = 2
 """Of the pieces: part of their names, so that those of another version are made anew."""
 
 

@@ -27,6 +27,8 @@ def count_rows(path: str, column: str) -> RowCounts:
             raise ValueError(
                 f"{path} has no column {column!r} (it has {', '.join(schema.names[:8])}): name one with --column"
             )
+        if schema.names.count(column) > 1:
+            raise ValueError(f"{path} has several columns {column!r}: rename them, or name another --column")
         kind = schema.field(column).type
         value = kind.value_type if kinds.is_dictionary(kind) else kind
         if not (kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)):

@@ -35,7 +35,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
 
     ``suffixes`` are those of plain text. Hidden files and folders are skipped, links to folders not followed. Of
     several folders, names begin with that of the folder. Raises ValueError, with the remedy, where an input is missing,
-    of no known kind, or holds nothing.
+    of no known kind, or holds nothing. Links to folders, and what is no file, are among those that were left out.
     """
     if not inputs:
         raise ValueError("there is no input: name files or folders of text, JSON lines or Parquet")
@@ -59,12 +59,15 @@ def _root(given: str | os.PathLike[str]) -> Path:
     root = Path(given).expanduser()
     if not root.exists():
         raise ValueError(f"input {root} does not exist: name an existing file or folder")
+    if not root.is_dir() and not root.is_file():
+        raise ValueError(f"input {root} is no file, and is read several times: write what it gives into one")
     return root
 
 
 def _in_folder(root: Path, prefix: str, suffixes: Sequence[str]) -> tuple[list[Source], list[Path]]:
-    found, left_out = [], []
-    for path in _files(root):
+    found: list[Source] = []
+    files, left_out = _files(root)
+    for path in files:
         source = _source(path, prefix + path.relative_to(root).as_posix(), suffixes)
         if source is None:
             left_out.append(path)
@@ -75,12 +78,18 @@ def _in_folder(root: Path, prefix: str, suffixes: Sequence[str]) -> tuple[list[S
     return found, left_out
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: Path) -> tuple[list[Path], list[Path]]:
+    """All files, in order, and what else there is: links to folders or to nothing, pipes."""
     files: list[Path] = []
+    others: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+        others += [path for name in subfolders if (path := Path(folder, name)).is_symlink()]
+        for name in names:
+            if not name.startswith("."):
+                path = Path(folder, name)
+                (files if path.is_file() else others).append(path)
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix()), others
 
 
 def _refuse(error: OSError) -> None:

@@ -96,7 +96,7 @@ def _corpus(
     """All files with their digests, and the pieces that they make; raises ValueError where there is no text."""
     sources, left_out = find_sources(inputs, options.suffixes)
     if left_out:
-        _log.info("left out for their suffixes: %s", _some(left_out))
+        _log.info("left out, for their suffixes or as no files: %s", _some(left_out))
     counter = Counter(tell, READING, sum(os.stat(source.path).st_size for source in sources))
     surveyed = survey(sources, options.column, num_workers, counter.add)
     if not any(each.length for each in surveyed):

@@ -89,6 +89,14 @@ def test_a_file_of_text_is_one_document_wherever_spans_begin(tmp_path, suffix, m
                 assert read(path, *range(step, len(text.encode()), step)) == [text]
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    assert read(write(tmp_path / "a.txt", mark + b"a\xef\xbb\xbf")) == ["a\ufeff"]
+    assert read(write(tmp_path / "b.txt", mark)) == [""]
+    assert read(write(tmp_path / "a.jsonl", mark + GOOD + GOOD)) == ["a", "a"]
+    refused(write_raw(tmp_path / "c.txt", mark + b"ab\xffc"), "is no text in UTF-8 (byte 0xff at 5)")
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_rows_are_read_once_wherever_spans_begin(tmp_path, kind):
     table = pa.table({"n": range(len(TEXTS) * 3), "body": pa.array(TEXTS * 3, pa.string()).cast(kind)})
@@ -113,6 +121,7 @@ GOOD = b'{"text": "a"}\n\n'
     [
         (b'{"text": "a"', "line 3 is no JSON (Expecting ',' delimiter"),
         (b'{"text": "\xff"}', "line 3 is no JSON (its bytes are not UTF-8): mend or remove it"),
+        ('{"text": "a"}'.encode("utf-16"), "line 3 is no JSON (its bytes are not UTF-8)"),
         (b'["text"]', "line 3 is a list where an object is expected"),
         (b'{"body": "a", "n": 1}', "line 3 has no column 'text' (it has body, n): name one with --column"),
         (b"{}", "line 3 has no column 'text' (it has none)"),
@@ -133,6 +142,8 @@ def test_a_row_or_column_that_is_no_text_is_named(tmp_path):
     refused(path, "row 1 (from 0) has null in column 'text'")
     refused(path, "has int64 in column 'n' where text is expected: name another --column", "n")
     refused(path, "has no column 'body' (it has text, n): name one with --column", "body")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    refused(path, "has several columns 'text': rename them, or name another --column")
 
 
 def test_a_damaged_file_is_named(tmp_path):

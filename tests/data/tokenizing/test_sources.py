@@ -1,5 +1,7 @@
 """Which files are tokenised, in which order, under which names."""
 
+import os
+
 import pytest
 
 from rrfp_jax.data.tokenizing.sources import LINES, ROWS, TEXT, TEXT_SUFFIXES, find_sources
@@ -41,6 +43,20 @@ def test_several_inputs_keep_their_order_and_folders_give_their_names(folder):
 def test_suffixes_of_text_can_be_named(folder):
     assert [each.name for each in find_sources([folder / "a"], [".pdf"])[0]] == ["x.pdf", "z.jsonl.gz"]
     assert find_sources([folder / "a" / "x.pdf"], [".pdf"])[0][0].kind == TEXT
+
+
+def test_links_to_files_are_followed_and_others_named(folder):
+    (folder / "c").mkdir()
+    for link, target in (("c/f.txt", "b.txt"), ("c/folder", "a"), ("c/loop", "c"), ("c/nothing.txt", "nowhere.txt")):
+        (folder / link).symlink_to(folder / target)
+    os.mkfifo(folder / "c" / "pipe.txt")
+    sources, left_out = find_sources([folder / "c"], TEXT_SUFFIXES)
+    assert [each.name for each in sources] == ["f.txt"]
+    assert sorted(path.name for path in left_out) == ["folder", "loop", "nothing.txt", "pipe.txt"]
+    (folder / "link").symlink_to(folder / "a")
+    assert [each.name for each in find_sources([folder / "link"], TEXT_SUFFIXES)[0]] == ["B.MD", "z.jsonl.gz"]
+    with pytest.raises(ValueError, match=r"pipe\.txt is no file, and is read several times: write what it gives"):
+        find_sources([folder / "c" / "pipe.txt"], TEXT_SUFFIXES)
 
 
 def test_what_cannot_be_used_is_refused(folder):
