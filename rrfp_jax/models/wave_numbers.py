@@ -20,7 +20,7 @@ def wave_numbers(half: int, theta: float, scaling: RopeScaling | None = None) ->
     """Radians per token of each wave, float32 ``[half]``, after :class:`rrfp_jax.models.rope_scaling.RopeScaling`."""
     exponents = (np.arange(half, dtype=np.float32) / np.float32(half)).astype(np.float64)
     lengths = np.power(np.float64(np.float32(theta)), exponents).astype(np.float32)
-    plain = 1 / lengths
+    plain: Waves = np.float32(1) / lengths
     if scaling is None:
         return plain
     factor = np.float32(scaling.factor)
@@ -28,17 +28,17 @@ def wave_numbers(half: int, theta: float, scaling: RopeScaling | None = None) ->
         return plain / factor
     if scaling.kind == YARN:
         kept = _kept_of_yarn(half, theta, scaling)
-        return 1 / (factor * lengths) * (1 - kept) + plain * kept
+        return np.float32(1) / (factor * lengths) * (np.float32(1) - kept) + plain * kept
     kept = _kept_of_llama3(plain, scaling)
-    return (1 - kept) * plain / factor + kept * plain
+    return (np.float32(1) - kept) * plain / factor + kept * plain
 
 
 def _kept_of_llama3(plain: Waves, scaling: RopeScaling) -> Waves:
     """How much of each wave stays as it is, from 0 to 1."""
     own = scaling.settings
     low, high = own["low_freq_factor"], own["high_freq_factor"]
-    in_tokens = 1 / plain * np.float32(2 * math.pi)
-    num_turns = 1 / in_tokens * np.float32(own["original_max_positions"])
+    in_tokens = np.float32(1) / plain * np.float32(2 * math.pi)
+    num_turns = np.float32(1) / in_tokens * np.float32(own["original_max_positions"])
     return np.clip((num_turns - np.float32(low)) / np.float32(high - low), 0, 1)
 
 
@@ -53,4 +53,4 @@ def _kept_of_yarn(half: int, theta: float, scaling: RopeScaling) -> Waves:
     begin = max(math.floor(number(own["beta_fast"])), 0)
     end = min(math.ceil(number(own["beta_slow"])), 2 * half - 1)
     width = np.float32((end - begin) or 0.001)
-    return 1 - np.clip((np.arange(half, dtype=np.float32) - np.float32(begin)) / width, 0, 1)
+    return np.float32(1) - np.clip((np.arange(half, dtype=np.float32) - np.float32(begin)) / width, 0, 1)
