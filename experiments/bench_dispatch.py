@@ -2,8 +2,9 @@
 
 Loss is how much longer a step takes than with a host that takes no time and decides at each task's end. Its part by
 *order* is what is left where decisions come as early and the host takes no time; the rest is *idle*: devices that wait
-for the host. *Known ends* is just-in-time with a timer that knows how long each task will take: what it loses, no rule
-can save, most of it where a stage is idle and its next input finds the host asleep.
+for the host. Just in time, certain choices are handed over early, and the others by a rule of the timer; *timer alone*
+hands over none early but by it. *Known ends* is just-in-time with a timer that knows how long each task will take: what
+it loses, no rule can save, most of it where a stage is idle and its next input finds the host asleep.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import DecisionTimer, Order, TimingRule
+from rrfp_jax.arbitration import DecisionTimer, Dispatch, Order, TimingRule
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.execution import RULES
@@ -26,10 +27,10 @@ from rrfp_jax.tasks import Task, TaskKind
 ORDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf": (1, {"hint": "bf"}),
     "bf-deep": (2, {"hint": "bf-deep"}),
-    "1f1b as hint": (1, {"schedule": "1f1b"}),
-    "zb-h1 as hint": (1, {"schedule": "zb-h1"}),
+    "1f1b with foresight": (1, {"schedule": "1f1b"}),
+    "zb-h1 with foresight": (1, {"schedule": "zb-h1"}),
 }
-"""Chunks per stage, and what the ordering says."""
+"""Chunks per stage, and what the ordering says: tables are run as they are by default."""
 SIZES = ((4, 32), (8, 64))
 """Stages and microbatches."""
 DURATIONS_MS = (2.0, 10.0, 50.0)
@@ -89,18 +90,18 @@ class _Case:
 
     def __init__(self, order: Order, durations_ms: Durations) -> None:
         self.order, self.durations_ms = order, durations_ms
-        self.free_ms = self._run_ms(Machine())
+        self.free_ms = self._run_ms(Machine(), Dispatch())
 
     def longer(
-        self, host_ms: float, timer: Callable[[], DecisionTimer] | None = None, *, dispatch_ahead: int = 0
+        self, host_ms: float, timer: Callable[[], DecisionTimer] | None = None, *, ahead: int = 0, certain: bool = False
     ) -> float:
         """By how many percent a step takes longer than where the host is free and decides at each end."""
         machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer)
-        return 100 * (self._run_ms(machine, dispatch_ahead) / self.free_ms - 1)
+        return 100 * (self._run_ms(machine, Dispatch(ahead=ahead, certain=certain)) / self.free_ms - 1)
 
-    def _run_ms(self, machine: Machine, dispatch_ahead: int = 0) -> float:
+    def _run_ms(self, machine: Machine, how: Dispatch) -> float:
         """Of all steps but the first, in which timers learn."""
-        arbiters = self.order.arbiters(RULES, dispatch_ahead=dispatch_ahead)
+        arbiters = self.order.arbiters(RULES, dispatch_ahead=how.ahead, certain_ahead=how.certain)
         costs = Costs(durations_ms=self.durations_ms)
         return sum(simulate(arbiters, costs, machine=machine, num_steps=NUM_STEPS).step_ms[1:])
 
@@ -154,6 +155,7 @@ def _mean(losses: Sequence[Loss]) -> Loss:
 
 def _ways() -> dict[str, Way]:
     ways: dict[str, Way] = {"at the end": _at_the_end, "1 ahead": _ahead, "known ends": _known_ends}
+    ways["timer alone"] = partial(_just_in_time, TimingRule(), certain=False)
     return ways | {name: partial(_just_in_time, rule) for name, rule in RULES_TO_COMPARE.items()}
 
 
@@ -162,16 +164,17 @@ def _at_the_end(case: _Case) -> Loss:
 
 
 def _ahead(case: _Case) -> Loss:
-    return Loss(case.longer(HOST_MS, dispatch_ahead=1), case.longer(0.0, dispatch_ahead=1))
+    return Loss(case.longer(HOST_MS, ahead=1), case.longer(0.0, ahead=1))
 
 
 def _known_ends(case: _Case) -> Loss:
     timer = partial(KnownEnds, case.durations_ms)
-    return Loss(case.longer(HOST_MS, timer), case.longer(0.0, timer))
+    return Loss(case.longer(HOST_MS, timer, certain=True), case.longer(0.0, timer, certain=True))
 
 
-def _just_in_time(rule: TimingRule, case: _Case) -> Loss:
-    return Loss(case.longer(HOST_MS, partial(DecisionTimer, rule)), case.longer(0.0, partial(Believing, rule)))
+def _just_in_time(rule: TimingRule, case: _Case, *, certain: bool = True) -> Loss:
+    timers = partial(DecisionTimer, rule), partial(Believing, rule)
+    return Loss(case.longer(HOST_MS, timers[0], certain=certain), case.longer(0.0, timers[1], certain=certain))
 
 
 if __name__ == "__main__":

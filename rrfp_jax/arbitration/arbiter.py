@@ -37,7 +37,8 @@ come to a state that it could have reached without deciding early, for which :mo
 argument.
 
 A stage that hands over certain choices early (:mod:`rrfp_jax.arbitration.certainty`) counts each task as due from its
-start, and behind it starts what is certain only. One with engines beside compute does not.
+start, and behind it starts what is certain only, until it is told that the task is about to end: then anything. One
+with engines beside compute waits for the word.
 
 Beside compute
 --------------

@@ -14,13 +14,18 @@ of all; or the entry of a strict row. With fewer tasks to choose from, no lane i
 in x's lane comes before x. So neither an arrival nor an end changes the choice: x is certain as soon as it is ready and
 admissible with the running task counted as finished.
 
+A driver that says when a task is about to end (:class:`rrfp_jax.arbitration.DecideNow`) has anything chosen then. A
+choice that was certain before is still the same, so the order is that of a stage which chooses everything at that
+moment; only the device has certain tasks sooner.
+
 What follows
 ------------
 A stage that hands over certain choices early runs the same tasks in the same order as one that does not: until the
 running task ends, it may start only what it would start then whatever happens meanwhile. Nothing new can deadlock, as
 with every early decision. An announcement says that a task has begun on the device, so it waits for the end of the task
-before; and foresight, which holds the best-ranked task for the table's next entry, has nothing to hold, for a certain
-choice is that entry.
+before, also of one that was not certain: how long a message takes from there varies least, and foresight relies on
+it. Foresight, which holds the best-ranked task for the table's next entry, has nothing to hold, for a certain choice is
+that entry.
 
 In a group the leader's choice travels while the task before it runs, and each member takes it up as its own ends.
 """

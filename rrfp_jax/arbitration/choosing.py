@@ -22,7 +22,7 @@ class Choosing(Lookout, Transitions):
         while (len(self._running) < self._capacity or self._counts_on(out)) and any(self._ready.lanes):
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
-            if self._certainty is not None and self._due is not None:
+            if self._certainty is not None and self._due is not None and not self._is_told:
                 sure = self._certainty.choice(self.consumption.choose, self._hint_state, self._waiting)
                 if position is None or position != sure:
                     return
@@ -111,6 +111,7 @@ class Choosing(Lookout, Transitions):
             self._footprint.start(position)
         self._waiting[node] = RUNNING
         self._running.append(node)
+        self._is_told = False
         self._num_started += 1
         out.append(RunTask(self.step, task))  # type: ignore[arg-type]
         foresight = self._foresight

@@ -1,4 +1,8 @@
-"""When a stage is handed its next task: what users say, and what it means for a stage."""
+"""When a stage is handed its next task: what users say, and what it means for a stage.
+
+Certain choices go early with just-in-time dispatch, too. They are what would be chosen at the very end, so the order is
+the same, and the device has them in time however short the task before is.
+"""
 
 from typing import NamedTuple
 
@@ -39,7 +43,9 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
 
     There ``auto`` is ``certain``, which costs no thread more: another choice waits for the running task's end, since a
     core has no queue that could run empty, and threads that hand tasks to each other take it from the work. Elsewhere
-    it is ``just-in-time``. Raises ValueError for what cannot be given.
+    it is ``just-in-time``, which is ``certain`` first: what is not certain is chosen just in time.
+
+    Raises ValueError for what cannot be given.
     """
     if not is_dispatch(value):
         raise ValueError(f"dispatch_ahead is {value!r}: give {DISPATCH_WORDS}")
@@ -47,7 +53,7 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
         return Dispatch(ahead=value)
     if value == CERTAIN or (value == AUTO and on_host):
         return Dispatch(certain=True)
-    return Dispatch(just_in_time=True)
+    return Dispatch(just_in_time=True, certain=True)
 
 
 def parse_dispatch(text: str) -> int | str:

@@ -23,7 +23,8 @@ started them: the first task that has not ended everywhere comes after tasks tha
 
 A certain choice (:mod:`rrfp_jax.arbitration.certainty`) the leader makes while the task before it runs, which is due
 from its start; D is everything before n then. A member counts its own tasks alike, and may have each choice wait on its
-device behind the one before: what the leader tells is certain, too.
+device behind the one before, whether it was certain or made as the leader's task was about to end: the leader has told
+it, so it does not change.
 
 Each member hears of its own device alone that a task is about to end (:class:`DecideNow`). The leader's choice may come
 early by that, a follower's start of it too, each by itself: a follower whose task has become due starts choice n behind

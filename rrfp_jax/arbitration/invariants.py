@@ -37,6 +37,7 @@ def check(arbiter: "StageArbiter") -> None:
     assert all((arbiter._ranked.microbatch_at[p] in arbiter._window.held) == is_held for p, is_held in forwards)
     due = [n for n, left in unfinished if left == DUE]
     assert due == ([] if arbiter._due is None else [arbiter._due])
+    assert not arbiter._is_told or arbiter._running[-1] == arbiter._due
     assert {*arbiter._running, *beside} == {n for n, left in unfinished if left in (RUNNING, DUE)}
     assert len(arbiter._running) <= arbiter._capacity == 1 + arbiter.dispatch_ahead + len(due)
     assert arbiter._left == len(unfinished)

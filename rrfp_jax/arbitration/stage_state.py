@@ -160,6 +160,7 @@ class StageState:
             frozenset(self._arrived),
             self._hint_state,
             tuple(self._running),
+            self._is_told,
         )
 
     def _begin(self, ranked: StepPlan) -> None:
@@ -174,6 +175,8 @@ class StageState:
         self._window = self._new_window(plan)
         self._running: list[int] = []
         self._due: int | None = None
+        self._is_told = False
+        """Whether the driver has said that the due task is about to end, and nothing waits behind it yet."""
         self._capacity = 1 + self.dispatch_ahead
         self._certainty = Certainty(ranked) if self.certain_ahead and not plan.engines else None
         self._hint_state = self.consumption.initial

@@ -66,7 +66,7 @@ class Transitions(SelfReport):
         running = self._running
         assert self._due is not None
         if node == self._due:
-            self._due = None
+            self._due, self._is_told = None, False
             self._capacity -= 1
         elif running.index(node) > running.index(self._due):
             due = self._ranked.plan.tasks[self._due]
@@ -88,9 +88,11 @@ class Transitions(SelfReport):
         if node is None or self._waiting[node] >= 0 or node in plan.absent:
             what = f"{task} was about to end without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
-        if self._due is not None or not self._running or self._running[-1] != node:
+        if self._is_told or not self._running or self._running[-1] != node or self._due not in (None, node):
             return False
-        self._count_as_ended(node, out)
+        if self._due is None:
+            self._count_as_ended(node, out)
+        self._is_told = True
         return True
 
     def _count_as_ended(self, node: int, out: list[Instruction]) -> None:

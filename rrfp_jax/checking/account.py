@@ -22,6 +22,8 @@ class Account(NamedTuple):
     """Packets of all steps that the place has sent."""
     due: int = 0
     """The task that is about to end and counts as finished for others of the stage's own lane, if one is."""
+    is_told: bool = False
+    """Whether the place has been told that the due task is about to end, and has handed over nothing behind it."""
     wake_s: float | None = None
     """While the place holds, the time of the tick that it has asked for last, until that has come."""
     queue: tuple[int, ...] = ()

@@ -165,14 +165,14 @@ class PlaceAutomaton:
         for end in self._possible_ends(target, in_flight):
             later = _targets(self._happen(before, end))
             if end.task != decision.task:  # of an engine
-                later = {o for state in later for o in _targets(self._happen_if_possible(state, decision))}
+                later = {o for state in later for o in self._after_decision(state, decision)}
             if not _targets(self._happen(target, end)) <= later:
                 raise Fault("a decision that was not answered shows after the end of its task", [self._stimulus(end)])
         for bit in _bits(in_flight & ~self._packets.joins):
             if not self._is_due(target, bit):
                 continue
             later = _targets(self._deliver(before, bit))
-            after = {o for state in later for o in _targets(self._happen_if_possible(state, decision))}
+            after = {o for state in later for o in self._after_decision(state, decision)}
             if not _targets(self._deliver(target, bit)) <= after:
                 stimulus = self._stimulus(self._packets.event(bit))
                 raise Fault("it shows whether a decision came before or after an arrival", [stimulus])
@@ -232,8 +232,9 @@ class PlaceAutomaton:
             known = self._happenings[key] = self._outcomes(state, what)
         return known
 
-    def _happen_if_possible(self, state: int, decision: DecideNow) -> tuple[Outcome, ...]:
-        return self._happen(state, decision) if self._possible_decisions(state) == [decision] else ()
+    def _after_decision(self, state: int, decision: DecideNow) -> set[int]:
+        """The states after a decision; where it comes too late, it changes nothing."""
+        return _targets(self._happen(state, decision)) if self._possible_decisions(state) == [decision] else {state}
 
     def _outcomes(self, state: int, event: Event) -> tuple[Outcome, ...]:
         num_states = self.num_states

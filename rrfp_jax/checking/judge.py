@@ -5,7 +5,8 @@ contract:
 
 * a task runs that is not the stage's, has run before, or lacks a dependency; or too many run at once. Of the stage's
   own tasks those count as done that have finished, and the one that is due: the last one handed over, from when the
-  stage is told that it is about to end. One task more may run then. Messages, the step's end and the tasks of engines
+  stage is told that it is about to end, or from its start where certain choices go early. One task more may run then.
+  Messages, the step's end and the tasks of engines
   beside compute wait for real ends;
 * an engine beside compute runs two tasks at once, or one although another one that stands before it in the table's row
   is ready and admissible;
@@ -76,6 +77,8 @@ class StageJudge:
         self.capacity = 1 + setting.dispatch_ahead
         self.counts_on = setting.certain_ahead and not (len(self.others) and setting.protocol is GroupProtocol.PROPOSE)
         """Whether each task is due from its start."""
+        self.is_told = setting.decides_early
+        """Whether the place is told that a task is about to end."""
         self.decides_early = setting.decides_early or setting.certain_ahead
         """Whether tasks may be handed over behind running ones, on a device that keeps to its order."""
         self.demand_work = demand_work and not self.others
@@ -148,7 +151,11 @@ class StageJudge:
 
     def decision(self, account: Account) -> DecideNow | None:
         """What a stage that decides early may be told so that it changes something."""
-        if account.due or not account.queue:
+        return self._useful_decision(account) if self.is_told else None
+
+    def _useful_decision(self, account: Account) -> DecideNow | None:
+        """That the last task handed over is about to end; not twice, and not while another one is due."""
+        if not account.queue or account.is_told or account.due not in (0, account.queue[-1]):
             return None
         return DecideNow(account.step, 0.0, self._task(account, account.queue[-1]))
 
@@ -161,7 +168,7 @@ class StageJudge:
         if not self.decides_early or not account.is_active:
             return []
         tasks = [self.contracts[account.step].tasks[place] for place in places_of(account.started)]
-        useful = self.decision(account)
+        useful = self._useful_decision(account)
         return [DecideNow(account.step, 0.0, t) for t in tasks if useful is None or t != useful.task]
 
     def _idle_favours(self, account: Account) -> list[Event]:
@@ -199,13 +206,17 @@ class StageJudge:
         )
         if self.decides_early:
             queue = tuple(queued for queued in account.queue if queued != bit)
-            account = account._replace(queue=queue, due=0 if bit == account.due else account.due)
+            if bit == account.due:
+                account = account._replace(due=0, is_told=False)
+            account = account._replace(queue=queue)
             if self.counts_on and not account.due:
                 account = account._replace(due=sum(queue[:1]))
         return account
 
     def _decide(self, account: Account, event: DecideNow) -> Account:
-        return account._replace(due=account.queue[-1]) if event == self.decision(account) else account
+        if event != self.decision(account):
+            return account
+        return account._replace(due=account.queue[-1], is_told=True)
 
     def _run(self, account: Account, instruction: RunTask) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
@@ -231,7 +242,7 @@ class StageJudge:
 
     def _compute(self, contract: Contract, account: Account, place: int) -> Account:
         """The account once a task of the stage's own lane runs."""
-        account = account._replace(started=account.started | 1 << place, wake_s=None)
+        account = account._replace(started=account.started | 1 << place, is_told=False, wake_s=None)
         if self.decides_early:
             account = account._replace(queue=(*account.queue, 1 << place))
             if self.counts_on and not account.due:
@@ -406,7 +417,8 @@ class StageJudge:
             task = self._ready_task(contract, account, of_lane) if is_free else None
             if task is not None:
                 raise Violation(f"{self.name} leaves {lane} idle although {task} is ready and admissible")
-        is_free = not account.queue if self.counts_on else account.is_free(contract.compute)
+        waits_for_end = self.counts_on and not account.is_told  # and hands over what is certain only
+        is_free = not account.queue if waits_for_end else account.is_free(contract.compute)
         if self.row is None and is_free:
             self._check_waiting(contract, account)
 

@@ -103,6 +103,8 @@ class LaunchAndWait:
         self._launched.put(None)
 
     def _launch_one(self, instruction: RunTask, due_s: float | None) -> None:
+        if self._clock is not None:
+            self._clock.follows(instruction)
         self._launching = (instruction, time.perf_counter())
         result: Launched | BaseException
         try:
@@ -164,6 +166,8 @@ class _DecisionClock:
     def __init__(self, decide: Decide) -> None:
         self._decide = decide
         self._timer = DecisionTimer()
+        self._last: RunTask | None = None
+        """What was launched last: every other task has its successor."""
         self._due: Started | None = None
         """The task whose successor is to be decided, and when."""
         self._late_s = 0.0
@@ -172,11 +176,16 @@ class _DecisionClock:
         """Tasks that have ended with their lengths, as the thread that waits has seen them."""
         self._is_precise = False
 
+    def follows(self, instruction: RunTask) -> None:
+        """This task is launched next."""
+        self._last, self._due = instruction, None
+
     def began(self, instruction: RunTask, start_s: float) -> None:
         """A task runs since then."""
         while self.ended:
             self._timer.ended(*self.ended.popleft())
-        self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
+        if instruction is self._last:
+            self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
 
     def remaining_s(self) -> float | None:
         """How long to wait for something else; None: for ever."""

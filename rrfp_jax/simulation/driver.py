@@ -123,6 +123,7 @@ class _Stage:
 
     __slots__ = (
         "announced",
+        "answers",
         "arbiter",
         "dispatched",
         "holds",
@@ -149,6 +150,8 @@ class _Stage:
         """Whether it has asked to be woken and has started nothing since."""
         self.idle: tuple[int, IdleReason] | None = None
         self.idle_since_ms = 0.0
+        self.answers = False
+        """Whether what it is told to run answers a decision that its timer asked for."""
         self.is_over = False
         self.timer = timer
         self.started_ms = 0.0
@@ -302,8 +305,8 @@ class _Driver:
         stage.holds = False
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self._host_ms
         stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
-        if stage.timer is not None:
-            stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)
+        if stage.answers:
+            stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)  # type: ignore[union-attr]
         if len(stage.dispatched) == 1:
             self._start_task(index, stage)
 
@@ -337,7 +340,12 @@ class _Driver:
         self.deliver(index, TaskFinished(run.step, self.queue.now_ms / 1e3, run.task))
 
     def _decide(self, index: int, run: RunTask) -> None:
+        stage = self.stages[index]
+        if len(stage.dispatched) > 1:
+            return  # what follows the task is there
+        stage.answers = True
         self.deliver(index, DecideNow(run.step, self.queue.now_ms / 1e3, run.task))
+        stage.answers = False
 
     def _end_task(self, index: int) -> None:
         stage = self.stages[index]

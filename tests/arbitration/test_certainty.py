@@ -1,6 +1,7 @@
 """Certain choices, handed over while the task before runs: the same order, nothing uncertain, announced in time."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from rrfp_jax.arbitration import (
     HINTS,
     Announce,
+    DecideNow,
+    DecisionTimer,
     ForesightRules,
     GroupHeard,
     Message,
@@ -116,14 +119,14 @@ def test_what_is_certain_is_chosen_from_any_tasks_that_it_is_among(state, seed, 
         assert consumption.choose(state, heads)[0] == chosen
 
 
-def simulated(certain_ahead, name, consume, hint, sigma, seed):
+def simulated(certain_ahead, name, consume, hint, sigma, seed, *, timer=None, **more):
     table = build_schedule(name, ScheduleRequest(num_stages=3, num_microbatches=6))
-    words = {"hint": hint} if hint else {"consume": consume}
+    words = {"hint": hint} if hint else {"consume": consume, **more}
     order = Ordering(schedule=table, **words).resolve(table.placement, table.graph)
     durations_ms = for_steps(constant((10.0, 10.0, 10.0), order.graph), NUM_STEPS)
     costs = Costs(durations_ms=lognormal(durations_ms, sigma, np.random.default_rng(seed)))
     arbiters = order.arbiters(StepRules(updates=False), certain_ahead=certain_ahead)
-    machine = Machine(links=Links(latency_ms=1.0))
+    machine = Machine(links=Links(latency_ms=1.0), just_in_time=timer)
     return simulate(arbiters, costs, machine=machine, num_steps=NUM_STEPS, record_events=True)
 
 
@@ -140,6 +143,44 @@ def test_a_simulated_run_is_the_same_to_the_last_digit(name, consume, hint, sigm
     assert sorted(early.timeline.spans) == sorted(late.timeline.spans)
     assert early.timeline.waits == late.timeline.waits
     assert early.step_ends_ms == late.step_ends_ms
+
+
+class Sometime(DecisionTimer):
+    """Has what follows decided so many milliseconds after a task's start, on average."""
+
+    __slots__ = ("_mean_ms",)
+
+    def __init__(self, mean_ms):
+        super().__init__()
+        self._mean_ms = mean_ms
+
+    def delay_s(self, task):
+        return np.random.default_rng([*task[1:], ord(task.kind)]).exponential(self._mean_ms) / 1e3
+
+
+def num_words(simulation):
+    return sum(isinstance(event, DecideNow) for log in simulation.logs for event, _ in log)
+
+
+@given(
+    name=st.sampled_from(TABLES),
+    consume=st.sampled_from(["ready", "strict"]),
+    hint=st.sampled_from([None, None, "bf", "f-priority"]),
+    mean_ms=st.sampled_from([0.0, 3.0, 10.0]),
+    seed=st.integers(0, 10**6),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_word_that_a_task_is_about_to_end_finds_the_same_choice(name, consume, hint, mean_ms, seed):
+    """What was certain before is chosen at the moment of the word, too; without foresight, for announcements of choices
+    that are not certain come later then."""
+    words = {"foresight": False} if consume == "ready" else {}
+    early, late = (
+        simulated(certain, name, consume, hint, 0.5, seed, timer=partial(Sometime, mean_ms), **words)
+        for certain in (True, False)
+    )
+    assert sorted(early.timeline.spans) == sorted(late.timeline.spans)
+    assert early.step_ends_ms == late.step_ends_ms
+    assert num_words(early) < num_words(late)
 
 
 def test_most_of_a_table_is_certain_where_nothing_varies():

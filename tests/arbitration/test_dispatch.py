@@ -9,8 +9,8 @@ from rrfp_jax.arbitration.dispatch import parse_dispatch
 @pytest.mark.parametrize(
     ("value", "on_host", "elsewhere"),
     [
-        ("auto", Dispatch(certain=True), Dispatch(just_in_time=True)),
-        ("just-in-time", Dispatch(just_in_time=True), Dispatch(just_in_time=True)),
+        ("auto", Dispatch(certain=True), Dispatch(just_in_time=True, certain=True)),
+        ("just-in-time", *(Dispatch(just_in_time=True, certain=True),) * 2),
         ("certain", Dispatch(certain=True), Dispatch(certain=True)),
         (0, Dispatch(), Dispatch()),
         (2, Dispatch(ahead=2), Dispatch(ahead=2)),

@@ -23,3 +23,5 @@ def test_every_case_is_printed_and_just_in_time_loses_least(monkeypatch):
     assert losses["0 of 64"].total <= 1 < losses["1 ahead"].total < losses["at the end"].total
     assert losses["known ends"].total < losses["0 of 64"].total + 0.2
     assert losses["0 of 64"].total < losses["0.5 of 64"].total
+    assert losses["0 of 64"].order == losses["timer alone"].order, "certain choices are the same later"
+    assert losses["0 of 64"].total < losses["timer alone"].total

@@ -16,7 +16,8 @@ from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, chain, linear
 
 AT_COMPLETION = Dispatch()
-every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(ahead=1), Dispatch(just_in_time=True)], ids=str)
+JUST_IN_TIME = Dispatch(just_in_time=True, certain=True)
+every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(ahead=1), JUST_IN_TIME], ids=str)
 
 
 class CountingStage:
@@ -77,6 +78,7 @@ def make_runtime(
                 window=2,
                 rules=StepRules(updates=False, agreement=Agreement.ALL),
                 dispatch_ahead=way.ahead,
+                certain_ahead=way.certain,
             )
         )
         for stage in range(len(stages))

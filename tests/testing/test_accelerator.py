@@ -100,11 +100,13 @@ def run(
     duration_ms: float = 4.0,
     launch_ms: float = 1.0,
     num_steps: int = 2,
+    certain: bool = True,
 ) -> Emulation:
+    """``certain`` False: by the timer alone, where a single stage has no choice that is not certain."""
     shape = (1, resolved.graph.num_chunks, resolved.graph.num_microbatches, 3)
     durations_ms = np.broadcast_to(np.array([1.0, 0.5, 0.5]) * duration_ms, shape)
     dispatch = dispatch_of(dispatch_ahead, on_host=False)
-    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch.ahead)
+    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch.ahead, certain_ahead=certain and dispatch.certain)
     early = dispatch.just_in_time
     return emulate(arbiters, durations_ms, num_steps, launch_ms=launch_ms, just_in_time=early, log_steps=num_steps + 1)
 
@@ -135,18 +137,19 @@ def least_idle(emulation: Emulation) -> float:
 @pytest.mark.slow
 def test_the_device_waits_for_the_host_unless_tasks_are_handed_over_ahead() -> None:
     """Of a task of 12 ms and a launch of 3 ms, a fifth is lost; ahead of time nothing is, but where the host stalls."""
-    at_completion, ahead, just_in_time = (
-        least_idle(run(order(num_microbatches=4), when, duration_ms=12.0, num_steps=6, launch_ms=3.0))
-        for when in (0, 1, JUST_IN_TIME)
+    at_completion, ahead, just_in_time, by_timer = (
+        least_idle(run(order(num_microbatches=4), when, duration_ms=12.0, num_steps=6, launch_ms=3.0, certain=certain))
+        for when, certain in ((0, True), (1, True), (JUST_IN_TIME, True), (JUST_IN_TIME, False))
     )
     assert at_completion > 0.18
     assert ahead < 0.03
     assert just_in_time < 0.06
+    assert by_timer < 0.06
 
 
 @pytest.mark.slow
 def test_just_in_time_the_next_task_is_chosen_late_and_launched_before_the_end() -> None:
-    emulation = run(order(num_microbatches=6), JUST_IN_TIME, duration_ms=30.0, num_steps=6)
+    emulation = run(order(num_microbatches=6), JUST_IN_TIME, duration_ms=30.0, num_steps=6, certain=False)
     assert emulation.on_device is not None
     ends_s = {(span.step, span.task): span.end_s for span in emulation.on_device.spans}
     events = [entry for segment in emulation.logs[0].segments for entry in segment.entries]
