@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rrfp_jax.arbitration import Order
+from rrfp_jax.arbitration import Order, dispatch_of
+from rrfp_jax.arbitration.dispatch import AUTO
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering, refuse_adaptive
@@ -37,10 +38,11 @@ def main(argv: list[str] | None = None) -> int:
 
     from rrfp_jax.testing import emulate
 
+    dispatch = dispatch_of(AUTO, on_host=True)
     for turn in turns(process, arguments.turns):
         durations_ms = load_durations(turn["durations"]).durations_ms
         order = orders[turn["order"]]
-        arbiters = order.arbiters(EMULATED_STEP, members=process.members())
+        arbiters = order.arbiters(EMULATED_STEP, certain_ahead=dispatch.certain, members=process.members())
         emulation = emulate(arbiters, durations_ms, len(durations_ms), process=process)
         if process.rank == 0:
             in_flight = max(peak_memory(emulation.timeline, order.graph, order.placement))

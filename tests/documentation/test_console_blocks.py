@@ -28,6 +28,7 @@ NOT_RUN = {
     "python -m experiments.bench --only": "takes minutes",
     "rrfp tokenize --show runs/tokens": "takes a token set that is there; test_your_text.py runs it",
     "rrfp train --config cpu/text --steps 150": "the same",
+    "rrfp evaluate runs/mine": "the same",
     'rrfp sample runs/mine --prompt "A stage': "the same",
     "python -m experiments.levels --systems 3x3 --output": "takes minutes; tests/commands/test_systems.py runs it",
 }
@@ -97,6 +98,7 @@ def parse(command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("block", [one for one in CONSOLE if any(map(is_run, one.commands))], ids=str)
 def test_blocks_run_as_they_stand_but_for_fewer_steps(block: Block, tmp_path: Path):
     for name in FOLDERS:
