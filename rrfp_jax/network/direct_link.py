@@ -4,12 +4,16 @@ ZeroMQ sends and receives on a thread of its own, at either end; each is woken, 
 message that a stage waits for pays for that each time. Here it goes from the loop to the system and back to a loop.
 What does not fit into the system's buffers waits, so nothing ever blocks. Everything is sealed.
 
+A thread of a stage may send, too, so that what others wait for does not wait for the loop's turn. It seals and hands to
+the system under a lock, which is never held for longer than that takes; the loop does all else.
+
 A record is its length in the clear, and sealed: the number of frames, the head among them, the size of each but the
 last, and the frames one behind another.
 """
 
 import logging
 import struct
+import threading
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +23,7 @@ from typing import Any
 
 from rrfp_jax.network.lane import Proven
 from rrfp_jax.network.link import Message
+from rrfp_jax.network.loop_thread import runs_here
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
 from rrfp_jax.network.sealing import TAG_BYTES
 
@@ -95,7 +100,7 @@ class _Line:
 
 
 class DirectLink:
-    """Carries messages, each a head and frames, in order per rank. Used on the event loop.
+    """Carries messages, each a head and frames, in order per rank. Used on the event loop, but for :meth:`send`.
 
     Args:
         broken: called where the connection to a rank has ended, other than by :meth:`disconnect`.
@@ -104,6 +109,8 @@ class DirectLink:
     def __init__(self, loop: AbstractEventLoop, *, broken: Callable[[int, str], None]) -> None:
         self._loop, self._broken = loop, broken
         self._lines: dict[int, _Line] = {}
+        self._lock = threading.Lock()
+        """Held by whoever sends."""
         self._writing: set[int] = set()
         self._ended: list[_Line] = []
         self._arrived: deque[Message] = deque()
@@ -133,7 +140,8 @@ class DirectLink:
             proven.connection.close()
             return
         try:
-            line.open(proven)
+            with self._lock:
+                line.open(proven)
         except OSError as error:
             self._lose(rank, line, error)
         else:
@@ -141,27 +149,36 @@ class DirectLink:
             self._flush_later(rank, line)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Never blocks. What cannot be sent since the rank is gone is discarded: its loss is reported anyway."""
+        """From any thread; never blocks. What cannot be sent since the rank is gone is discarded: its loss is reported
+        anyway."""
         line = self._lines.get(rank)
         if line is None:
             return
         try:
-            line.send([head, *frames])
+            with self._lock:
+                line.send([head, *frames])
         except OSError as error:
-            self._lose(rank, line, error)
+            self._on_loop(self._lose, rank, line, error)
             return
         if line.unsent:
-            self._flush_later(rank, line)
+            self._on_loop(self._flush_later, rank, line)
+
+    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        if runs_here(self._loop):
+            call(*arguments)
+        else:
+            with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(call, *arguments)
 
     def _flush_later(self, rank: int, line: _Line) -> None:
-        if line.unsent and rank not in self._writing:
-            assert line.proven is not None
+        if line.unsent and line.proven and self._lines.get(rank) is line and rank not in self._writing:
             self._writing.add(rank)
             self._loop.add_writer(line.proven.connection.fileno(), self._flush, rank, line)
 
     def _flush(self, rank: int, line: _Line) -> None:
         try:
-            line.flush()
+            with self._lock:
+                line.flush()
         except OSError as error:
             self._lose(rank, line, error)
         else:
@@ -190,36 +207,41 @@ class DirectLink:
         self._wake()
 
     def _lose(self, rank: int, line: _Line, why: Exception) -> None:
-        self._end(rank, line)
-        self._broken(rank, str(why) or repr(why))
+        if self._end(rank, line):
+            self._broken(rank, str(why) or repr(why))
 
-    def _end(self, rank: int, line: _Line) -> None:
-        """Neither read nor write any more; who is still there learns of it by the end of the connection."""
-        if self._lines.pop(rank, None) is None:
-            return
+    def _end(self, rank: int, line: _Line) -> bool:
+        """Neither read nor write any more; who is still there learns of it by the end of the connection. False: it has
+        ended before."""
+        if self._lines.get(rank) is not line:
+            return False
+        del self._lines[rank]
         self._ended.append(line)
         if line.proven is not None and not self._loop.is_closed():
             self._stop_writing(rank, line)
             self._loop.remove_reader(line.proven.connection.fileno())
+        return True
 
     def disconnect(self, rank: int) -> None:
         """Send nothing more to a rank, and expect nothing."""
         if line := self._lines.get(rank):
             self._end(rank, line)
-            line.close()
+            with self._lock:
+                line.close()
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - connections stand until :meth:`join`
         """Send nothing that is new."""
         for rank, line in [*self._lines.items()]:
             self._end(rank, line)
             if line.unsent:
-                with suppress(OSError):
+                with suppress(OSError), self._lock:
                     line.flush()
 
     def join(self) -> None:
         """After :meth:`close`, on any thread: end all connections."""
         for line in self._ended:
-            line.close()
+            with self._lock:
+                line.close()
 
 
 def _end_of_record(data: memoryview, begin: int) -> int:

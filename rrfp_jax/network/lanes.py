@@ -90,8 +90,8 @@ class Lanes:
             self._meeting.receive(rank, header, host)
 
     def _add(self, rank: int) -> None:
-        self._ranks.add(rank)
         self.channel.add(rank, "")
+        self._ranks.add(rank)  # last: from now on other threads may send there
 
     def drop(self, rank: int, *, has_left: bool) -> None:
         """The rank is gone."""

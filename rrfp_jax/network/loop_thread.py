@@ -4,6 +4,7 @@ The loop is uvloop's: an iteration costs a few microseconds less than with async
 several.
 """
 
+import asyncio
 import os
 import sys
 import threading
@@ -67,6 +68,14 @@ class LoopThread:
     def _run(self) -> None:
         _preempt_others()
         self.loop.run_forever()
+
+
+def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread is in a call of the loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def _preempt_others() -> None:

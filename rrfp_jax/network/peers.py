@@ -17,6 +17,7 @@ from rrfp_jax.network.lane_link import LaneLink
 from rrfp_jax.network.lanes import LANE_BYTES, NUM_OWN_FILES, Lanes, OwnLink
 from rrfp_jax.network.link import Link
 from rrfp_jax.network.liveness import Liveness
+from rrfp_jax.network.loop_thread import runs_here
 from rrfp_jax.network.losses import Losses
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, pack
 from rrfp_jax.network.roll_call import name_ranks
@@ -184,7 +185,7 @@ class PeerNetwork:
         self._connections |= new
         self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})
         loop = self._started()
-        if _runs_here(loop):
+        if runs_here(loop):
             self._add(new)
         else:
             loop.call_soon_threadsafe(self._add, new)
@@ -279,6 +280,23 @@ class PeerNetwork:
         """Have the event loop run something, from a thread other than its own."""
         self._started().call_soon_threadsafe(call)
 
+    def send_at_once(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any],
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> bool:
+        """:meth:`send_arrays` from a thread other than the loop's, for small data that have a direct connection.
+
+        Returns whether that is so: otherwise nothing was sent, and the loop has to.
+        """
+        if self._direct is None or not self._takes_directly(rank, frames) or len(header) > MAX_HEADER_BYTES:
+            return False
+        self._direct.channel.send(rank, topic, header, frames, on_confirmed)
+        return True
+
     def accused(self, accuser: int, reason: str) -> None:
         """A message says that ``accuser`` takes this rank for lost: all are told that it was the network that broke."""
         self._liveness.accused(accuser, reason)
@@ -292,7 +310,7 @@ class PeerNetwork:
         if self._is_closed:
             return
         loop, done = self._loop, threading.Event()
-        if loop is None or not loop.is_running() or _runs_here(loop):
+        if loop is None or not loop.is_running() or runs_here(loop):
             self._shut(linger_s, done)
         else:
             loop.call_soon_threadsafe(self._shut_soon, linger_s, done)
@@ -376,13 +394,16 @@ class PeerNetwork:
         Large ones take those of :meth:`open_lanes`, small ones that of :meth:`open_direct`. There, other messages
         neither wait for it nor keep their place before or behind it.
         """
-        is_large = bool(frames) and sum(map(_num_bytes, frames)) >= LANE_BYTES
-        if is_large and self._lanes is not None and rank in self._lanes:
-            self._lanes.channel.send(rank, topic, header, frames, on_confirmed)
-        elif not is_large and self._direct is not None and rank in self._direct and len(frames) <= MAX_FRAMES:
+        if self._direct is not None and self._takes_directly(rank, frames):
             self._direct.channel.send(rank, topic, header, frames, on_confirmed)
+        elif self._lanes is not None and rank in self._lanes and _is_large(frames):
+            self._lanes.channel.send(rank, topic, header, frames, on_confirmed)
         else:
             self.send_packed(rank, topic, header, frames, on_confirmed)
+
+    def _takes_directly(self, rank: int, frames: Sequence[Any]) -> bool:
+        has_own = self._direct is not None and rank in self._direct
+        return has_own and len(frames) <= MAX_FRAMES and not _is_large(frames)
 
     def traffic(self) -> Traffic:
         """What was sent and what is held now."""
@@ -425,12 +446,5 @@ class PeerNetwork:
         return self._loop
 
 
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
-
-
-def _num_bytes(frame: Any) -> int:
-    return memoryview(frame).nbytes
+def _is_large(frames: Sequence[Any]) -> bool:
+    return bool(frames) and sum(memoryview(frame).nbytes for frame in frames) >= LANE_BYTES

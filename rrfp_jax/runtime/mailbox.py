@@ -13,8 +13,9 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.tasks import Placement
 
-Ship = Callable[[Any, int, Message, int], Any]
-"""Brings a value, of a message of a bucket, into the form in which it reaches a stage; see ``Transport.ship``."""
+Ship = Callable[[Any, int, Message, int, int | None], Any]
+"""Brings a value, of a message of a bucket, into the form in which it reaches a stage. With a step also sends it, where
+that can be done at once; see ``Transport.ship``."""
 
 _Held = tuple[Any, int]
 """A value and its bytes."""
@@ -53,7 +54,7 @@ class Mailbox:
     def post(self, step: int, message: Message, value: Any, bucket: int = 0) -> None:
         """A chunk of this stage has produced ``value`` for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
-        shipped = self._ship(value, receiver, message, bucket)
+        shipped = self._ship(value, receiver, message, bucket, step)
         if receiver == self._stage:
             num_bytes = _num_bytes(message, shipped)
             self._inbox[step][message] = (shipped, num_bytes)

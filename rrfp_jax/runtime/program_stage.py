@@ -171,7 +171,7 @@ class ProgramStage:
         if self._copies.replica(message.target) != self._replica:
             return None
         layers = self._layers_before_reduction(step, message.source)
-        return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0)
+        return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
 
     def _report(self, step: int) -> dict[str, bytes]:
         """What this stage and those below it contribute, as one report."""

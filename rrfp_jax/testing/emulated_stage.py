@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ class EmulatedStage:
         num_devices: int = 1,
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
+        self._placement, self._stage = placement, stage
         self._graph, self._graphs = graph, dict[int, PipelineGraph]()
         ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
@@ -72,7 +73,10 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
-        """Run the task to its end, on the thread that launches it. An operation has no program and takes its time."""
+        """Run the task on the thread that launches it; its outputs leave the stage once it is waited for.
+
+        An operation has no program and takes its time.
+        """
         begun_s = time.perf_counter()
         if task.kind in self._sleepers:
             self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
@@ -85,9 +89,20 @@ class EmulatedStage:
             result.block_until_ready()
         if duration_ms := self._duration_ms(step, task):
             self._sleeper.until(begun_s + duration_ms * 1e-3)
-        for message in self._present(step, self._outputs.get(task, ())):
-            self._mailbox.post(step, message, result if self._is_alone else np.asarray(result))
-        return Launched(begun_s)
+        outputs = self._present(step, self._outputs.get(task, ()))
+        value = result if self._is_alone else np.asarray(result)
+        for message in outputs:
+            if self._stays(message):  # the next task may be launched before this one was waited for
+                self._mailbox.post(step, message, value)
+        return Launched(begun_s, partial(self._post, step, outputs, value))
+
+    def _post(self, step: int, outputs: Iterable[Message], value: Any) -> None:
+        for message in outputs:
+            if not self._stays(message):
+                self._mailbox.post(step, message, value)
+
+    def _stays(self, message: Message) -> bool:
+        return self._placement.stage_of_chunk[message.target] == self._stage
 
     def _present(self, step: int, messages: Iterable[Message]) -> Iterable[Message]:
         """Those between chunks that both run the microbatch in this step."""

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +14,11 @@ import pytest
 
 from rrfp_jax.network.direct_link import MAX_FRAME_BYTES, MAX_FRAMES, DirectLink
 from rrfp_jax.network.lane import Proven
+from rrfp_jax.network.plain import pack
 from rrfp_jax.network.sealing import SECRET_BYTES, Seal
 from tests.network.mesh import Node, eventually, nodes
 
+TOPIC = b"note"
 SECRET = bytes(range(SECRET_BYTES))
 
 
@@ -159,7 +162,29 @@ def test_who_no_longer_reads_is_noticed_by_who_sends() -> None:
         made.links[1].disconnect(0)
         for head, *frames in messages(2, 10):
             made.links[0].send(1, head, frames)
+        made.received(0)
         assert [rank for rank, _ in made.broken] == [1]
+
+
+def test_threads_may_send_what_the_system_does_not_take_at_once() -> None:
+    """Each one's messages keep their order, and those of all are sealed one after another."""
+    num_threads, num_messages = 4, 100
+    with pair() as made:
+
+        def send(thread: int) -> None:
+            for number in range(num_messages):
+                made.links[0].send(1, b"%d" % thread, [b"%d" % number, bytes(20_000)])
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        got = made.received(1, num_threads * num_messages)
+        for thread in threads:
+            thread.join()
+        for number in range(num_threads):
+            own = [int(message[1]) for message in got if int(message[0]) == number]
+            assert own == [*range(num_messages)]
+        assert made.broken == []
 
 
 @pytest.mark.parametrize("asking", [0, 1])
@@ -188,6 +213,19 @@ def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(ask
         first.network.send_threadsafe(1 - asking, "note", {"number": 7})
         assert eventually(lambda: len(second.got) == 7)
         assert sent_directly(first) == 4
+        at_once = first.network.send_at_once
+        assert not at_once(1 - asking, TOPIC, pack({"number": 8}), [bytes(1 << 17)])
+        assert at_once(1 - asking, TOPIC, pack({"number": 9}), [b"now"], lambda: confirmed.append(9))
+        assert eventually(lambda: 9 in confirmed)
+        assert second.got[-1][1]["number"] == 9
+        assert sent_directly(first) == 5
+
+
+def test_nothing_is_sent_at_once_where_no_direct_connection_is_wanted() -> None:
+    with nodes(2) as (first, second):
+        assert not first.network.send_at_once(1, TOPIC, pack({}), [b"now"])
+        first.send_arrays(1, {"number": 0}, [])
+        assert eventually(lambda: len(second.got) == 1)
 
 
 def sent_directly(member: Node) -> int:

@@ -12,7 +12,7 @@ HERE = Message(MessageKind.ACTIVATION, 0, 2, 4)
 
 
 def make_mailbox() -> Mailbox:
-    return Mailbox(Placement((0, 1, 0)), 0, lambda value, stage, message, bucket: value)
+    return Mailbox(Placement((0, 1, 0)), 0, lambda value, stage, message, bucket, step: value)
 
 
 def test_a_value_for_another_stage_waits_to_be_sent_once() -> None:

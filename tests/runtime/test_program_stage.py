@@ -37,7 +37,7 @@ def tied_stage() -> ProgramStage:
         copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
         replicas=None,
         meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]
-        ship=lambda value, receiver, message, bucket: value,
+        ship=lambda value, receiver, message, bucket, step: value,
         wishes=SimpleNamespace(),  # type: ignore[arg-type]
     )
     stage.begin(0, StepBatch(), graph)

@@ -115,7 +115,7 @@ def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas:
         copies=copies,
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda *_, **__: None),
-        ship=lambda value, receiver, message, bucket: value,
+        ship=lambda value, receiver, message, bucket, step: value,
         wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
     stage.begin(0, StepBatch(buckets=[0] * graph.num_microbatches), graph)

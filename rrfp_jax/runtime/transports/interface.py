@@ -21,11 +21,12 @@ class TransportFailed(RuntimeError):
 class Transport(Protocol):
     """Carries payloads between units, in any order; each message is known by step and identity."""
 
-    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0) -> Any:
+    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0, step: int | None = None) -> Any:
         """Bring a finished task's output into the form in which ``send`` takes it; called on the compute thread.
 
         ``bucket`` is that of the message's microbatch, which decides on the payload's shapes. For a message that stays
-        in its unit this is the form in which the receiving task takes it.
+        in its unit this is the form in which the receiving task takes it. With ``step``, what can leave without waiting
+        for the event loop does; ``send`` is called all the same.
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
@@ -61,6 +62,13 @@ class Remote(Protocol):
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
         """Get a part ready to be sent, from the arrays of a payload; called on the compute thread."""
+
+    def send_at_once(self, receiver: int, key: Key, offered: Any) -> Any:  # noqa: ARG002 - not all have such a way
+        """Send what ``offer`` returned, if that can be done now; returns what ``send`` gets in its place.
+
+        Called on the compute thread, or on the one that waits for its tasks.
+        """
+        return offered
 
     def send(self, receiver: int, key: Key, offered: Any) -> None:
         """Send what ``offer`` returned; called on the event loop."""

@@ -135,7 +135,14 @@ class PipelineTransport:
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
-    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0) -> Any:  # noqa: ARG002 - the message says it too
+    def ship(
+        self,
+        payload: Any,
+        stage: int,  # noqa: ARG002 - the message says it too
+        message: Message,
+        bucket: int = 0,
+        step: int | None = None,
+    ) -> Any:
         """See :meth:`Transport.ship`. Raises ValueError where the arrays are not what the edge says."""
         plan = self._ways.of(message, bucket).plan
         if plan is None:
@@ -146,7 +153,14 @@ class PipelineTransport:
                 return _handed_over(plan.leaves[0], leaves[0], plan.stays)
             handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
             return plan.treedef.unflatten(handed)
-        return _Shipment(plan, bucket, [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing])
+        parts = [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing]
+        if step is not None and self._remote is not None:
+            key, remote = Key(step, message, bucket), self._remote
+            parts = [
+                (receiver, part if receiver == self._rank else remote.send_at_once(receiver, key, part))
+                for receiver, part in parts
+            ]
+        return _Shipment(plan, bucket, parts)
 
     def _offer(self, plan: EdgePlan, receiver: int, leaves: list[Any]) -> Any:
         if receiver == self._rank:

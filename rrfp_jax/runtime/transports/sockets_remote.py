@@ -32,6 +32,12 @@ class Packed(NamedTuple):
     num_bytes: int
 
 
+class Sent(NamedTuple):
+    """A part that has left already, of so many bytes."""
+
+    num_bytes: int
+
+
 class SocketsRemote(Remote):
     """Sends parts as messages of a :class:`PeerNetwork`."""
 
@@ -82,9 +88,21 @@ class SocketsRemote(Remote):
 
         return fetch
 
+    def send_at_once(self, receiver: int, key: Key, offered: Any) -> Any:
+        if not isinstance(offered, Packed):
+            return offered
+        small, frames, num_bytes = offered
+        has_left = self._network.send_at_once(
+            receiver, TOPIC, pack_key(key) + small, frames, partial(self._held.add, sent=-num_bytes)
+        )
+        return Sent(num_bytes) if has_left else offered
+
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def send(self, receiver: int, key: Key, offered: Packed | Callable[[], Packed]) -> None:
+    def send(self, receiver: int, key: Key, offered: Packed | Sent | Callable[[], Packed]) -> None:
+        if isinstance(offered, Sent):
+            self._held.add(sent=offered.num_bytes)
+            return
         if not isinstance(offered, Packed):
             self._workers.submit(offered, lambda packed: self.send(receiver, key, packed))
             return

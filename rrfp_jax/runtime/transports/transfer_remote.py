@@ -122,6 +122,9 @@ class TransferRemote(Remote):
         self._server.offer(offer.number, arrays)
         return offer
 
+    def send_at_once(self, receiver: int, key: Key, offered: Any) -> Any:
+        return self._sockets.send_at_once(receiver, key, offered)
+
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def send(self, receiver: int, key: Key, offered: Any) -> None:
