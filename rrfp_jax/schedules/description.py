@@ -7,12 +7,11 @@ A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage
 stage, and what both calls give must be equal; who makes many tables of descriptions that are known may leave that out.
 """
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rrfp_jax.schedules.language.choice import Quickest
 from rrfp_jax.schedules.language.order import Order
@@ -21,10 +20,12 @@ from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, some
 from rrfp_jax.schedules.language.starts import block
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.schedules.users_code import Endless, bounded, in_line, told
 from rrfp_jax.schedules.with_operations import with_operations
 from rrfp_jax.tasks import Per
 
 Description = Callable[[Stage], Described]
+T = TypeVar("T")
 
 
 def table_of(name: str, describe: Description, stages: Sequence[Stage], *, twice: bool = True) -> ScheduleTable:
@@ -46,15 +47,8 @@ def table_of(name: str, describe: Description, stages: Sequence[Stage], *, twice
 
 
 def _called(name: str, describe: Description, stage: Stage) -> Described:
-    try:
-        made: Any = describe(stage)
-    except Mistake as mistake:
-        mistake.stage = stage.i
-        raise _located(name, mistake) from mistake
-    except ValueError:
-        raise  # a sentence of the description itself
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"schedule {name!r}, stage {stage.i}: {told(error)}") from error
+    code = getattr(getattr(describe, "func", describe), "__code__", None)
+    made: Any = located(name, stage.i, lambda: bounded(lambda: describe(stage), code))
     if isinstance(made, Described):
         return made
     remedies: dict[type, str] = {
@@ -66,16 +60,19 @@ def _called(name: str, describe: Description, stage: Stage) -> Described:
     raise ValueError(f"schedule {name!r}, stage {stage.i} gives {what}")
 
 
-def told(error: BaseException) -> str:
-    """What was raised, and where."""
-    if isinstance(error, SyntaxError):
-        return f"{error.msg} in line {error.lineno}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} in line {last.lineno} of {Path(last.filename).name}: {error}"
-
-
-def _located(name: str, mistake: Mistake) -> ValueError:
-    return ValueError(f"schedule {name!r}, stage {mistake.stage}: {mistake}")
+def located(name: str, stage: int | None, made: Callable[[], T]) -> T:
+    """What a function gives. What it raises becomes a ValueError that names the schedule and the stage, unless that is
+    None and unknown."""
+    try:
+        return made()
+    except Mistake as mistake:
+        at = mistake.stage if stage is None else stage
+        raise ValueError(f"schedule {name!r}, stage {at}: {mistake}") from mistake
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and not in_line(error):
+            raise  # a sentence of this library's
+        place = f"schedule {name!r}" if stage is None else f"schedule {name!r}, stage {stage}"
+        raise ValueError(f"{place}: {error if isinstance(error, Endless) else told(error)}") from error
 
 
 def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> ScheduleTable:
@@ -89,21 +86,22 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
             )
     quick = [each for each in made if isinstance(each, Quickest)]
     if quick:
+        many = [len(one.alternatives) for one in quick]
+        if min(many) < max(many):
+            fewest = many.index(min(many))
+            raise ValueError(
+                f"schedule {name!r}, stage {fewest} chooses among fewer orders than others: give all alike"
+            )
         tables = [_table(name, stages, each) for each in zip(*(one.alternatives for one in quick), strict=True)]
         length, hop = stages[0].lengths, stages[0].asked.comm_ms
         best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
         return best if best is tables[0] else replace(best, hint=tables[0])
     graph = stages[0].graph
-    try:
-        if family is not Order:  # operations go into the finished rows
-            stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
-        rows = first.orders(stages, made)
-    except Mistake as mistake:
-        raise _located(name, mistake) from mistake
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # of a function that the description gives to a stream, slots or a rule
-        raise ValueError(f"schedule {name!r}: {told(error)}") from error
+    if isinstance(first, Order):
+        rows = [located(name, s.i, partial(order.on, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
+    else:  # operations go into the finished rows
+        stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
+        rows = located(name, None, partial(first.orders, stages, made))
     named = {task.kind for row in rows for task in row}
     unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]
     graph = replace(graph, ops=tuple(op for op in graph.ops if op not in unnamed))
@@ -111,8 +109,6 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         there = set(row)
         missing = [task for task in graph.tasks(stage.chunks) if task not in there]
         if missing:
-            kinds = " + ".join(f"{kind}.rest" for kind in dict.fromkeys(task.kind for task in missing))
-            remedy = f"+ {kinds}" if family is Order else "a larger limit"
-            raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: add them, with {remedy}")
+            raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: {first.remedy(missing)}")
     table = ScheduleTable.from_orders(name, stages[0].placement, graph, rows)
     return with_operations(table, unnamed) if unnamed else table

@@ -7,12 +7,13 @@
         return rounds(F.ahead(s.p - 1 - s.i), B)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
-from rrfp_jax.schedules.description import Description, table_of
+from rrfp_jax.schedules.description import Description, located, table_of
 from rrfp_jax.schedules.language.stage import Stage, WholeBackward
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.shapes import ANY, Shape
@@ -37,8 +38,9 @@ class ScheduleEntry:
     """Whether a ``group_size`` may be asked for."""
     any_graph: bool = False
     """Whether it orders the chunks of any graph on any placement; the others make a placement and a chain."""
-    ops: tuple[Op, ...] = ()
-    """Operations that the pipeline has with this schedule."""
+    ops: tuple[Op, ...] | Callable[[Stage], Iterable[Op]] = ()
+    """Operations that the pipeline has with this schedule; or a function that gives them for its sizes, called with the
+    first stage."""
     constraints: str = "none"
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
@@ -74,11 +76,16 @@ class ScheduleEntry:
         """What its description is called with."""
         p, m, v = request.num_stages, request.num_microbatches, self.chunks_for(request)
         if request.graph is None:
-            placement, graph = self.shape.placement(p, v), self.shape.graph(p, v, m)
+            placement = located(self.name, None, lambda: self.shape.placement(p, v))
+            graph = located(self.name, None, lambda: self.shape.graph(p, v, m))
         else:
             placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
         split_chunks = frozenset(range(graph.num_chunks)) if split else frozenset()
-        graph = replace(graph, split=split_chunks, ops=(*graph.ops, *self.ops))
+        graph = replace(graph, split=split_chunks)
+        own = self.ops
+        if callable(own):
+            own = _checked(self.name, located(self.name, 0, partial(own, Stage(0, placement, graph, request))))
+        graph = replace(graph, ops=(*graph.ops, *own))
         return [Stage(i, placement, graph, request) for i in range(p)]
 
     def table(self, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
@@ -106,14 +113,25 @@ def schedule(name: str, **facts: Any) -> Callable[[D], D]:
     def register(describe: D) -> D:
         if name in _collecting[-1]:
             raise ValueError(f"schedule {name!r} is registered twice: give one of them another name")
-        wrong = next((op for op in facts.get("ops", ()) if not isinstance(op, Op)), None)
-        if wrong is not None:
-            raise ValueError(f"schedule {name!r} has {wrong!r} among its operations: give Op(...)")
+        if not isinstance(facts.get("shape", ANY), Shape):
+            raise ValueError(
+                f"schedule {name!r} has the shape {facts['shape']!r}: give one of rrfp_jax.schedules.shapes"
+            )
+        if not callable(facts.get("ops", ())):
+            _checked(name, facts.get("ops", ()))
         entry = ScheduleEntry(name=name, describe=describe, **{"any_graph": "shape" not in facts} | facts)
         _collecting[-1][name] = entry
         return describe
 
     return register
+
+
+def _checked(name: str, ops: Iterable[Op]) -> tuple[Op, ...]:
+    found = tuple(ops)
+    wrong = next((op for op in found if not isinstance(op, Op)), None)
+    if wrong is not None:
+        raise ValueError(f"schedule {name!r} has {wrong!r} among its operations: give Op(...)")
+    return found
 
 
 @contextmanager

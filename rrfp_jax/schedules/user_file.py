@@ -1,20 +1,23 @@
 """Schedules and hints in a user's own file: ``FILE.py:NAME`` stands wherever the name of one does.
 
-NAME is what the file registers with ``@schedule(NAME, ...)``, a function of a stage that it defines, or a rule.
+NAME is what the file registers with ``@schedule(NAME, ...)``, a function of a stage that it defines, or a rule. While
+it is imported, it finds the modules beside it.
 """
 
 import difflib
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 
-from rrfp_jax.schedules.description import told
 from rrfp_jax.schedules.entry import ScheduleEntry, registering
 from rrfp_jax.schedules.language.rule import Rule
+from rrfp_jax.schedules.users_code import told
 
 _IN_FILE = re.compile(r"(.+\.py)(?::(.*))?")
 
@@ -68,7 +71,7 @@ def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
     text = Path(path).read_text(encoding="utf-8")
     module = ModuleType(f"rrfp_schedules_{Path(path).stem}")
     sys.modules[module.__name__] = module
-    with registering() as registered:
+    with registering() as registered, _beside(Path(path).resolve().parent):
         try:
             exec(compile(text, path, "exec"), module.__dict__)
         except (Exception, SystemExit) as error:
@@ -81,3 +84,19 @@ def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
         elif isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
             found.setdefault(name, of_function.get(value) or ScheduleEntry(name=name, describe=value, any_graph=True))
     return found
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """What lies in the folder can be imported meanwhile. Modules that do are forgotten then: those beside another file
+    may be named alike."""
+    known = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).parent == folder:
+                del sys.modules[name]

@@ -71,16 +71,27 @@ class GraphOperations:
                     "most 1 more than they free"
                 )
             emptied = self._emptied(chunk, m, existing)
-            if emptied is not None:
+            if emptied in self.by_letter:
                 raise ValueError(
                     f"operation {emptied!r} frees more than chunk {chunk} may hold of a microbatch by then: let it "
                     "come after what takes that, or free less"
                 )
+            if self._takes(chunk, m) > self.unit:
+                freed = next(op.letter for op in existing if op.frees > op.holds)
+                raise ValueError(
+                    f"operation {freed!r} frees what nothing takes back, and the backward of chunk {chunk} needs all "
+                    "of it: let one before B hold as much"
+                )
+            if emptied is not None:
+                late = next(op.letter for op in existing if op.holds > op.frees)
+                raise ValueError(
+                    f"operation {late!r} may take memory behind the backward of chunk {chunk}, where nothing frees it: "
+                    "let it come before B, or free as much as it holds"
+                )
 
     def _emptied(self, chunk: int, microbatch: int, ops: Iterable[Op]) -> str | None:
-        """An operation whose end, in some order in which a pair's tasks can run, leaves less than nothing."""
-        frees = {op.letter for op in ops if op.frees}
-        if not frees:
+        """A task whose end, in some order in which a pair's tasks can run, leaves less than nothing."""
+        if not any(op.moves_memory for op in ops):
             return None
         kinds = [kind for kind in self._order(chunk) if self.has(kind, chunk, microbatch)]
         tasks = [Task(kind, chunk, microbatch) for kind in kinds]
@@ -92,7 +103,7 @@ class GraphOperations:
             for kind in kinds:
                 after = ended | {kind}
                 if kind not in ended and before[kind] <= ended and after not in seen:
-                    if kind in frees and sum(change[k] for k in after) < 0:
+                    if sum(change[k] for k in after) < 0:
                         return kind
                     seen.add(after)
                     done.append(after)

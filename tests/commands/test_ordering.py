@@ -213,6 +213,14 @@ def test_the_flags_default_to_nothing_said():
     assert all(hint in parser.format_help() for hint in hint_names())
 
 
+def test_offload_that_moves_nothing_says_so(caplog):
+    caplog.set_level("INFO", logger="rrfp_jax")
+    for slots in (3, 4, 8):
+        resolve(schedule="1f1b", offload=slots)
+    told = [f"offload {slots} moves nothing: no stage of 1f1b holds more than 4" for slots in (4, 8)]
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 def test_offload_bounds_what_stages_hold_on_their_devices():
     for consume in ("strict", "ready"):
         resolved = resolve(schedule="1f1b", consume=consume, offload=3)

@@ -28,8 +28,8 @@ def printed(program: str) -> str:
     return output.getvalue()
 
 
-def test_there_are_eight_steps() -> None:
-    assert len(STEPS) == 8
+def test_there_are_eight_steps_and_two_examples() -> None:
+    assert len(STEPS) == 8 + 2
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)))

@@ -1,6 +1,7 @@
 """Descriptions with operations of one's own: named in streams, or put where their own lead says."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -70,4 +71,22 @@ def test_one_that_is_not_named_is_put_where_its_own_lead_says() -> None:
 )
 def test_mistakes_with_operations(describe, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        table(describe, ops=(OUT,))
+        table(describe, ops=(replace(OUT, frees=0.0),))
+
+
+def test_operations_may_depend_on_the_sizes() -> None:
+    def lent(s: Stage) -> tuple[Op, ...]:
+        return tuple(replace(op, pairs=frozenset((0, m) for m in range(1, s.m, 2))) for op in (OUT, BACK))
+
+    def bpipe(s: Stage) -> Order:
+        far = (stream(OUT).ahead(s.p - 1), stream(BACK).ahead(1)) if s.i == 0 else ()
+        return rounds(F.ahead(s.p - 1 - s.i), *far, B)
+
+    entry = ScheduleEntry(name="mine", describe=bpipe, shape=ONE_EACH, ops=lent)
+    for m, moved in ((4, 2), (9, 4)):
+        found = entry.table(replace(REQUEST, num_microbatches=m))
+        assert [str(task) for task in found.orders[0] if task.kind == "O"] == [f"0O{2 * n + 1}" for n in range(moved)]
+    with pytest.raises(ValueError, match="schedule 'mine' has 'O' among its operations: give"):
+        table(bpipe, ops=lambda s: ("O",))
+    with pytest.raises(ValueError, match="schedule 'mine', stage 0: ZeroDivisionError in line"):
+        table(bpipe, ops=lambda s: 1 // 0)

@@ -1,12 +1,13 @@
 """Mistakes in descriptions: each is refused in one sentence that names the stage, the place and the remedy."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, schedule
+from rrfp_jax.schedules import ScheduleRequest, schedule, users_code
 from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.entry import ScheduleEntry
 from rrfp_jax.schedules.language import (
@@ -26,8 +27,8 @@ from rrfp_jax.schedules.language import (
     stream,
     turns,
 )
-from rrfp_jax.schedules.shapes import ONE_EACH, V
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.schedules.shapes import ONE_EACH, Shape, V
+from rrfp_jax.tasks import Op, TaskKind, linear
 
 CALLS: Iterator[int] = count()
 
@@ -158,11 +159,77 @@ MISTAKES: dict[str, tuple[Callable[[Stage], object], list[str]]] = {
     "a choice of nothing": (of_stage_1(lambda s: quickest()), ["stage 1", "nothing to choose from"]),
     "an error within a filter": (
         of_stage_1(lambda s: rounds(F.only(lambda task: 1 // 0), B)),
-        ["'mine': ZeroDivisionError in line", "test_mistakes.py"],
+        ["'mine', stage 1: ZeroDivisionError in line", "test_mistakes.py"],
     ),
     "an exit": (of_stage_1(lambda s: sys.exit(3)), ["stage 1", "SystemExit in line"]),
     "something else added": (of_stage_1(lambda s: F.rest + "B"), ["stage 1", "'B' is no order"]),
     "a task of another stage": (of_stage_1(lambda s: given("0F0") + F.rest), ["stage 1", "chunk 0 is none"]),
+    "rounds beyond all bounds": (
+        of_stage_1(lambda s: rounds(F.ahead(math.nan), B)),
+        ["stage 1", "F cannot run nan rounds"],
+    ),
+    "every word of rounds": (
+        of_stage_1(lambda s: rounds(F.every("2"), B)),
+        ["stage 1", "F cannot run every '2' rounds"],
+    ),
+    "a chunk that is a word": (
+        of_stage_1(lambda s: F["1"].rest),
+        ["stage 1", "F['1'] is of no chunk: give the number"],
+    ),
+    "a list of microbatches": (of_stage_1(lambda s: rounds(F.over(range(4)), B)), ["stage 1", "F.over takes pairs"]),
+    "a filter that is none": (of_stage_1(lambda s: rounds(F.only(3), B)), ["stage 1", "F.only takes a function"]),
+    "a function that gives no rounds": (
+        of_stage_1(lambda s: rounds(F.ahead(lambda chunk: None), B)),
+        ["stage 1: TypeError", "'NoneType'"],
+    ),
+    "repetitions in words": (of_stage_1(lambda s: F * "2"), ["stage 1", "repeated '2' times: give a whole number"]),
+    "a limit in words": (
+        of_stage_1(lambda s: (F.rest + B.rest).within("3")),
+        ["stage 1", "within is '3': give a number"],
+    ),
+    "what is no task": (of_stage_1(lambda s: given("1F0 zz")), ["stage 1", "given takes tasks", "'zz' is not a task"]),
+    "numbers for tasks": (of_stage_1(lambda s: given([1, 2])), ["stage 1", "given takes tasks", "not [1, 2]"]),
+    "a stream of a number": (of_stage_1(lambda s: rounds(F, B, stream(3))), ["stage 1", "not of 3"]),
+    "a slot that is not finite": (of_stage_1(lambda s: slots(lambda task: math.nan)), ["stage 1", "1F0 starts at nan"]),
+    "a block of letters": (
+        of_stage_1(lambda s: block({"F": 0, "B": 1}).every(2)),
+        ["stage 1", "a block maps streams to slots, such as {F[0]: 0"],
+    ),
+    "a fraction of a slot": (
+        of_stage_1(lambda s: block({F: 0.5, B: 1}).every(2)),
+        ["stage 1", "F of the block starts at 0.5", "a whole one"],
+    ),
+    "lengths that are a number": (of_stage_1(lambda s: rule(B, F).frozen(lengths=2)), ["stage 1", "lengths is 2"]),
+    "lengths below nothing": (
+        lambda s: rule(B, F).frozen(lengths=lambda task: math.nan if task.chunk == 1 else 1),
+        ["stage 1", "1F0 would last nan: let lengths give 0 or more"],
+    ),
+    "a way that takes less than no time": (of_stage_1(lambda s: rule(B, F).frozen(hop=-1)), ["stage 1", "hop is -1"]),
+    "limits that differ": (
+        lambda s: rule(B, F).frozen(under_way=1 + (s.i == 1)),
+        ["stage 1", "give all stages the same"],
+    ),
+    "a lane of one chunk": (
+        of_stage_1(lambda s: rule(F[1], B).frozen()),
+        ["stage 1", "a kind on all chunks", "'F[1]'"],
+    ),
+    "a lane that holds nothing": (
+        lambda s: rule(B, F, stream("X")).frozen(),
+        ["stage 0", "no microbatch has a task of kind 'X'"],
+    ),
+    "a key that is a number": (
+        of_stage_1(lambda s: rule(B, F, key=3).frozen()),
+        ["stage 1", "the key is 3: write chunk"],
+    ),
+    "a choice among words": (of_stage_1(lambda s: quickest("a")), ["stage 1", "chooses among orders, not 'a'"]),
+    "fewer to choose from": (
+        lambda s: quickest(*[F.rest + B.rest] * (1 if s.i == 1 else 2)),
+        ["stage 1", "chooses among fewer orders than others"],
+    ),
+    "a chunk too many": (
+        of_stage_1(lambda s: [down for down, _ in [s.chunks]]),
+        ["stage 1", "ValueError in line", "test_mistakes.py: not enough values to unpack"],
+    ),
     "a task that there is not": (of_stage_1(lambda s: given("1F9")), ["stage 1", "1F9 names microbatch 9", "0..3"]),
 }
 
@@ -192,19 +259,50 @@ def test_halves_of_a_backward_are_for_split_ones() -> None:
     assert "stage 0: I[0] is not there, the backward is whole: write B, or split_backward=True" in message
     message = refusal(lambda s: rounds(F.ahead(s.p - 1 - s.i), I), split_backward=True)
     assert "stage 0 leaves out 0W0, 0W1, 0W2, 0W3: add them, with + W.rest" in message
+    entry = ScheduleEntry(name="mine", describe=lambda s: rule(I, F, W).frozen(), shape=ONE_EACH)
+    assert entry.table(ScheduleRequest(num_stages=2, num_microbatches=2)).graph.split, "a lane of I asks for it too"
 
 
 def test_a_packed_block_holds_f_and_i_and_no_slot_twice() -> None:
     message = refusal(lambda s: block({F: s.i, B: 7 - s.i}).every(3).packed(), split_backward=True)
     assert "packed() gives W their slots itself" in message
     message = refusal(lambda s: block({F: s.i, I: 3 + s.i}).every(3).packed(), split_backward=True)
-    assert "0I0 and 0F1 both start in slot 3 of stage 0" in message or "0F1 and 0I0 both start" in message
+    assert "stage 0: 0F1 and 0I0 both start in slot 3" in message
+    message = refusal(lambda s: block({F: s.i}).every(3).packed(), split_backward=True)
+    assert "stage 0 leaves out 0I0, 0W0" in message
+    assert "let the block hold I too" in message
 
 
 def test_a_rule_whose_limits_admit_nothing_more_leaves_tasks_out() -> None:
     message = refusal(lambda s: rule(B, F).frozen(holding=0))
     assert "stage 0 leaves out 0F0" in message
     assert "a larger limit" in message
+
+
+@pytest.mark.parametrize(
+    "describe", [lambda s: [None for _ in count()], lambda s: F.over((s.i, m) for m in count())], ids=["list", "passes"]
+)
+def test_a_loop_without_an_end_is_ended(describe: Description, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_code, "MOST_LINES", 1000)
+    assert "stage 0: it has run 1000 lines and goes on: let its loops end" in refusal(describe)
+    assert sys.gettrace() is None
+
+
+def test_operations_left_out_are_added_by_their_letters_and_those_of_a_step_are_not() -> None:
+    noted, once = Op("O", after="F", ms=1.0), Op("Z", after="B", per="step", ms=1.0)
+    message = refusal(
+        lambda s: rounds(F.ahead(s.p - 1 - s.i), B, stream("O").only(lambda t: t.microbatch)), ops=(noted,)
+    )
+    assert 'stage 0 leaves out 0O0: add them, with + stream("O").rest' in message
+    message = refusal(lambda s: rounds(F.ahead(s.p - 1 - s.i), B) + stream("Z").rest, ops=(once,))
+    assert "stage 0: Z runs once per step, when what it comes after is done: leave it out of the order" in message
+
+
+def test_what_is_no_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule 'mine' has the shape 'V': give one of"):
+        schedule("mine", shape="V")(alternating)
+    message = refusal(lambda s: F.rest + B.rest, shape=Shape("mine", linear))
+    assert "'mine': TypeError: " in message
 
 
 def test_what_is_no_operation_is_refused() -> None:

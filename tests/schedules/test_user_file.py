@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,24 @@ def test_a_file_that_has_changed_is_read_anew(path: Path) -> None:
     path.write_text(FILE.replace("F.ahead(s.p - 1 - s.i), B)", "F.ahead(s.p - s.i), B)"))
     os.utime(path, ns=(1, 1))
     assert str(build_schedule(f"{path}:mine", REQUEST).orders[2][1]) == "2F1"
+
+
+def test_a_file_imports_the_modules_beside_it_and_no_others_of_their_name(tmp_path: Path) -> None:
+    text = "from warm_up import ahead\nfrom rrfp_jax.schedules.language import B, F, rounds\n"
+    text += "def mine(s):\n    return rounds(F.ahead(ahead(s)), B)\n"
+    for folder, ahead in (("one", "s.p - 1 - s.i"), ("two", "s.p - s.i")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_schedules.py").write_text(text)
+        (tmp_path / folder / "warm_up.py").write_text(f"def ahead(s):\n    return {ahead}\n")
+    path = list(sys.path)
+    tables = [build_schedule(f"{tmp_path / folder}/my_schedules.py:mine", REQUEST) for folder in ("one", "two")]
+    assert [str(table.orders[2][1]) for table in tables] == ["2B0", "2F1"]
+    assert sys.path == path
+    assert "warm_up" not in sys.modules
+    (tmp_path / "two" / "my_schedules.py").write_text("import no_such_module\n")
+    os.utime(tmp_path / "two" / "my_schedules.py", ns=(1, 1))
+    with pytest.raises(ValueError, match=r"ModuleNotFoundError in line 1 of my_schedules\.py: No module named"):
+        build_schedule(f"{tmp_path}/two/my_schedules.py:mine", REQUEST)
 
 
 def test_a_rule_is_a_hint_and_no_schedule(path: Path) -> None:

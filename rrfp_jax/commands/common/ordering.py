@@ -3,6 +3,7 @@
 The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` says what each of them does.
 """
 
+import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, r
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
+
+_log = logging.getLogger(__name__)
 
 ON, OFF = "on", "off"
 _NAMES = (
@@ -174,6 +177,9 @@ class Ordering:
             moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths)
             if moved is not table:
                 ordering = replace(ordering, schedule=moved, window=device_slots(table, self.offload))
+            else:
+                most = max(device_slots(table, self.offload))
+                _log.info("offload %d moves nothing: no stage of %s holds more than %d", self.offload, table.name, most)
         return ordering.resolve(placement, graph, num_replicas=num_replicas)
 
     def _check_hash(self, table: ScheduleTable) -> None:

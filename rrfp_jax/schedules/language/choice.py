@@ -1,6 +1,7 @@
 """A choice among orders by the time that they take."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.schedules.language.stage import Described, Mistake
 
@@ -12,8 +13,11 @@ class Quickest(Described):
     alternatives: tuple[Described, ...]
 
 
-def quickest(*alternatives: Described) -> Quickest:
+def quickest(*alternatives: Any) -> Quickest:
     """Of these orders the one that takes least time with the profiled times; of equal ones the first."""
     if not alternatives:
         raise Mistake("quickest has nothing to choose from: give it orders")
+    wrong = next((one for one in alternatives if not isinstance(one, Described)), None)
+    if wrong is not None:
+        raise Mistake(f"quickest chooses among orders, not {wrong!r}")
     return Quickest(alternatives)

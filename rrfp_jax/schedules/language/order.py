@@ -8,9 +8,9 @@ chunk; where none is left, nothing. Whatever is B of a split backward is I with 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
 from rrfp_jax.schedules.validation import why_unknown
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Task, TaskKind
 
 
 class Row:
@@ -76,9 +76,9 @@ class Order(Described):
             raise Mistake(f"{other!r} is no order: add streams, rounds or slots")
         return _one_after_another(self, other)
 
-    def __mul__(self, times: int) -> "Order":
-        if times < 0 or times != int(times):
-            raise Mistake(f"an order cannot be repeated {times} times: give a whole number, 0 or more")
+    def __mul__(self, times: Any) -> "Order":
+        if not (is_number(times) and times >= 0 and times % 1 == 0):
+            raise Mistake(f"an order cannot be repeated {times!r} times: give a whole number, 0 or more")
 
         def write(row: Row) -> None:
             for _ in range(int(times)):
@@ -89,9 +89,10 @@ class Order(Described):
 
         return Order(write)
 
+    __rmul__ = __mul__
+
     def until(self, stream: Any) -> "Order":
         """Again and again until all tasks of this kind and chunk are there."""
-
         if not hasattr(stream, "own_chunk"):
             raise Mistake("an order is repeated until a stream is there, such as F[0]: write .until(F[0])")
 
@@ -108,6 +109,7 @@ class Order(Described):
     def written_for(self, microbatches: int) -> "Order":
         """For a construction that needs at least so many: it is written for these, and those beyond the stage's are
         left out."""
+        check_number("written_for", microbatches)
 
         def write(row: Row) -> None:
             limit, row.limit = row.limit, max(row.limit, microbatches)
@@ -118,6 +120,7 @@ class Order(Described):
 
     def within(self, limit: float) -> "Order":
         """Refused where it holds more activations than this, each of a chunk from its F to the end of its backward."""
+        check_number("within", limit)
 
         def write(row: Row) -> None:
             self.write(row)
@@ -131,16 +134,11 @@ class Order(Described):
 
         return Order(write)
 
-    def orders(self, stages: Sequence[Stage], made: Sequence["Order"]) -> list[list[Task]]:
-        """The order of each stage by itself."""
-        rows = []
-        for stage, order in zip(stages, made, strict=True):
-            try:
-                rows.append(order.on(stage))
-            except Mistake as mistake:
-                mistake.stage = stage.i
-                raise
-        return rows
+    def remedy(self, missing: Sequence[Task]) -> str:
+        """The phases that hold them."""
+        kinds = dict.fromkeys(task.kind for task in missing)
+        words = (f"{kind}.rest" if kind in BUILT_IN else f'stream("{kind}").rest' for kind in kinds)
+        return f"add them, with + {' + '.join(words)}"
 
     def on(self, stage: Stage) -> list[Task]:
         """The tasks of this order on a stage. Raises :class:`Mistake` with what is wrong."""
@@ -177,8 +175,11 @@ def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
 
 def given(tasks: Iterable[Task | str] | str) -> Order:
     """An order written out: tasks, or their text, ``0F0 0F1 0B0 0B1``."""
-    parts = tasks.split() if isinstance(tasks, str) else tasks
-    listed = [Task.parse(part) if isinstance(part, str) else part for part in parts]
+    try:
+        parts = tasks.split() if isinstance(tasks, str) else tasks
+        listed = [part if isinstance(part, Task) else Task.parse(part) for part in parts]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Mistake(f"given takes tasks, such as '0F0 0F1 0B0', not {tasks!r}: {error}") from error
 
     def write(row: Row) -> None:
         known = set(row.stage.graph.tasks(row.stage.chunks))

@@ -33,11 +33,11 @@ def pack(stage: Stage, starts: Sequence[dict[Task, float]]) -> list[list[Task]]:
     """The orders of all stages from the slots of their F and I; ``stage`` is any of them."""
     for i, slots in enumerate(starts):
         if any(task.kind is W for task in slots):
-            raise Mistake("packed() gives W their slots itself: let the block hold F and I alone")
+            raise Mistake("packed() gives W their slots itself: let the block hold F and I alone", i)
         for slot, together in groupby(sorted(slots, key=slots.__getitem__), slots.__getitem__):
             first, *others = together
             if others:
-                raise Mistake(f"{first} and {others[0]} both start in slot {slot:g} of stage {i}: shift one of them")
+                raise Mistake(f"{first} and {others[0]} both start in slot {slot:g}: shift one of them", i)
     grid = _Grid(stage, [{task: int(slot) for task, slot in slots.items()} for slots in starts])
     grid.fill_weights()
     steady_from = max(slot for task, slot in grid.slots[0].items() if task.kind is not W and task.microbatch == 0)

@@ -11,10 +11,11 @@ A rule is used in two ways. A running stage asks it what to start (:meth:`rrfp_j
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.schedules.language.list_schedule import list_orders
 from rrfp_jax.schedules.language.order import Order
-from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number
 from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
@@ -41,14 +42,20 @@ def turns(first: Stream, second: Stream) -> Lanes:
     return Lanes((_kinds(first), _kinds(second)))
 
 
-def like(order: Order, stage: Stage) -> Lanes:
+def like(order: Any, stage: Stage) -> Lanes:
     """A lane with the tasks of an order by their places in it, the forwards one after another."""
+    if not isinstance(order, Order):
+        raise Mistake(f"like takes an order, not {order!r}: add streams, rounds or slots")
     row = tuple(order.on(stage))
     return Lanes((tuple(dict.fromkeys(task.kind for task in row)),), row)
 
 
-def _kinds(stream: Stream) -> tuple[str, ...]:
+def _kinds(stream: Any) -> tuple[str, ...]:
     """I goes where B does."""
+    if not isinstance(stream, Stream) or stream != Stream(stream.kind):
+        raise Mistake(
+            f"a lane of a rule is a kind on all chunks, such as F, not {str(stream)!r}: say which go first by a key"
+        )
     return (stream.kind, TaskKind.I) if stream.kind == TaskKind.B else (stream.kind,)
 
 
@@ -84,6 +91,9 @@ class Rule:
         holding: float | None = None,
     ) -> "Frozen":
         """The order in which stages start their tasks in virtual time; see :class:`Frozen`."""
+        check_number("hop", hop)
+        if not callable(lengths):
+            raise Mistake(f"lengths is {lengths!r}: give a function of a task, such as EQUAL or s.lengths")
         return Frozen(self, lengths, hop, under_way, holding)
 
 
@@ -114,7 +124,9 @@ def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
 def _key(words: object) -> Key:
     if callable(words):
         return words
-    names = (words,) if isinstance(words, str) else tuple(words)  # type: ignore[arg-type]
+    if not isinstance(words, str | Sequence):
+        raise Mistake(f"the key is {words!r}: write {', '.join(WORDS)}, or a function of the task")
+    names = (words,) if isinstance(words, str) else tuple(words)
     unknown = next((word for word in names if word not in WORDS), None)
     if unknown is not None:
         raise Mistake(f"the key has the word {unknown!r}: write {', '.join(WORDS)}, or a function of the task")
@@ -142,8 +154,23 @@ class Frozen(Described):
 
     def orders(self, stages: Sequence[Stage], made: Sequence["Frozen"]) -> list[list[Task]]:
         """The rules of all stages run together."""
+        for stage, frozen in zip(stages, made, strict=True):
+            frozen.check(stage, made[0])
         run = _Run(stages[0].graph, made)
         return list_orders(stages[0].placement, stages[0].graph, run, length=self.lengths, hop=self.hop)
+
+    def check(self, stage: Stage, first: "Frozen") -> None:
+        """Raise :class:`Mistake` for a lane that can hold nothing, and for limits that are not those of all stages."""
+        if (self.hop, self.under_way) != (first.hop, first.under_way):
+            raise Mistake("hop and under_way are of the whole pipeline: give all stages the same", stage.i)
+        for kinds in self.rule.lanes:
+            if kinds != (TaskKind.W,):  # which is there where I is
+                for chunk in stage.chunks:
+                    stage.parts(kinds[0], chunk)
+
+    def remedy(self, missing: Sequence[Task]) -> str:  # noqa: ARG002 - whatever they are
+        """Only its limits keep a rule from all tasks."""
+        return "add them, with a larger limit"
 
 
 class _Run:

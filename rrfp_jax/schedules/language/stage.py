@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 from rrfp_jax.schedules.request import ScheduleRequest
@@ -14,7 +16,9 @@ from rrfp_jax.tasks import Per, PipelineGraph, Placement, Task, TaskKind
 class Mistake(ValueError):
     """What is wrong in a description, without its name and the stage, which are added where it is called."""
 
-    stage = 0
+    def __init__(self, what: str, stage: int = 0) -> None:
+        super().__init__(what)
+        self.stage = stage
 
 
 class WholeBackward(Mistake):
@@ -24,8 +28,13 @@ class WholeBackward(Mistake):
 class Described:
     """What a description gives for a stage."""
 
+    def remedy(self, missing: Sequence[Task]) -> str:
+        """What helps where it leaves these out."""
+        raise NotImplementedError
+
     def orders(self, stages: Sequence["Stage"], made: Sequence[Any]) -> list[list[Task]]:
-        """The orders of all stages, from what each of them was given; raises :class:`Mistake`."""
+        """The orders of all stages, from what each was given; raises :class:`Mistake`. :class:`Order` has them one by
+        one."""
         raise NotImplementedError
 
 
@@ -89,6 +98,9 @@ class Stage:
         if kind in (TaskKind.I, TaskKind.W) and chunk not in graph.split:
             raise WholeBackward(f"{kind}[{chunk}] is not there, the backward is whole: write B, or split_backward=True")
         known = ["F", "B", "I", "W", *(op.letter for op in graph.ops if op.per is Per.MICROBATCH)]
+        once = next((op.per for op in graph.ops if op.letter == kind and op.per is not Per.MICROBATCH), None)
+        if once is not None:
+            raise Mistake(f"{kind} runs once per {once}, when what it comes after is done: leave it out of the order")
         if kind not in known:
             near = difflib.get_close_matches(kind, known, n=1, cutoff=0.1)
             meant = f"did you mean {near[0]}? " if near else ""
@@ -104,6 +116,17 @@ def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:
         ways = (hops[s] + (placement.stage_of_chunk[s] != here) for s in graph.successors(chunk))
         hops[chunk] = max(ways, default=0)
     return tuple(hops)
+
+
+def is_number(given: Any) -> bool:
+    """Whether it is one, and finite."""
+    return isinstance(given, Real) and isfinite(given)
+
+
+def check_number(what: str, given: Any) -> None:
+    """Raise :class:`Mistake` for anything but a number of 0 or more."""
+    if not (is_number(given) and given >= 0):
+        raise Mistake(f"{what} is {given!r}: give a number, 0 or more")
 
 
 def some(tasks: Sequence[Task]) -> str:

@@ -7,10 +7,11 @@ stage with their start slots; every so many slots the next microbatch follows. T
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.schedules.language.order import Order, Row
 from rrfp_jax.schedules.language.packing import pack
-from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, is_number
 from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.tasks import Task, TaskKind
 
@@ -22,7 +23,7 @@ def _by_start(at: Callable[[Stage], Starts]) -> Order:
     def write(row: Row) -> None:
         taken: dict[float, Task] = {}
         for task, slot in at(row.stage).items():
-            if not isinstance(slot, int | float):
+            if not is_number(slot):
                 raise Mistake(f"{task} starts at {slot!r}: give the number of a slot")
             if slot in taken:
                 raise Mistake(f"{taken[slot]} and {task} both start in slot {slot:g}: shift one of them")
@@ -68,10 +69,18 @@ class block:
 
     passes: Mapping[Stream, int]
 
-    def every(self, slots: int) -> Block:
+    def __post_init__(self) -> None:
+        given: Any = self.passes
+        if not (isinstance(given, Mapping) and all(isinstance(one, Stream) for one in given)):
+            raise Mistake(f"a block maps streams to slots, such as {{F[0]: 0, B[0]: 5}}, not {given!r}")
+        for stream, slot in given.items():
+            if not isinstance(slot, int):
+                raise Mistake(f"{stream} of the block starts at {slot!r}: give the number of a slot, a whole one")
+
+    def every(self, slots: Any) -> Block:
         """The next microbatch follows so many slots later."""
-        if slots < len(self.passes):
-            raise Mistake(f"{len(self.passes)} passes do not fit in {slots} slots: repeat them in {len(self.passes)}")
+        if not isinstance(slots, int) or slots < len(self.passes):
+            raise Mistake(f"{len(self.passes)} passes do not fit in {slots!r} slots: repeat them in {len(self.passes)}")
         return Block(self.passes, slots)
 
 
@@ -84,3 +93,7 @@ class Packed(Described):
     def orders(self, stages: Sequence[Stage], made: Sequence["Packed"]) -> list[list[Task]]:
         """Their blocks packed together."""
         return pack(stages[0], [each.block.starts(stage) for each, stage in zip(made, stages, strict=True)])
+
+    def remedy(self, missing: Sequence[Task]) -> str:
+        """What the blocks lack."""
+        return f"let the block hold {' and '.join(dict.fromkeys(t.kind for t in missing if t.kind != TaskKind.W))} too"

@@ -10,11 +10,11 @@ round, forwards go by ascending chunk and all else by descending chunk, as a mic
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from numbers import Real
+from operator import index
 from typing import Any
 
 from rrfp_jax.schedules.language.order import Order, Row
-from rrfp_jax.schedules.language.stage import Mistake, Stage
+from rrfp_jax.schedules.language.stage import Mistake, Stage, is_number
 from rrfp_jax.tasks import Op, Task, TaskKind
 
 Shift = int | Callable[[int], int]
@@ -38,11 +38,16 @@ class Stream(Order):
 
     def __getitem__(self, chunk: int) -> "Stream":
         """On this chunk alone."""
+        if not isinstance(chunk, int):
+            raise Mistake(f"{self.kind}[{chunk!r}] is of no chunk: give the number of one")
         return replace(self, chunk=chunk)
 
     def over(self, passes: Iterable[tuple[int, int]]) -> "Stream":
         """These (chunk, microbatch) passes, in this order."""
-        return replace(self, passes=tuple(passes))
+        try:
+            return replace(self, passes=tuple((index(chunk), index(microbatch)) for chunk, microbatch in passes))
+        except (TypeError, ValueError) as error:
+            raise Mistake(f"{self}.over takes pairs of a chunk and a microbatch: {error}") from error
 
     def ahead(self, rounds: Shift) -> "Stream":
         """So many rounds earlier; a function gives the rounds of each chunk."""
@@ -53,7 +58,7 @@ class Stream(Order):
         return self._shifted(1, rounds)
 
     def _shifted(self, sign: int, rounds: Any) -> "Stream":
-        if not (callable(rounds) or isinstance(rounds, Real)):
+        if not (callable(rounds) or is_number(rounds)):
             raise Mistake(
                 f"{self} cannot run {rounds!r} rounds ahead or behind: give a number, or a function of the chunk"
             )
@@ -61,12 +66,14 @@ class Stream(Order):
 
     def every(self, rounds: int) -> "Stream":
         """One pass in so many rounds."""
-        if rounds < 1:
-            raise Mistake(f"{self} cannot run every {rounds} rounds: give at least 1")
+        if not (is_number(rounds) and rounds >= 1):
+            raise Mistake(f"{self} cannot run every {rounds!r} rounds: give a number, at least 1")
         return replace(self, period=rounds)
 
     def only(self, wanted: Callable[[Task], bool]) -> "Stream":
         """The passes that ``wanted`` accepts, in the rounds in which they are anyway."""
+        if not callable(wanted):
+            raise Mistake(f"{self}.only takes a function of a task, not {wanted!r}")
         return replace(self, wanted=wanted)
 
     @property
@@ -161,7 +168,10 @@ class Owed(Order):
 
 def stream(kind: str | Op) -> Stream:
     """The passes of an operation (or of any kind by its letters), to be put where they are issued."""
-    return Stream(kind.letter if isinstance(kind, Op) else kind)
+    letters = kind.letter if isinstance(kind, Op) else kind
+    if not isinstance(letters, str):
+        raise Mistake(f"a stream is of an operation or of a kind by its letters, not of {letters!r}")
+    return Stream(letters)
 
 
 F, B, W = Stream(TaskKind.F), Stream(TaskKind.B), Stream(TaskKind.W)
