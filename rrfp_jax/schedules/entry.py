@@ -126,7 +126,7 @@ def schedule(name: str, **facts: Any) -> Callable[[D], D]:
     return register
 
 
-def _checked(name: str, ops: Iterable[Op]) -> tuple[Op, ...]:
+def _checked(name: str, ops: Iterable[Any]) -> tuple[Op, ...]:
     found = tuple(ops)
     wrong = next((op for op in found if not isinstance(op, Op)), None)
     if wrong is not None:
