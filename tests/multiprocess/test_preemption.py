@@ -73,6 +73,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_killed_process_changes_nothing(layout: dict[str, Any], tmp_path: Path) -> None:
     """Ten runs, half of them killed while they save; twenty with both layouts."""
