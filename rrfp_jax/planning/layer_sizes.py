@@ -12,11 +12,14 @@ token and in the dtype of computing unless said otherwise,
 =========  =========================================================================================================
 
 Between I and W wait the inputs of all products with parameters and the gradients of their results, whatever is
-recomputed. Temporaries are estimates of the same kind: gradients of the chunk's parameters before they are added up,
-whatever the backward makes again, and, of the largest layer, the activations of one layer's backward.
+recomputed. Temporaries are estimates of the same kind, by what XLA keeps at a time: of the largest layer the
+activations of one layer's backward; of every layer either the gradients of its parameters before they are added up or,
+where that is more, what the backward makes again, which goes layer by layer as the gradients come; elementwise steps
+make float32. What I makes again for W is owed, no temporary. Without rematerialisation every layer has a copy of some
+operands.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rrfp_jax.planning.flops import Flops, TaskFlops
@@ -79,6 +82,8 @@ class LayerSizes:
     """Of parameters cast to the dtype of computing, once per update."""
     temporaries_bytes: int = 0
     more_temporaries_bytes: int = 0
+    split_temporaries_bytes: int | None = None
+    """The same where the backward is split; None: as much."""
     output_bytes: int = 0
     recomputed: Flops = field(default_factory=Flops)
     """What the backward computes again."""
@@ -93,6 +98,15 @@ class LayerSizes:
     def num_held(self) -> int:
         """Parameters that a device holds all the time."""
         return self.num_params if self.held_params is None else self.held_params
+
+    def with_temporaries(self, num_bytes: int) -> "LayerSizes":
+        """With so many more for every layer."""
+        split = self.split_temporaries_bytes
+        return replace(
+            self,
+            more_temporaries_bytes=self.more_temporaries_bytes + num_bytes,
+            split_temporaries_bytes=None if split is None else split + num_bytes,
+        )
 
     def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
         """What F, the input gradient and the weight gradient compute; the input gradient computes again."""
@@ -132,7 +146,9 @@ def transformer_layer(
     attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
     forward = num_tokens * (products * c + elementwise + attention) + num_params * c
     again = {"none": 0.0, "dots": num_tokens * (elementwise + attention), "full": forward}[remat]
-    working = num_tokens * ((3 * w.hidden + 3 * w.mlp) * _FLOAT32 + (0 if is_fused else 2 * scores * _FLOAT32))
+    working = (3 * w.hidden + 3 * w.mlp) * _FLOAT32 + (0 if is_fused or remat != "none" else 2 * scores * _FLOAT32)
+    made, gradients = num_tokens * _made(w, 0.0 if is_fused else scores, length, remat, c), num_params * _FLOAT32
+    handed = owed if remat == "full" else 0.0
     return LayerSizes(
         flops=flops,
         num_params=num_params,
@@ -145,8 +161,9 @@ def transformer_layer(
         stash_bytes=round(stash * num_tokens),
         owed_bytes=round(owed),
         derived_bytes=num_params * c if is_cast else 0,
-        temporaries_bytes=round(working),
-        more_temporaries_bytes=round(num_params * _FLOAT32 + (none - stash) * num_tokens),
+        temporaries_bytes=round(num_tokens * working),
+        more_temporaries_bytes=round(max(gradients, made)),
+        split_temporaries_bytes=round(max(gradients, made - handed)),
         output_bytes=round(stream * num_tokens),
         recomputed=_again(flops, remat, is_fused=is_fused),
     )
@@ -155,6 +172,20 @@ def transformer_layer(
 def _products(w: Widths) -> float:
     """Widths of what goes into the products with parameters, and comes out of them."""
     return 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
+
+
+def _made(w: Widths, scores: float, length: float, remat: str, compute_bytes: int) -> float:
+    """Bytes per token that a backward makes of each layer before it is the layer's turn: all that was not stashed, and
+    scores three times, with the mask; else copies of operands."""
+    c, products = compute_bytes, (2 if w.is_gated else 1) * w.mlp
+    if remat == "none":
+        return (scores + 4 * w.hidden + 2 * w.mlp) * _FLOAT32
+    norms = (2 * w.hidden + w.normed_heads) * (3 * _FLOAT32 + c)
+    inner = (w.mlp_kept - 1) * w.mlp * _FLOAT32
+    attention = (3 * scores + length * bool(scores)) * _FLOAT32
+    if remat == "full":
+        return norms + (2 * w.query + 2 * w.key) * _FLOAT32 + inner - products * (_FLOAT32 - c) + attention
+    return norms - w.hidden * c + inner - products * c + attention
 
 
 def _again(flops: Flops, remat: str, *, is_fused: bool) -> Flops:

@@ -214,12 +214,12 @@ MESHES = [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}, {"tensor": 2, "context": 2}, {"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("remat", "over"), [("none", 1.1), ("full", 1.35)])
+@pytest.mark.parametrize(("remat", "least", "most"), [("none", 0.95, 1.1), ("full", 0.95, 1.15)])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_memory_worked_out_for_a_mesh_is_that_of_compiled_programs(
-    mesh: dict[str, int], remat: str, over: float
+    mesh: dict[str, int], remat: str, least: float, most: float
 ) -> None:
-    """The peak of every stage within a tenth; with ``full``, where it is mostly temporaries, at most a third above."""
+    """The peak of every stage; below only where the update decides, which copies its state on CPUs alone."""
     sizes = {"hidden": 128, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 352, "num_layers": 4, "vocab_size": 256}
     config = load_train_config(
         "cpu/debug",
@@ -239,4 +239,4 @@ def test_memory_worked_out_for_a_mesh_is_that_of_compiled_programs(
             order = Ordering(hint="bf", window=4, backward=backward).resolve(linear(2), cut.graph)
             peaks.append([stage.peak for stage in forecast_memory(order, dict(enumerate(cut.chunk_bytes)), 8)])
         for worked_out, compiled in zip(*peaks, strict=True):
-            assert 0.9 <= worked_out / compiled <= over
+            assert least <= worked_out / compiled <= most

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -43,9 +44,10 @@ class CompiledWay:
         ms = {task: roofline.task_ms(work.flops * tensor, work.moved_bytes) for task, work in self.works[kind].items()}
         sums = [roofline.sums_ms(number, layer.sizes.sum_bytes) for number in layer.sizes.sums]
         sent = roofline.sent_ms(layer.sizes)
-        estimates = {
+        estimates: dict[str, Any] = {
             "temporaries_bytes": layer.sizes.temporaries_bytes,
             "more_temporaries_bytes": layer.sizes.more_temporaries_bytes,
+            "split_temporaries_bytes": layer.sizes.split_temporaries_bytes,
         }
         return LayerCosts(
             forward_ms=ms["F"] + sums[0] + sent[0],

@@ -81,6 +81,8 @@ class Way:
         others that cut rows or positions into ``parts`` altogether; ``more`` is sent besides."""
         fsdp, held = self.axes.get(FSDP, 1), -(-sizes.num_params // self.axes.get(FSDP, 1))
         num_bytes = sizes.num_params * self.compute_bytes * (1 - 1 / fsdp)
+        copies = 1 + any(self.axes.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT))
+        summed, split = sizes.num_params * FLOAT32 * copies, sizes.split_temporaries_bytes
         sent = [Sent(FSDP, num_bytes, num_bytes * sizes.returns_gradient, num_bytes)] if fsdp > 1 else []
         for axis in (EXPERT, CONTEXT):
             size = self.axes.get(axis, 1)
@@ -89,7 +91,8 @@ class Way:
             sizes,
             held_params=held,
             derived_bytes=-(-sizes.derived_bytes // fsdp),
-            more_temporaries_bytes=sizes.more_temporaries_bytes + round(num_bytes),
+            more_temporaries_bytes=round(max(sizes.more_temporaries_bytes, summed) + num_bytes),
+            split_temporaries_bytes=None if split is None else round(max(split, summed) + num_bytes),
             sharing=round(parts),
             sent=(*sent, *more),
         )
@@ -161,6 +164,13 @@ def _decoder_layer(model: LanguageModelConfig, way: Way, is_sparse: bool, *, pac
     of_rows = (8 if way.remat != "none" else model.size_per_head * FLOAT32) if packed else 0
     stash = layer.stash_bytes + tokens * of_rows  # positions and segments, or what is made of them
     layer = replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
+    if is_tiled and way.remat != "none":  # keys and values of all devices of the axis, and sums over tiles
+        keys = 2 * way.part(model.num_key_value_heads) * model.size_per_head * way.rows.length // way.own.length
+        sums = 2 * (model.num_heads // way.tensor) * model.size_per_head
+        layer = layer.with_temporaries(tokens * (keys * c + sums * FLOAT32))
+    if is_sparse and way.remat != "none":  # rows before and behind the experts, and as they travel
+        rows = tokens * _experts_per_token(model, way) * (2 if way.axes.get(EXPERT, 1) > 1 else 1)
+        layer = layer.with_temporaries(round(2 * rows * model.hidden * c))
     return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_tokens_sent(model, way, is_sparse))
 
 
@@ -192,11 +202,17 @@ def _expert_dims(model: LanguageModelConfig, way: Way) -> int:
     experts = model.experts
     if experts is None:
         return 0
+    return round(_experts_per_token(model, way) * model.expert_dim) + (experts.shared_mlp_dim or 0)
+
+
+def _experts_per_token(model: LanguageModelConfig, way: Way) -> float:
+    """How many are computed, which may be more than are chosen."""
+    experts = model.experts
+    if experts is None:
+        return 0.0
     if experts.capacity_factor is not None:
-        number = min(float(experts.num_experts), experts.capacity_factor * experts.experts_per_token)
-    else:
-        number = experts.num_experts if way.is_cuda else experts.experts_per_token
-    return round(number * model.expert_dim) + (experts.shared_mlp_dim or 0)
+        return min(float(experts.num_experts), experts.capacity_factor * experts.experts_per_token)
+    return experts.num_experts if way.is_cuda else experts.experts_per_token
 
 
 def _decoder_widths(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Widths:
