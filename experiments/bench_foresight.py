@@ -33,6 +33,7 @@ from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.noise import parse_jitter
 from rrfp_jax.observe.output_files import check_file
+from rrfp_jax.pools import end_with_parent
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 from rrfp_jax.simulation.jitter import Durations
 
@@ -161,7 +162,7 @@ def all_cells(seed: int, **changes: Any) -> list[Cell]:
 
 def measure_all(cells: Sequence[Cell], rules: ForesightRules | None = None) -> list[Result]:
     """On all cores."""
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), initializer=end_with_parent) as pool:
         return list(pool.map(measure, cells, [rules] * len(cells), chunksize=4))
 
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.paper.question import Measured, Question
 from experiments.paper.rows import Cell, RowFile
+from rrfp_jax.pools import end_with_parent
 
 QUICK, FULL = "quick", "full"
 _LINE_EVERY_S = 20.0
@@ -69,7 +70,8 @@ def _measured(question: Question, cells: Sequence[Cell]) -> Iterator[tuple[Cell,
         for cell in cells:
             yield cell, question.measure(cell)
         return
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("forkserver")) as pool:
+    cores, context = len(os.sched_getaffinity(0)), get_context("forkserver")
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=end_with_parent) as pool:
         waiting: dict[Future[Measured], Cell] = {pool.submit(question.measure, cell): cell for cell in cells}
         try:
             while waiting:

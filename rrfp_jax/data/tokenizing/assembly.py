@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp_jax.data.tokenizing.piece_files import PieceFiles
-from rrfp_jax.data.tokenizing.pieces import Corpus, Surveyed, stamp_of
+from rrfp_jax.data.tokenizing.pieces import Corpus, Piece, Surveyed, stamp_of
 from rrfp_jax.data.tokenizing.progress import WRITING, Counter, Progress
 from rrfp_jax.data.tokenizing.sources import TEXT
 from rrfp_jax.data.tokenizing.worker import Task
@@ -34,6 +34,7 @@ def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenS
                 num_documents[number] += documents
             counter.add(1)
         if not any(num_documents):
+            _forget(files, corpus.pieces)
             raise ValueError(f"{corpus.surveyed[0].source.path} and what else was named hold no document: name others")
         _check_unchanged(corpus, files)
         return writer.finish(
@@ -48,10 +49,13 @@ def _check_unchanged(corpus: Corpus, files: PieceFiles) -> None:
     """Raise ValueError where a file is not the one whose digest was taken; its pieces are not kept."""
     for number, each in enumerate(corpus.surveyed):
         if stamp_of(each.source.path) != each.stamp:
-            for piece in corpus.pieces:
-                if number in piece.numbers:
-                    files.path_of(piece.key).unlink(missing_ok=True)
+            _forget(files, [piece for piece in corpus.pieces if number in piece.numbers])
             raise ValueError(f"{each.source.path} was changed while it was read: start again once nobody writes it")
+
+
+def _forget(files: PieceFiles, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        files.path_of(piece.key).unlink(missing_ok=True)
 
 
 def _sources_file(surveyed: Sequence[Surveyed], num_documents: Sequence[int]) -> bytes:

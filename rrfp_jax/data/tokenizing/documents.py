@@ -111,9 +111,11 @@ def _text(line: bytes, column: str, source: Source, position: int) -> str:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # of bytes json takes UTF-16, too
     except (ValueError, RecursionError) as error:
-        raise _refused(source, position, f"is no JSON ({_reason(error)}): mend or remove it") from None
+        remedy = _ONE_PER_LINE if line.strip() in (b"[", b"{") else "mend or remove it"
+        raise _refused(source, position, f"is no JSON ({_reason(error)}): {remedy}") from None
     if not isinstance(row, dict):
-        raise _refused(source, position, f"is {_kind(row)} where an object is expected: mend or remove it")
+        remedy = _ONE_PER_LINE if isinstance(row, list) else "mend or remove it"
+        raise _refused(source, position, f"is {_kind(row)} where an object is expected: {remedy}")
     if column not in row:
         listed = ", ".join(list(row)[:8]) or "none"
         raise _refused(source, position, f"has no column {column!r} (it has {listed}): name one with --column")
@@ -128,6 +130,9 @@ def _text(line: bytes, column: str, source: Source, position: int) -> str:
             words = f"has half a character in column {column!r} (a lone surrogate): mend or remove it"
             raise _refused(source, position, words) from None
     return text
+
+
+_ONE_PER_LINE = "a line holds one object, so write those of a list, or of several lines, on a line each"
 
 
 def _reason(error: Exception) -> str:

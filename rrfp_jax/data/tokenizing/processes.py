@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -12,6 +10,7 @@ from itertools import islice
 from rrfp_jax.data.tokenizing.pieces import Piece
 from rrfp_jax.data.tokenizing.tokenizer import threads_of_tokenizers
 from rrfp_jax.data.tokenizing.worker import Task, Worker
+from rrfp_jax.pools import end_with_parent
 
 _AHEAD = 3
 """Pieces that wait for each process, so that none waits for its next."""
@@ -71,10 +70,9 @@ _worker: Worker | None = None
 
 
 def _begin(task: Task) -> None:
-    """In a new process: Ctrl-C is the parent's, and whatever ends the parent ends this process."""
+    """In a new process."""
     global _worker  # noqa: PLW0603 - a process of the pool has no other place
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = Worker(task)
 
@@ -82,10 +80,3 @@ def _begin(task: Task) -> None:
 def _do(piece: Piece) -> int:
     assert _worker is not None
     return _worker.do(piece)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)

@@ -196,6 +196,7 @@ def test_what_cannot_be_tokenised_is_refused_and_leaves_nothing(folder, tmp_path
     refused(r"a\.jsonl, line 2 has no column 'text'", [folder], out)
     (tmp_path / "blank.jsonl").write_text("\n \n")
     refused(r"blank\.jsonl and what else was named hold no document", [tmp_path / "blank.jsonl"], out)
+    assert not (tmp_path / "out.unfinished").exists()
     (tmp_path / "empty.txt").touch()
     refused(r"the input holds no text \(.*empty\.txt\)", [tmp_path / "empty.txt"], out)
     refused("does not exist", [tmp_path / "nowhere"], out)

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rrfp_jax.exit_codes import NO_PROGRESS, PEER_LOST
+from rrfp_jax.pools import end_with_parent
 
 _PATIENCE_S = 1800.0
 """Without the end of any job; the longest takes seconds."""
@@ -50,7 +49,7 @@ class Workers:
         self._pool = None
         if processes > 1:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_live_as_long_as_parent)
+            self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
 
     def __enter__(self) -> "Workers":
         return self
@@ -106,16 +105,3 @@ def _bar(words: str) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def _live_as_long_as_parent() -> None:
-    """Ctrl-C is the parent's; and whatever ends the parent ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
