@@ -160,6 +160,36 @@ def test_training_is_that_of_one_jitted_model(options: dict[str, Any]) -> None:
             }
 
 
+@pytest.mark.parametrize(
+    ("leaf", "value", "answer"),
+    [
+        (
+            "image_index",
+            99,
+            r"^image_index of microbatch 2 of the batch names feature 99 but the patches give \d+ .*-1 for",
+        ),
+        ("patch_columns", 8, r"^patch_columns of microbatch 2 of the batch go from 0 to 8, but max_columns is 8: give"),
+    ],
+)
+def test_numbers_that_fit_no_image_are_refused_before_anything_has_changed(leaf: str, value: int, answer: str) -> None:
+    base, data = pipeline_of(), drawn()
+    step = next(step for step in data.steps if leaf in step[2])
+    wrong = step[2] | {leaf: step[2][leaf].copy()}
+    wrong[leaf].flat[0] = value
+    losses = []
+    for is_tried in (True, False):
+        with base.reordered() as pipeline:
+            state = pipeline.init(jax.random.key(0))
+            pipeline.prepare(batch_of(step), buckets=data.buckets)
+            if is_tried:
+                with pytest.raises(ValueError, match=answer):
+                    pipeline.step(state, batch_of([*step[:2], wrong, step[3]]))
+            state, metrics = pipeline.step(state, batch_of(step))
+            losses.append(metrics.result().loss)
+    assert losses[0] == losses[1]
+    assert np.isfinite(losses[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "split"])
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ encoder's chunks, and the decoder does not wait for anything.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,12 @@ from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.projector import Projector, ProjectorShape
 from rrfp_jax.models.tensor_cut import partition_vision_language
 from rrfp_jax.models.vision import Patches
-from rrfp_jax.models.vision_language_config import Modality, VisionLanguageConfig
+from rrfp_jax.models.vision_language_config import (
+    Modality,
+    VisionLanguageConfig,
+    check_index_leaves,
+    check_patch_places,
+)
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import Edge
 
@@ -132,7 +137,9 @@ class VisionLanguageModel:
             drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
         )
         leaves = (*leaves, *(() if modality.segments_leaf in leaves else (modality.segments_leaf,) * reads_segments))
-        return self._chunk(layers, run, f"{modality.name}: {plan.title}", leaves)
+        chunk = self._chunk(layers, run, f"{modality.name}: {plan.title}", leaves)
+        has_places = modality.name == "vision" and plan.embedding and encoder.is_packed
+        return replace(chunk, check_leaves=partial(check_patch_places, self.config)) if has_places else chunk
 
     def _decoder_chunks(
         self, counts: Sequence[int] | None, projector_in: str, head_in: int, **options: Any
@@ -148,7 +155,7 @@ class VisionLanguageModel:
             Merge(each.index_leaf, _projector(self.config, each) if projector_in == DECODER else None)
             for each in self.config.modalities
         )
-        return [
+        first, *others = (
             decoder_chunk(
                 config,
                 plan,
@@ -158,7 +165,8 @@ class VisionLanguageModel:
                 **options,
             )
             for plan in plans
-        ]
+        )
+        return [replace(first, check_leaves=partial(check_index_leaves, self.config)), *others]
 
     def _chunk(self, layers: list[NamedLayer], run: Any, title: str, leaves: tuple[str, ...]) -> Chunk:
         return chunk_of(layers, run, title, leaves=leaves, partition=partial(partition_vision_language, self.config))

@@ -103,20 +103,37 @@ class VisionLanguageConfig:
 def check_image_index(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str = "the microbatch") -> None:
     """Raise ValueError where an index leaf does not fit the pictures or sounds of a microbatch.
 
-    The same where a patch stands in a row or column beyond the tables of positions. ``leaves`` are NumPy arrays by
-    name, those that the microbatch has; ``name`` says which it is, for the sentence. A compiled program cannot refuse
-    such numbers: it gives a loss of NaN.
+    The same where a patch stands in a row or column beyond the tables of positions. ``leaves`` are arrays by name,
+    those that the microbatch has; with a ``jax.ShapeDtypeStruct`` in place of one its numbers are not asked for.
+    ``name`` says which microbatch it is, for the sentence. A compiled program cannot refuse such numbers: it gives a
+    loss of NaN. So the chunks of :func:`rrfp_jax.models.vision_language_model` ask for it before every step.
     """
+    check_index_leaves(config, leaves, name)
+    check_patch_places(config, leaves, name)
+
+
+def check_index_leaves(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str) -> None:
+    """The part of it that the decoder's first chunk can tell."""
     for modality in config.modalities:
         for problem in _problems(modality, leaves):
             raise ValueError(f"{modality.index_leaf} of {name} {problem}")
+
+
+def check_patch_places(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str) -> None:
+    """The part of it that the encoder's first chunk can tell."""
     for leaf, field_name in (("patch_rows", "max_rows"), ("patch_columns", "max_columns")):
-        size, places = getattr(config.vision, field_name), leaves.get(leaf)
-        if size is not None and places is not None and not 0 <= places.min() <= places.max() < size:
+        size, places = getattr(config.vision, field_name), _numbers(leaves, leaf)
+        if size is not None and places is not None and places.size and not 0 <= places.min() <= places.max() < size:
             raise ValueError(
                 f"{leaf} of {name} go from {places.min()} to {places.max()}, but {field_name} is {size}: "
                 f"give numbers from 0 to {size - 1}, or a larger {field_name}"
             )
+
+
+def _numbers(leaves: Mapping[str, Any], name: str) -> Any:
+    """The array, where it is here."""
+    leaf = leaves.get(name)
+    return np.asarray(leaf) if hasattr(leaf, "__array__") else None
 
 
 def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
@@ -127,7 +144,8 @@ def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
         return
     if index.shape != leaves["tokens"].shape:
         yield f"has shape {index.shape}, the tokens {leaves['tokens'].shape}: give one number for each token"
-    highest = int(index.max(initial=-1))
+    numbers = _numbers(leaves, modality.index_leaf)
+    highest = -1 if numbers is None else int(numbers.max(initial=-1))
     if data is None:
         if highest >= 0:
             yield f"names feature {highest} but there are no {name}: give -1 everywhere, or {name}"
@@ -141,8 +159,10 @@ def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
             f"names feature {highest} but the {name} give {num_features} ({rows} x {num_features // rows}): "
             f"give numbers from 0 to {num_features - 1}, and -1 for none"
         )
-    if modality.encoder.is_packed and modality.segments_leaf in leaves:
-        is_padding = leaves[modality.segments_leaf][:, :: modality.inputs_per_feature].reshape(-1) == 0
-        named = np.unique(index[index >= 0])
+    segments = _numbers(leaves, modality.segments_leaf) if modality.encoder.is_packed else None
+    if numbers is not None and segments is not None and highest < num_features:
+        is_padding = segments[:, :: modality.inputs_per_feature].reshape(-1) == 0
+        named = numbers[numbers >= 0]
         if (padded := named[is_padding[named]]).size:
-            yield f"names feature {padded[0]}, which is padding: name features whose {modality.segments_leaf} is not 0"
+            segments_leaf = modality.segments_leaf
+            yield f"names feature {padded.min()}, which is padding: name features whose {segments_leaf} is not 0"

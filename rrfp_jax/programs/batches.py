@@ -48,8 +48,8 @@ def leaves_read(
     chunks ``copied_for`` (None: all) reads only the shape is kept. ``may_lack`` names the leaves that microbatches may
     lack (:func:`rrfp_jax.programs.buckets.leaves_to_lack`).
 
-    Raises ValueError for a missing leaf, one without a microbatch axis or with anything but arrays, and for different
-    numbers of microbatches.
+    Raises ValueError for a missing leaf, one without a microbatch axis or with anything but arrays, for different
+    numbers of microbatches, and for what a chunk ``copied_for`` refuses (``check_leaves``).
     """
     wanted = sorted({name for chunk in chunks for name in chunk.leaves})
     if not wanted:
@@ -68,7 +68,17 @@ def leaves_read(
         name for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for for name in chunk.leaves
     }
     orders = _orders(chunks)
-    return {name: _kept(batch[name], orders.get(name), is_copied=name in own) for name in present}
+    leaves = {name: _kept(batch[name], orders.get(name), is_copied=name in own) for name in present}
+    _check_values([chunk for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for], leaves)
+    return leaves
+
+
+def _check_values(chunks: Sequence[Chunk], leaves: Mapping[str, Leaf]) -> None:
+    checks = [chunk.check_leaves for chunk in chunks if chunk.check_leaves is not None]
+    for m in range(num_microbatches(leaves) if checks else 0):
+        own = {name: entries[m] for name, entries in leaves.items() if entries[m] is not None}
+        for check in checks:
+            check(own, f"microbatch {m} of the batch")
 
 
 def _orders(chunks: Sequence[Chunk]) -> dict[str, LeafOrder]:

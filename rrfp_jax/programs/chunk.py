@@ -52,6 +52,9 @@ Partition = Callable[[Any, Mapping[str, int]], Any]
 """``partition(params, axes)``: for parameters of these shapes on a unit whose mesh has these axes, with their sizes, a
 tree with one ``jax.sharding.PartitionSpec`` per parameter. It may name any of the axes at a dimension that they divide;
 what is not named is whole. It changes where parameters lie, never what is computed."""
+LeafCheck = Callable[[Mapping[str, Any], str], None]
+"""``check(leaves, name)``: raises ValueError where the leaves of a microbatch do not fit together. It gets all that the
+microbatch has, NumPy arrays, or ``jax.ShapeDtypeStruct`` of what is not here; ``name`` says which it is."""
 LeafOrder = Callable[[int], np.ndarray]
 """From how many positions a leaf ``[rows, positions, ...]`` has, to which of them stands at each place. Compared by
 ``==``."""
@@ -82,6 +85,9 @@ class Chunk:
     them as it copies the batch."""
     optional_leaves: frozenset[str] = frozenset()
     """Those of ``leaves`` without which it runs as well."""
+    check_leaves: LeafCheck | None = None
+    """What is asked of every microbatch before a step begins, where this chunk runs: compiled programs cannot refuse
+    numbers that mean nothing."""
     frozen: frozenset[str] = frozenset()
     """Top-level names of ``params`` that never change: they get no gradient, accumulator or optimizer state."""
     shared: frozenset[str] = frozenset()

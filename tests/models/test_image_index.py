@@ -1,9 +1,10 @@
 """What an index leaf that does not fit its pictures is told, before a step."""
 
+import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.models import check_image_index
+from rrfp_jax.models import check_image_index, vision_language_model
 from tests.models.encoder_reference import AUDIO, INTERN, PACKED, make_leaves, small_model
 
 OF_PACKED = small_model(PACKED, AUDIO)
@@ -45,3 +46,28 @@ def test_what_fits_passes(config):
 def test_what_does_not_is_refused_in_one_sentence(leaves, message):
     with pytest.raises(ValueError, match=message):
         check_image_index(OF_PACKED, leaves, "sample 3")
+
+
+def test_what_is_not_here_is_not_asked_for_its_numbers():
+    """Another process has the pixels: their shape alone still says how many features there are."""
+    leaves = changed("image_index", 6)
+    leaves["patches"] = jax.ShapeDtypeStruct(leaves["patches"].shape, leaves["patches"].dtype)
+    leaves |= {name: jax.ShapeDtypeStruct(leaves[name].shape, np.int32) for name in ("patch_segments", "patch_rows")}
+    with pytest.raises(ValueError, match=r"names feature 6 but the patches give 6"):
+        check_image_index(OF_PACKED, leaves)
+    leaves["image_index"] = jax.ShapeDtypeStruct((2, 10), np.int32)
+    check_image_index(OF_PACKED, leaves)
+
+
+def test_the_chunks_that_read_them_ask():
+    graph = vision_language_model(OF_PACKED).split(encoder_layers_per_chunk=[1, 2], decoder_layers_per_chunk=[1, 1])
+    asking = {chunk.name: chunk.check_leaves for chunk in graph.chunks if chunk.check_leaves is not None}
+    assert [number for number, chunk in enumerate(graph.chunks) if chunk.check_leaves is not None] == [
+        graph.parts["vision"][0],
+        graph.parts["decoder"][0],
+    ]
+    places, index = asking.values()
+    with pytest.raises(ValueError, match="patch_rows of microbatch 7"):
+        places(changed("patch_rows", 4), "microbatch 7")
+    with pytest.raises(ValueError, match="image_index of microbatch 7"):
+        index(changed("image_index", 6), "microbatch 7")
