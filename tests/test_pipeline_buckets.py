@@ -145,6 +145,8 @@ def test_nothing_compiles_once_the_buckets_are_prepared(base: Pipeline, monkeypa
             state, metrics = pipeline.step(state, as_batch(microbatches))
         metrics.result()
     assert not compiled
+    jax.jit(lambda number: number + 3)(np.zeros(17))
+    assert compiled, "what compiles is not counted"
 
 
 def test_programs_are_there_once_for_what_a_chunk_reads(base: Pipeline) -> None:
