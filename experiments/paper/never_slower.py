@@ -3,10 +3,11 @@
 Every simulated setting of the other questions is taken once more, with several draws, and within three memories: that
 of strict 1F1B, as many microbatches as there are stages, and the paper's window of 32. In each of them the best fixed
 order is chosen by simulation (:mod:`experiments.paper.fixed_orders`) and its table followed with foresight, holding no
-more than the table itself does.
+more than the table itself does. Quickly, questions of many settings give a sample of them: simulating all of them
+would take longer than the questions themselves.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments.paper import breakdown, endtoend, hints, jitter, jitter_real, ladder, real, windows
@@ -21,17 +22,28 @@ UNIFORM = "equal stages"
 PAPER_WINDOW = 32
 LEAST, USUAL, SHARE = 0.99, 0.995, 0.99
 """What no cell should be below; what a share of them should reach; that share."""
+SAMPLED_ABOVE, EVERY = 20, 5
+"""Quickly, a question of more settings than this gives one in so many; five, as settings come in twos and threes."""
 MEMORIES = {"1F1B's own": EQUAL, "as many as stages": "stages", "32": str(PAPER_WINDOW)}
 
 
 def cells(quick: bool) -> Sequence[Cell]:
     """The settings of the other questions, each once, whatever seeds and levels these have."""
     found: dict[tuple[tuple[str, Value], ...], Cell] = {}
-    for cell in _settings(quick):
+    for cell in _sampled(_settings(quick)) if quick else _settings(quick):
         seeds = 2 if quick else 3
         plain: Cell = {**{name: value for name, value in cell.items() if name != "seed"}, "seeds": seeds}
         found.setdefault(tuple(sorted((name, value) for name, value in plain.items() if name != "question")), plain)
     return list(found.values())
+
+
+def _sampled(settings: Iterable[Cell]) -> Iterator[Cell]:
+    """All settings of questions of few, some of those of many."""
+    by_question: dict[Value, list[Cell]] = {}
+    for cell in settings:
+        by_question.setdefault(cell["question"], []).append(cell)
+    for cells_of_one in by_question.values():
+        yield from cells_of_one[:: EVERY if len(cells_of_one) > SAMPLED_ABOVE else 1]
 
 
 def _settings(quick: bool) -> Iterator[Cell]:

@@ -288,7 +288,7 @@ class PeerNetwork:
         frames: Sequence[Any],
         on_confirmed: Callable[[], None] | None = None,
     ) -> bool:
-        """:meth:`send_arrays` from a thread other than the loop's, for small data that have a direct connection.
+        """:meth:`send_arrays` from any thread, for small data that have a direct connection.
 
         Returns whether that is so: otherwise nothing was sent, and the loop has to.
         """
@@ -394,9 +394,9 @@ class PeerNetwork:
         Large ones take those of :meth:`open_lanes`, small ones that of :meth:`open_direct`. There, other messages
         neither wait for it nor keep their place before or behind it.
         """
-        if self._direct is not None and self._takes_directly(rank, frames):
-            self._direct.channel.send(rank, topic, header, frames, on_confirmed)
-        elif self._lanes is not None and rank in self._lanes and _is_large(frames):
+        if self.send_at_once(rank, topic, header, frames, on_confirmed):
+            return
+        if self._lanes is not None and rank in self._lanes and _is_large(frames):
             self._lanes.channel.send(rank, topic, header, frames, on_confirmed)
         else:
             self.send_packed(rank, topic, header, frames, on_confirmed)

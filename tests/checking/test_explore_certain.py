@@ -8,21 +8,20 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer, explore
+from rrfp_jax.checking import Explorer
 from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
+from tests.checking.choosing_early import (
+    NUMBERS,
+    SPLIT_OR_NOT,
+    certain,
+    explore_random_rows,
+    explore_strict_rows,
+)
 from tests.checking.guided import guided, random_rows
-from tests.checking.test_explore_early import early
 from tests.checking.test_reductions import check_same
 
-NUMBERS = (10**15 + 37,)
-"""Of the permutations that serve as tables."""
-SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 GROUPS = [(2, 1), (1, 2)]
-
-
-def certain(graph, placement, **more):
-    return replace(early(graph, placement, **more), decides_early=False, certain_ahead=True)
 
 
 SMALL = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2), (2, 2, 1)]
@@ -91,22 +90,14 @@ def test_replicas(lockstep):
 
 @SPLIT_OR_NOT
 def test_strict_rows(split):
-    for num_stages, num_microbatches in [(2, 3), (3, 2)]:
-        graph = chain(num_stages, num_microbatches, split=split)
-        for table in fitting_tables(graph, linear(num_stages)):
-            Explorer().explore(certain(graph, linear(num_stages), policies=table.orders))
+    explore_strict_rows(certain, split=split)
 
 
 @SPLIT_OR_NOT
 @pytest.mark.parametrize("size", [(2, 1, 2), (3, 1, 2), (2, 1, 3)], ids=str)
 def test_tables_with_foresight_and_footprint(size, split):
     """Announcements come as the device begins a task, not as it is handed over."""
-    num_stages, per_stage, num_microbatches = size
-    placement = looped(num_stages, per_stage)
-    for graph in small_graphs(placement.num_chunks, num_microbatches, split=split).values():
-        for number, words in enumerate([{}, {"footprint": False}, {"foresight": False}]):
-            rows = random_rows(graph, placement, Random(number))
-            explore(guided(graph, placement, rows, certain_ahead=True, **words))
+    explore_random_rows(size, split=split)
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)

@@ -5,17 +5,20 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, schedule_hint
+from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer, Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, nth_permutation, small_graphs, small_settings
+from rrfp_jax.checking import Explorer
+from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
+from tests.checking.choosing_early import (
+    NUMBERS,
+    SPLIT_OR_NOT,
+    early,
+    explore_strict_rows,
+)
 from tests.checking.test_reductions import check_same
 
-NUMBERS = (10**15 + 37,)
-"""Of the permutations that serve as tables."""
 ORDERED_OR_NOT = pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
-SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 GROUPS = [(2, 1), (1, 2)]
 
 
@@ -27,20 +30,6 @@ def explore_everything(graph, placement, rules):
         for setting in settings:
             num_states += explorer.explore(replace(setting, decides_early=True)).num_states
     return num_states
-
-
-def early(graph, placement, *, hint="bf", window=2, rules=PIPELINE_ONLY, **more):
-    num_stages = placement.num_stages
-    policies = more.pop("policies", (HINTS[hint],) * num_stages)
-    return Setting(
-        graph=graph,
-        placement=placement,
-        windows=(window,) * num_stages,
-        policies=policies,
-        rules=rules,
-        decides_early=True,
-        **more,
-    )
 
 
 SMALL = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2), (2, 2, 1)]
@@ -98,10 +87,7 @@ def test_replicas(agreement, lockstep):
 
 @SPLIT_OR_NOT
 def test_strict_rows(split):
-    for num_stages, num_microbatches in [(2, 3), (3, 2)]:
-        graph = chain(num_stages, num_microbatches, split=split)
-        for table in fitting_tables(graph, linear(num_stages)):
-            Explorer().explore(early(graph, linear(num_stages), policies=table.orders))
+    explore_strict_rows(early, split=split)
 
 
 def test_tasks_dispatched_ahead_too():

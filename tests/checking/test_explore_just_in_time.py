@@ -3,27 +3,22 @@ task is about to end, for what is not certain."""
 
 from dataclasses import replace
 from itertools import product
-from random import Random
 
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StageArbiter, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.checking import CheckError, Explorer, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs, small_settings
+from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
-from tests.checking.guided import guided, random_rows
-from tests.checking.test_explore_early import early
+from tests.checking.choosing_early import (
+    NUMBERS,
+    SPLIT_OR_NOT,
+    both,
+    explore_random_rows,
+    explore_strict_rows,
+)
 from tests.checking.test_reductions import check_same
-
-NUMBERS = (10**15 + 37,)
-"""Of the permutations that serve as tables."""
-SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
-
-
-def both(graph, placement, **more):
-    return replace(early(graph, placement, **more), certain_ahead=True)
-
 
 SMALL = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2)]
 LARGER = [(2, 2, 1), (2, 1, 3), (2, 2, 2), (4, 1, 2)]
@@ -65,22 +60,14 @@ def test_replicas_in_lockstep():
 
 @SPLIT_OR_NOT
 def test_strict_rows(split):
-    for num_stages, num_microbatches in [(2, 3), (3, 2)]:
-        graph = chain(num_stages, num_microbatches, split=split)
-        for table in fitting_tables(graph, linear(num_stages)):
-            Explorer().explore(both(graph, linear(num_stages), policies=table.orders))
+    explore_strict_rows(both, split=split)
 
 
 @SPLIT_OR_NOT
 @pytest.mark.parametrize("size", [(2, 1, 2), pytest.param((3, 1, 2), marks=pytest.mark.slow)], ids=str)
 def test_tables_with_foresight_and_footprint(size, split):
     """A stage holds only behind a task that is about to end, and announces as the device begins a task."""
-    num_stages, per_stage, num_microbatches = size
-    placement = looped(num_stages, per_stage)
-    for graph in small_graphs(placement.num_chunks, num_microbatches, split=split).values():
-        for number, words in enumerate([{}, {"footprint": False}, {"foresight": False}]):
-            rows = random_rows(graph, placement, Random(number))
-            explore(guided(graph, placement, rows, certain_ahead=True, decides_early=True, **words))
+    explore_random_rows(size, split=split, decides_early=True)
 
 
 @pytest.mark.parametrize("collective", [True, False], ids=["collective", "separate"])

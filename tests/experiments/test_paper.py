@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments.paper import emulated, endtoend, fixed_orders, plan, planned
+from experiments.paper import emulated, endtoend, fixed_orders, never_slower, plan, planned
 from experiments.paper.__main__ import main
 from experiments.paper.again import compared, measure_again
 from experiments.paper.question import Measured, Question, Rows
@@ -29,7 +29,7 @@ MEASURED: list[Cell] = []
 QUIET = Console(quiet=True)
 REAL = ("real", "jitter_real")
 LONG = ("breakdown", "correctness", "others", "plan", "small_models")
-SMALL_MODELS = (endtoend.GPT3, "qwen3-1.7b+vit-h")
+LARGE_MODELS = {one.model for one in endtoend.PUBLISHED} - {endtoend.GPT3, "qwen3-1.7b+vit-h"}
 
 
 def _measure(cell: Cell) -> Measured:
@@ -116,6 +116,16 @@ def test_cells_have_names_of_their_own(name: str) -> None:
         assert len({tuple(cell[key] for key in QUESTIONS[name].settings) for cell in cells}) == len(cells) > 1
 
 
+def test_quickly_a_sample_of_every_questions_settings_is_compared() -> None:
+    everything, some = never_slower._settings(quick=True), never_slower._sampled(never_slower._settings(quick=True))
+    named, sampled = (
+        [tuple((key, cell[key]) for key in sorted(cell)) for cell in cells] for cells in (everything, some)
+    )
+    assert set(sampled) < set(named)
+    assert len(sampled) < len(named) / 2
+    assert {dict(cell)["question"] for cell in sampled} == {dict(cell)["question"] for cell in named}
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in QUESTIONS])
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""
@@ -123,7 +133,7 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
     question = QUESTIONS[name]
     if (lack := question.lacks()) is not None:
         pytest.skip(lack)
-    every = [cell for cell in question.cells(True) if cell.get("model", endtoend.GPT3) in SMALL_MODELS]
+    every = [cell for cell in question.cells(True) if cell.get("model") not in LARGE_MODELS]
     cells = {tuple(small.items()): small for cell in every for small in [_small(name, cell)]}
     rows = row_file(question, tmp_path)
     for cell in cells.values():
