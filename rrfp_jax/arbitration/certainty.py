@@ -30,26 +30,26 @@ that entry.
 In a group the leader's choice travels while the task before it runs, and each member takes it up as its own ends.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from rrfp_jax.arbitration.hints import Choice, Heads
-from rrfp_jax.arbitration.plan import NUM_LANES
 from rrfp_jax.arbitration.step_plan import StepPlan
 
 
 class Certainty:
     """What has not started, of one step of one stage."""
 
-    __slots__ = ("_first", "_ranked")
+    __slots__ = ("_heads", "_ranked")
 
     def __init__(self, ranked: StepPlan) -> None:
         self._ranked = ranked
-        self._first = [0] * NUM_LANES
-        """For each lane how many of its tasks have started from the first on, as far as was looked."""
+        self._heads = [positions[0] if positions else None for positions in ranked.in_lanes]
+        """The first of each lane that has not started, as far as was looked."""
 
     def copy(self) -> "Certainty":
         twin = Certainty(self._ranked)
-        twin._first = self._first.copy()
+        twin._heads = self._heads.copy()
         return twin
 
     def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
@@ -59,11 +59,16 @@ class Certainty:
             state: the hint's.
             waiting: for each node, as the arbiter has it: below 0 from its start on.
         """
-        at, first, heads = self._ranked.at, self._first, list[int | None]()
-        for lane, positions in enumerate(self._ranked.in_lanes):
-            number, length = first[lane], len(positions)
-            while number < length and waiting[at[positions[number]]] < 0:
-                number += 1
-            first[lane] = number
-            heads.append(positions[number] if number < length else None)
+        at, heads = self._ranked.at, self._heads
+        for lane, head in enumerate(heads):
+            if head is not None and waiting[at[head]] < 0:
+                heads[lane] = self._first_left(lane, head, waiting)
         return choose(state, (heads[0], heads[1], heads[2], heads[3]))[0]
+
+    def _first_left(self, lane: int, started: int, waiting: Sequence[int]) -> int | None:
+        """The first task of a lane behind this one that has not started."""
+        at, positions = self._ranked.at, self._ranked.in_lanes[lane]
+        for number in range(bisect_right(positions, started), len(positions)):
+            if waiting[at[positions[number]]] >= 0:
+                return positions[number]
+        return None

@@ -3,7 +3,7 @@
 from functools import partial
 
 from rrfp_jax.arbitration.engines import Engines
-from rrfp_jax.arbitration.events import Instruction, RunTask
+from rrfp_jax.arbitration.events import Instruction, RunTask, record
 from rrfp_jax.arbitration.hints import Choice, Heads
 from rrfp_jax.arbitration.lookout import Lookout
 from rrfp_jax.arbitration.read_ahead import ReadAhead
@@ -113,11 +113,11 @@ class Choosing(Lookout, Transitions):
         self._running.append(node)
         self._is_told = False
         self._num_started += 1
-        out.append(RunTask(self.step, task))  # type: ignore[arg-type]
+        out.append(record(RunTask, (self.step, task)))
         foresight = self._foresight
         if foresight is not None:
             foresight.start(task, position, self._now_s)
-            if self._certainty is None or self._due is None:
+            if foresight.is_awake and plan.sends[node] and (self._certainty is None or self._due is None):
                 self._announce(node, out)
 
     def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:

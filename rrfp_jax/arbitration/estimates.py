@@ -30,7 +30,7 @@ class Estimates:
     def usual_s(self, task: Task) -> float | None:
         """What such a task usually takes; as long as the longest other one, if it has not run yet; None: none has."""
         usual = self.durations_s.get(task[:2])
-        return max(self.durations_s.values(), default=None) if usual is None else usual
+        return usual if usual is not None else max(self.durations_s.values(), default=None)
 
     def lead_s(self, message: Message) -> float | None:
         """From its announcement to its arrival; None if nothing has ever been announced here.
@@ -48,7 +48,7 @@ class Estimates:
         return tuple(frozenset(one.items()) for one in (self.durations_s, self.leads_s, self.notices))
 
 
-def learn(averages: dict[K, float], key: K, observed: float, kept: float) -> None:
-    """Move an average; the first observation is the average itself."""
+def learn(averages: dict[K, float], key: K, observed: float, share: float) -> None:
+    """Move an average by this share of the way; the first observation is the average itself."""
     before = averages.get(key)
-    averages[key] = observed if before is None else before + (1 - kept) * (observed - before)
+    averages[key] = observed if before is None else before + share * (observed - before)

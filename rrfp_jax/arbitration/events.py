@@ -195,4 +195,6 @@ class TellGroup(NamedTuple):
     note: Note
 
 
+record = tuple.__new__
+"""``record(Send, (step, message, stage))`` is ``Send(step, message, stage)`` in half the time: for each task's own."""
 Instruction = RunTask | Send | Announce | WakeAt | TellGroup | FinishStep

@@ -70,12 +70,9 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import accumulate
 
-from rrfp_jax.arbitration.plan import FINISHED
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.arbitration.story import DUE
+from rrfp_jax.arbitration.story import RUNNING
 from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
-
-_DONE = (FINISHED, DUE)
 
 
 def memory_effect(task: Task, graph: PipelineGraph) -> tuple[int, int]:
@@ -253,20 +250,25 @@ class Footprint:
     def admits(self, position: int, waiting: Sequence[int], due: int | None = None) -> bool:
         """Whether the task at this position, which has not started, may start now; what the task at position ``due``
         frees is held until its end, as what a running one frees."""
-        entries, first = self._row.entries, self._first
-        last = self._row.place[position]
-        while first < last and not _is_left(entries[first][1], waiting[entries[first][0]]):
+        row, first = self._row, self._first
+        entries, last = row.entries, row.place[position]
+        while first < last:
+            node, change = entries[first]
+            left = waiting[node]
+            if left >= 0 or (left == RUNNING and change < 0):
+                break
             first += 1
         self._first = first
-        held = self.held + self._row.takes[position]
-        if due is not None and self._row.frees[due]:
+        held, limit = self.held + row.takes[position], self.limit
+        if due is not None and row.frees[due]:
             return self._admits_before_end(due, held, range(first, last), waiting)
-        if held > self.limit:
+        if held > limit:
             return False
-        for node, change in entries[first:last]:
-            if _is_left(change, waiting[node]):
+        for node, change in entries[first:last] if first < last else ():
+            left = waiting[node]
+            if left >= 0 or (left == RUNNING and change < 0):
                 held += change
-                if held > self.limit:
+                if held > limit:
                     return False
         return True
 
@@ -303,6 +305,4 @@ class Footprint:
 
 def _is_left(change: int, waiting: int) -> bool:
     """Whether an entry has yet to take or free its memory."""
-    if change > 0:
-        return waiting >= 0
-    return change < 0 and waiting not in _DONE
+    return waiting >= 0 or (waiting == RUNNING and change < 0)

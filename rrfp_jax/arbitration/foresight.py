@@ -95,6 +95,7 @@ class Foresight:
 
     def __init__(self, rules: ForesightRules) -> None:
         self.rules = rules
+        self._taken_over = 1 - rules.kept
         self.estimates = Estimates()
         self._early: dict[int, dict[Message, float]] = {}
         self.begin(-1)
@@ -157,9 +158,9 @@ class Foresight:
         self._early.setdefault(step, {}).setdefault(message, time_s)
 
     def arrived(self, message: Message, time_s: float) -> None:
-        heard = self.announced_s.pop(message, None)
-        if heard is not None:
-            learn(self.estimates.leads_s, message[:3], time_s - heard if time_s > heard else 0.0, self.rules.kept)
+        heard_s = self.announced_s.pop(message, None)
+        if heard_s is not None:
+            learn(self.estimates.leads_s, message[:3], time_s - heard_s if time_s > heard_s else 0.0, self._taken_over)
         elif self._asked_s and self._asked_s.pop(message, None) is not None:
             self._note(message, in_time=False)
 
@@ -183,7 +184,7 @@ class Foresight:
         started_s, last_end_s = self._started_s.pop(task), self._last_end_s
         taken_s = time_s - (started_s if started_s > last_end_s else last_end_s)
         self._last_end_s = time_s
-        learn(self.estimates.durations_s, (task.kind, task.chunk), taken_s, self.rules.kept)
+        learn(self.estimates.durations_s, task[:2], taken_s, self._taken_over)
 
     def expected_end_s(self, task: Task) -> float:
         """Of a running task, as far as anything is known."""
@@ -261,4 +262,4 @@ class Foresight:
     def _note(self, message: Message, *, in_time: bool) -> None:
         edge: Edge = message[:3]
         self.estimates.notices.setdefault(edge, 1.0)
-        learn(self.estimates.notices, edge, float(in_time), self.rules.worth_kept)
+        learn(self.estimates.notices, edge, float(in_time), 1 - self.rules.worth_kept)

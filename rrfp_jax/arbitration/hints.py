@@ -77,7 +77,11 @@ def _last_rank(task: Task) -> Rank:
 
 
 def _choose_smallest(_: int, heads: Heads) -> Choice:
-    return min((head for head in heads if head is not None), default=None), ROUND_START
+    best = None
+    for head in heads:
+        if head is not None and (best is None or head < best):
+            best = head
+    return best, ROUND_START
 
 
 _SHALLOW = {"F": ("chunk", "microbatch"), "B": ("-chunk", "microbatch"), "W": ("microbatch", "-chunk")}

@@ -141,9 +141,11 @@ def follows_in_queue(plan: StagePlan, node: int) -> bool:
 
 def followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Those of some nodes that follow in the queue of the compute lane."""
-    return tuple(node for node in nodes if follows_in_queue(plan, node))
+    lanes, num_tasks = plan.lanes, len(plan.tasks)
+    return tuple([node for node in nodes if node < num_tasks and lanes[node] >= 0])
 
 
 def others(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Those that wait for real ends: gates, and the tasks of engines beside compute."""
-    return tuple(node for node in nodes if not follows_in_queue(plan, node))
+    lanes, num_tasks = plan.lanes, len(plan.tasks)
+    return tuple([node for node in nodes if node >= num_tasks or lanes[node] < 0])

@@ -2,7 +2,7 @@
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.engines import NOTHING, engine_of
-from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send
+from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send, record
 from rrfp_jax.arbitration.plan import FINISHED, followers, others
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.self_report import SelfReport
@@ -17,18 +17,21 @@ class Transitions(SelfReport):
     """An arbiter as far as things happen to it."""
 
     def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
-        message, plan = event.message, self._ranked.plan
-        if message in self._arrived:
-            return
-        if message not in plan.arrivals:
+        message, arrived = event.message, self._arrived
+        node = self._ranked.plan.arrivals.get(message)
+        if node is None:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
-        self._arrived.add(message)
+        if message in arrived:
+            return
+        arrived.add(message)
         if self._ahead is not None and message.kind is _TAKEN:
             self._ahead.hear(message)
         if self._foresight is not None:
             self._foresight.arrived(message, event.time_s)
-        self._count_down((plan.arrivals[message],), out)
+        self._waiting[node] -= 1
+        if not self._waiting[node]:
+            self._make_ready(node, out)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
         plan = self._ranked.plan
@@ -45,7 +48,7 @@ class Transitions(SelfReport):
             self._running.remove(node)
             if self._foresight is not None:
                 self._foresight.finish(task, self._now_s)
-                if self._certainty is not None and self._running:
+                if self._certainty is not None and self._running and self._foresight.is_awake:
                     self._announce(self._running[0], out)
         if task.microbatch >= 0:
             self._tasks_left -= 1
@@ -55,11 +58,10 @@ class Transitions(SelfReport):
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
 
     def _announce(self, node: int, out: list[Instruction]) -> None:
-        """The device begins a task: say what it will send."""
-        if self._foresight.is_awake:  # type: ignore[union-attr]
-            for message, stage in self._ranked.plan.sends[node]:
-                if message.kind is not _TAKEN:
-                    out.append(Announce(self.step, message, stage))  # type: ignore[arg-type]
+        """The device begins a task: say what it will send, where foresight is awake."""
+        for message, stage in self._ranked.plan.sends[node]:
+            if message.kind is not _TAKEN:
+                out.append(record(Announce, (self.step, message, stage)))
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""
@@ -78,8 +80,9 @@ class Transitions(SelfReport):
         self._waiting[node] = FINISHED
         self._left -= 1
         for message, stage in self._ranked.plan.sends[node]:
-            out.append(Send(self.step, message, stage))  # type: ignore[arg-type]
-        self._count_down(dependents, out)
+            out.append(record(Send, (self.step, message, stage)))
+        if dependents:
+            self._count_down(dependents, out)
 
     def _decide_now(self, task: Task, out: list[Instruction]) -> bool:
         """Mark the last running task as due; tells whether that was news."""
@@ -114,19 +117,20 @@ class Transitions(SelfReport):
 
     def _make_ready(self, node: int, out: list[Instruction]) -> None:
         ranked = self._ranked
-        if node < len(ranked.position):
-            lane, position = ranked.plan.lanes[node], ranked.position[node]
-            if lane <= 0:
-                if lane:
-                    self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
-                    return
-                if self._ahead is not None:
-                    lane = self._list_of(ranked.plan.tasks[node])
-                elif ranked.microbatch_at[position] in self._window.held:
-                    lane = HELD
-            self._ready.add(lane, position)
-        else:
-            self._finish_node(node, ranked.plan.dependents[node], out)
+        plan = ranked.plan
+        if node >= len(plan.tasks):
+            self._finish_node(node, plan.dependents[node], out)
+            return
+        lane, position = plan.lanes[node], ranked.position[node]
+        if lane <= 0:
+            if lane:
+                self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                return
+            if self._ahead is not None:
+                lane = self._list_of(plan.tasks[node])
+            elif ranked.microbatch_at[position] in self._window.held:
+                lane = HELD
+        self._ready.add(lane, position)
 
     def _list_of(self, forward: Task) -> int:
         """Where an F waits among the ready."""
@@ -137,8 +141,11 @@ class Transitions(SelfReport):
 
     def _free(self, node: int) -> None:
         """A task with a microbatch has ended, or counts as ended: so does what it held."""
-        self._window.finish(self._ranked.plan.tasks[node].microbatch)
+        ranked = self._ranked
+        position = ranked.position[node]
+        microbatch = ranked.microbatch_at[position]
+        self._window.finish(microbatch)
         if self._ahead is not None:
-            self._ahead.finish(node, self._ranked.plan.tasks[node].microbatch)
+            self._ahead.finish(node, microbatch)
         if self._footprint is not None:
-            self._footprint.finish(self._ranked.position[node])
+            self._footprint.finish(position)

@@ -28,11 +28,12 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     WakeAt,
 )
+from rrfp_jax.arbitration.events import record
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.links import Communication, Links
 from rrfp_jax.simulation.transfers import Surroundings, make_transfers
-from rrfp_jax.tasks import Absences, Task, lanes_beside
+from rrfp_jax.tasks import COMPUTE, Absences, Task, lanes_beside
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 OCCUPIED = IdleReason.INPUT
@@ -223,17 +224,18 @@ class _Driver:
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
         for instruction in instructions:
-            if isinstance(instruction, RunTask):
+            if type(instruction) is RunTask:
                 self._dispatch(index, stage, instruction)
-            elif isinstance(instruction, Send):
+            elif type(instruction) is Send:
                 self.transfers.send(index, instruction)
-            elif isinstance(instruction, Announce):
+            elif type(instruction) is Announce:
                 self._announce(index, instruction)
-            elif isinstance(instruction, WakeAt):
+            elif type(instruction) is WakeAt:
                 self._wake_at(index, stage, instruction)
-            elif isinstance(instruction, FinishStep):
+            elif type(instruction) is FinishStep:
                 self._finish_step(index, instruction)
-        self._note_idle(index, stage)
+        if not stage.dispatched:
+            self._note_idle(index, stage)
 
     def is_computing(self, index: int) -> bool:
         return bool(self.stages[index].dispatched)
@@ -263,7 +265,7 @@ class _Driver:
         if lasts_ms is None:
             lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
-        announced, heard = stage.announced, (at_ms, TaskAnnounced(step, at_ms / 1e3, message))
+        announced, heard = stage.announced, (at_ms, record(TaskAnnounced, (step, at_ms / 1e3, message)))
         if announced and announced[-1][0] > at_ms:
             insort(announced, heard, key=itemgetter(0))
         else:
@@ -325,7 +327,7 @@ class _Driver:
             decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
             if decide_ms < end_ms:
                 self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
-        self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3))
+        self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
         self.queue.post(end_ms, self._end_task, index)
 
     def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
@@ -355,13 +357,14 @@ class _Driver:
         if stage.dispatched:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)
-        if self._senders_wait:
+        if self._senders_wait and not stage.dispatched:
             self._note_idle(index, stage)
 
     # -- record ------------------------------------------------------------------------------------------------------
 
     def _note_idle(self, index: int, stage: _Stage) -> None:
-        if stage.dispatched or stage.arbiter.step is None:
+        """Say why a stage idles that runs nothing."""
+        if stage.arbiter.step is None:
             return
         if stage.is_over:
             self._set_idle(index, stage, None)

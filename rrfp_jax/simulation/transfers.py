@@ -23,6 +23,7 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     stage_plan,
 )
+from rrfp_jax.arbitration.events import record
 from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.links import CONTROL, Communication, Links
 from rrfp_jax.tasks import Task
@@ -71,7 +72,7 @@ class AsyncTransfers:
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
         """A task's computation has ended now."""
-        self.deliver(stage, TaskFinished(step, self.queue.now_ms / 1e3, task))
+        self.deliver(stage, record(TaskFinished, (step, self.queue.now_ms / 1e3, task)))
 
     def send(self, stage: int, send: Send) -> None:
         """The arbiter of ``stage`` wants this message sent now."""
@@ -83,7 +84,7 @@ class AsyncTransfers:
         self.queue.post_arrival(start_ms + duration_ms, self.arrive, target, step, message)
 
     def arrive(self, stage: int, step: int, message: Message) -> None:
-        self.deliver(stage, InputArrived(step, self.queue.now_ms / 1e3, message))
+        self.deliver(stage, record(InputArrived, (step, self.queue.now_ms / 1e3, message)))
 
     def duration_ms(self, kind: MessageKind, source: int, target: int) -> float:
         key = (kind, source, target)
