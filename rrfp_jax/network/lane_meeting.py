@@ -5,6 +5,9 @@ connection, a name and a secret, both random. The other one connects and shows t
 the lower one shows it too. So who may speak is known as surely as on the network itself, and every connection has keys
 of its own, which nobody learns who learns the run key later.
 
+The lower one listens at a local socket as well, under a random name that nobody can have on another host, nor see from
+another network namespace. Who finds it there connects to it: within a host it carries more than twice what TCP does.
+
 A stranger who reaches the port is read a few bytes of, and only for a moment.
 """
 
@@ -14,7 +17,7 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rrfp_jax.network.lane import Proven
 from rrfp_jax.network.plain import MalformedMessage, field
@@ -34,7 +37,7 @@ _RETRY_S = 0.05
 _LOCAL_BUFFER_BYTES = 1 << 20
 """Of the system, for a connection within a host: what fits into its cores' caches, where the system would take some
 megabytes, as it should between hosts."""
-_WANTED, _PORT, _NAMES, _SECRETS, _ENCRYPTS = "wanted", "port", "names", "secrets", "encrypts"
+_WANTED, _PORT, _LOCAL, _NAMES, _SECRETS, _ENCRYPTS = "wanted", "port", "local", "names", "secrets", "encrypts"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,14 @@ class _Expected:
     rank: int
     index: int
     secret: bytes
+
+
+class _Place(NamedTuple):
+    """Where a rank listens."""
+
+    local: bytes
+    """The name of its local socket; empty where it has none."""
+    remote: tuple[str, int]
 
 
 class LaneMeeting:
@@ -74,6 +85,7 @@ class LaneMeeting:
         self._num_wanted: dict[int, int] = {}
         self._tell, self._made, self._failed = tell, made, failed
         self._listener: socket.socket | None = None
+        self._local: socket.socket | None = None
         self._wanted: set[int] = set()
         self._expected: dict[bytes, _Expected] = {}
         self._proven: dict[int, dict[int, Proven]] = {}
@@ -102,19 +114,21 @@ class LaneMeeting:
         is_new = rank < self._rank and rank not in self._proven
         if not (is_new and are_right and 0 < len(names) == len(keys) <= _MAX_CONNECTIONS and 0 < port < 1 << 16):
             raise MalformedMessage(f"rank {rank} invites to connections that cannot be")
+        local = field(header, _LOCAL, bytes)
         self._wanted.add(rank)
         self._proven[rank], self._num_wanted[rank] = {}, len(names)
         if field(header, _ENCRYPTS, bool) != self._encrypts:
             self._failed(rank, "it differs in encrypt_arrays: give all ranks the same settings")
             return
-        self._spawn(self._accept_invitation(rank, (host.strip("[]"), port), [*zip(names, keys, strict=True)]))
+        place = _Place(local, (host.strip("[]"), port))
+        self._spawn(self._accept_invitation(rank, place, [*zip(names, keys, strict=True)]))
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         """Stop to listen, and drop what is not made yet; ``loop`` may be closed."""
         for task in [] if loop.is_closed() else [*self._tasks]:
             task.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in filter(None, (self._listener, self._local)):
+            listener.close()
         for rank, made in self._proven.items():
             if len(made) < self._num_wanted[rank]:
                 for proven in made.values():
@@ -130,16 +144,17 @@ class LaneMeeting:
 
     def _invite(self, rank: int) -> None:
         if self._listener is None:
-            self._listener = _listen(self._host)
-            self._spawn(self._accept(self._listener))
+            self._listener, self._local = _listen(self._host), _listen_locally()
+            for listener in filter(None, (self._listener, self._local)):
+                self._spawn(self._accept(listener))
         self._proven[rank], self._num_wanted[rank] = {}, self._num_connections
         names, keys = [], []
         for index in range(self._num_connections):
             names.append(secrets.token_bytes(_NAME_BYTES))
             keys.append(secrets.token_bytes(SECRET_BYTES))
             self._expected[names[-1]] = _Expected(rank, index, keys[-1])
-        port = self._listener.getsockname()[1]
-        self._tell(rank, {_PORT: port, _NAMES: names, _SECRETS: keys, _ENCRYPTS: self._encrypts})
+        port, local = self._listener.getsockname()[1], self._local.getsockname() if self._local else b""
+        self._tell(rank, {_PORT: port, _LOCAL: local, _NAMES: names, _SECRETS: keys, _ENCRYPTS: self._encrypts})
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -190,24 +205,25 @@ class LaneMeeting:
 
     # -- the higher rank ---------------------------------------------------------------------------------------------
 
-    async def _accept_invitation(self, rank: int, place: tuple[str, int], invited: list[tuple[bytes, bytes]]) -> None:
+    async def _accept_invitation(self, rank: int, place: _Place, invited: list[tuple[bytes, bytes]]) -> None:
         for index, (name, secret) in enumerate(invited):
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     proven = await self._connect(rank, place, name, secret)
             except (OSError, TimeoutError, MalformedMessage) as error:
                 why = str(error) or f"nobody answered within {_CONNECT_S:g} s"
-                self._failed(rank, f"no connection for {self._purpose} to {place[0]}:{place[1]}: {why}")
+                host, port = place.remote
+                self._failed(rank, f"no connection for {self._purpose} to {host}:{port}: {why}")
                 return
             self._add(rank, index, proven)
 
-    async def _connect(self, rank: int, place: tuple[str, int], name: bytes, secret: bytes) -> Proven:
+    async def _connect(self, rank: int, place: _Place, name: bytes, secret: bytes) -> Proven:
         loop = asyncio.get_running_loop()
-        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection = _connected_locally(place.local) or socket.socket(_family(place.remote[0]), socket.SOCK_STREAM)
         try:
-            connection.setblocking(False)
-            await loop.sock_connect(connection, place)
+            if connection.family != socket.AF_UNIX:
+                connection.setblocking(False)
+                await loop.sock_connect(connection, place.remote)
             proven = self._ready(connection, secret, rank)
             await loop.sock_sendall(connection, name + proven.outgoing.closed(name))
             if proven.incoming.opened(await _read(connection, _PROOF_BYTES)) != name:
@@ -220,8 +236,10 @@ class LaneMeeting:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def _ready(self, connection: socket.socket, secret: bytes, other: int) -> Proven:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if connection.getpeername()[0] == connection.getsockname()[0]:
+        is_local = connection.family == socket.AF_UNIX
+        if not is_local:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if is_local or connection.getpeername()[0] == connection.getsockname()[0]:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOCAL_BUFFER_BYTES)
         return Proven(connection, Seal(secret, self._rank), Seal(secret, other))
@@ -235,11 +253,45 @@ class LaneMeeting:
             self._made(rank, [made[index] for index in sorted(made)])
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
+    listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_UNPROVEN)
     listener.setblocking(False)
     return listener
+
+
+def _listen_locally() -> socket.socket | None:
+    """Under a name in no folder, which goes with the socket; None where the system has or allows no such thing."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        listener.bind(b"\0rrfp-" + secrets.token_hex(_NAME_BYTES).encode())
+        listener.listen(_MAX_UNPROVEN)
+    except OSError:
+        listener.close()
+        return None
+    listener.setblocking(False)
+    return listener
+
+
+def _connected_locally(name: bytes) -> socket.socket | None:
+    """A connection to who listens there; None where nobody does, or too many ask at once."""
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    connection.setblocking(False)
+    try:
+        connection.connect(name)
+    except OSError:
+        connection.close()
+        return None
+    return connection
 
 
 async def _read(connection: socket.socket, size: int) -> bytes:

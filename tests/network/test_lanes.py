@@ -238,6 +238,20 @@ def test_a_connection_for_arrays_that_ends_between_ranks_that_live_is_named() ->
         assert [first.lost, second.lost] == [{}, {}]
 
 
+def test_within_a_host_arrays_and_small_messages_take_local_sockets() -> None:
+    with nodes(2) as members:
+        members[0].network.open_lanes([1])
+        members[0].network.open_direct([1])
+        members[0].send_arrays(1, {"number": 0}, [bytes(1 << 17)])
+        assert eventually(lambda: len(members[1].got) == 1)
+        for network in (member.network for member in members):
+            (bundle,) = network._lanes._link._bundles.values()
+            assert {lane._connection.family for lane in bundle.lanes} == {socket.AF_UNIX}
+            assert eventually(lambda network=network: network._direct._link._lines[1 - network.rank].proven)
+            (line,) = network._direct._link._lines.values()
+            assert line.proven.connection.family == socket.AF_UNIX
+
+
 # -- strangers -------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +308,7 @@ def wired(**options: Any) -> Iterator[tuple[list[Node], Wire]]:
         def tell_other(rank: int, topic: str, header: dict[str, Any], *more: Any) -> None:
             if topic == "lanes":
                 wires.append(Wire(header["port"]))
-                header = header | {"port": wires[0].port}
+                header = header | {"port": wires[0].port, "local": b"\0of another host"}
             tell(rank, topic, header, *more)
 
         members[0].network.send = tell_other  # type: ignore[method-assign]
@@ -351,7 +365,7 @@ def test_strangers_at_the_port_for_arrays_are_dropped_and_read_little_of(caplog:
 
 
 def test_invitations_that_cannot_be_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    good = {"port": 1, "names": [bytes(16)], "secrets": [bytes(32)], "encrypts": True}
+    good = {"port": 1, "local": b"", "names": [bytes(16)], "secrets": [bytes(32)], "encrypts": True}
     with caplog.at_level("WARNING"), nodes(2) as (first, second):
         for change in ({"port": 0}, {"names": []}, {"names": [b""]}, {"secrets": [bytes(31)]}, {"names": ["x"]}):
             first.network.send_threadsafe(1, "lanes", good | change)
