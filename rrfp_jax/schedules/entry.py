@@ -34,6 +34,8 @@ class ScheduleEntry:
     """Whether the backward runs as I and W; None: where the description names one of them."""
     weights_fill: bool = False
     """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
+    from_times: bool = False
+    """Whether it is made from the profiled times that are asked for with it; others are the same for all times."""
     has_groups: bool = False
     """Whether a ``group_size`` may be asked for."""
     any_graph: bool = False

@@ -14,6 +14,7 @@ from rrfp_jax.simulation.driver import EventLog as EventLog
 from rrfp_jax.simulation.driver import Machine as Machine
 from rrfp_jax.simulation.driver import Simulation as Simulation
 from rrfp_jax.simulation.driver import simulate as simulate
+from rrfp_jax.simulation.driver import simulated_steps_ms as simulated_steps_ms
 from rrfp_jax.simulation.jitter import PAPER_LEVELS as PAPER_LEVELS
 from rrfp_jax.simulation.jitter import InjectedSleeps as InjectedSleeps
 from rrfp_jax.simulation.jitter import SleepLevel as SleepLevel

@@ -50,6 +50,19 @@ class Costs:
                 raise ValueError(f"operation {letters!r} takes {milliseconds} ms: give 0 or more")
 
 
+class _Steps(dict[int, dict[TaskKind, list[list[float]]]]):
+    """[step][kind][chunk][microbatch], of each step once it is asked for."""
+
+    def __init__(self, durations_ms: Durations) -> None:
+        super().__init__()
+        self._durations_ms = durations_ms
+
+    def __missing__(self, step: int) -> dict[TaskKind, list[list[float]]]:
+        of_kinds = of_tasks(self._durations_ms[step : step + 1])
+        self[step] = found = {kind: of_steps[0] for kind, of_steps in of_kinds.items()}
+        return found
+
+
 class StageTimes:
     """How long the tasks of one stage take, asked in the order in which they start.
 
@@ -59,17 +72,17 @@ class StageTimes:
     __slots__ = (
         "_average_ms",
         "_base_ms",
-        "_durations_ms",
         "_factors",
         "_num_given",
         "_operations_ms",
         "_reduce_ms",
+        "_steps",
         "_update_ms",
     )
 
     def __init__(self, costs: Costs, ops: Iterable[Op] = ()) -> None:
         self._operations_ms = {op.letter: costs.operations_ms.get(op.letter, op.ms) for op in ops}
-        self._durations_ms, self._num_given = of_tasks(costs.durations_ms), len(costs.durations_ms)
+        self._steps, self._num_given = _Steps(costs.durations_ms), len(costs.durations_ms)
         num_chunks = costs.durations_ms.shape[1]
         self._reduce_ms = _by_chunk(costs.reduce_ms, num_chunks)
         self._update_ms = _by_chunk(costs.update_ms, num_chunks)
@@ -92,7 +105,7 @@ class StageTimes:
             return self._operations_ms[kind]
         if microbatch < 0:
             return (self._reduce_ms if kind is TaskKind.R else self._update_ms)[chunk]
-        compute_ms = self._durations_ms[kind][step % self._num_given][chunk][microbatch]
+        compute_ms = self._steps[step % self._num_given][kind][chunk][microbatch]
         if not self._factors or kind is TaskKind.W:
             return compute_ms
         self._average_ms = EMA_KEPT * self._average_ms + (1 - EMA_KEPT) * compute_ms

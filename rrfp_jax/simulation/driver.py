@@ -8,7 +8,7 @@ task is about to end, when a stage's own timer expects it to. Times are millisec
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -119,6 +119,19 @@ def simulate(
     )
 
 
+def simulated_steps_ms(
+    arbiters: Sequence[StageArbiter], costs: Costs, *, machine: Machine = Machine(), num_steps: int
+) -> Iterator[float]:
+    """:attr:`Simulation.step_ms` of such a run, each step simulated when it is asked for; nothing else is kept."""
+    driver = _Driver(arbiters, costs, machine, num_steps, keeps_record=False)
+    before_ms = 0.0
+    for step in range(num_steps):
+        driver.run_step(step)
+        end_ms = driver.step_ends_ms[step]
+        yield end_ms - before_ms
+        before_ms = end_ms
+
+
 class _Stage:
     """A stage's device, host and record."""
 
@@ -168,8 +181,9 @@ class _Driver:
         machine: Machine,
         num_steps: int,
         *,
-        record_events: bool,
-        absent: Sequence[Absences],
+        record_events: bool = False,
+        keeps_record: bool = True,
+        absent: Sequence[Absences] = (),
     ) -> None:
         graph = arbiters[0].graph
         durations = for_graph(costs.durations_ms, graph)
@@ -187,7 +201,10 @@ class _Driver:
             for arbiter in arbiters
         ]
         self.timeline = Timeline(len(arbiters))
+        self._keeps_record = keeps_record
         self.step_ends_ms = [0.0] * num_steps
+        self._unfinished = [len(arbiters)] * num_steps
+        """On how many stages each step has not ended."""
         self.queue = EventQueue()
         self._host_ms = machine.host_ms
         self._senders_wait = machine.communication is not Communication.ASYNC
@@ -205,11 +222,20 @@ class _Driver:
             ),
         )
 
-    def run(self) -> None:
         for stage in range(len(self.stages)):
             self.queue.post(0.0, self._start_step, stage, 0)
+
+    def run(self) -> None:
+        """All steps."""
+        for step in range(self.num_steps):
+            self.run_step(step)
         self.queue.run()
-        if not all(stage.is_over for stage in self.stages):
+
+    def run_step(self, step: int) -> None:
+        """Until this step has ended on every stage."""
+        while self._unfinished[step] and self.queue.run():
+            pass
+        if self._unfinished[step]:
             raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
 
     def deliver(self, index: int, event: Event) -> None:
@@ -234,7 +260,7 @@ class _Driver:
                 self._wake_at(index, stage, instruction)
             elif type(instruction) is FinishStep:
                 self._finish_step(index, instruction)
-        if not stage.dispatched:
+        if not stage.dispatched and self._keeps_record:
             self._note_idle(index, stage)
 
     def is_computing(self, index: int) -> bool:
@@ -249,6 +275,8 @@ class _Driver:
     def _finish_step(self, index: int, instruction: FinishStep) -> None:
         step = instruction.step
         self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
+        self._unfinished[step] -= 1
+        self.queue.is_paused = not self._unfinished[step]
         if step + 1 < self.num_steps:
             self.queue.post(self.queue.now_ms, self._start_step, index, step + 1)
         else:
@@ -318,7 +346,7 @@ class _Driver:
         start_ms = max(now_ms, host_ready_ms)
         if stage.idle is not None:
             self._set_idle(index, stage, None)
-        if start_ms > now_ms:
+        if start_ms > now_ms and self._keeps_record:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
         duration_ms = stage.times.duration_ms(step, task)
         end_ms = start_ms + duration_ms
@@ -327,7 +355,8 @@ class _Driver:
             decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
             if decide_ms < end_ms:
                 self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
-        self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
+        if self._keeps_record:
+            self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
         self.queue.post(end_ms, self._end_task, index)
 
     def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
@@ -335,7 +364,8 @@ class _Driver:
         (step, task), start_ms = instruction, self.queue.now_ms
         end_ms = start_ms + stage.times.duration_ms(step, task)
         lane = self._beside[task.kind]
-        self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3, lane))
+        if self._keeps_record:
+            self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3, lane))
         self.queue.post(end_ms, self._end_beside, index, instruction)
 
     def _end_beside(self, index: int, run: RunTask) -> None:
@@ -357,7 +387,7 @@ class _Driver:
         if stage.dispatched:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)
-        if self._senders_wait and not stage.dispatched:
+        if self._senders_wait and self._keeps_record and not stage.dispatched:
             self._note_idle(index, stage)
 
     # -- record ------------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ class EventQueue:
     is there by then; the rest follows in the order in which it was posted. So a run is a function of its inputs.
     """
 
-    __slots__ = ("_actions", "_num_posted", "now_ms")
+    __slots__ = ("_actions", "_num_posted", "is_paused", "now_ms")
 
     def __init__(self) -> None:
         self.now_ms = 0.0
+        self.is_paused = False
         self._num_posted = 0
         self._actions: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
 
@@ -31,9 +32,10 @@ class EventQueue:
         self._num_posted += 1
         heappush(self._actions, (at_ms, _ARRIVAL, self._num_posted, action, arguments))
 
-    def run(self) -> None:
-        """Run actions, and those that they post, until none is left."""
-        actions = self._actions
-        while actions:
+    def run(self) -> bool:
+        """Run actions, and those that they post, until none is left or one of them pauses; tells whether it paused."""
+        actions, self.is_paused = self._actions, False
+        while actions and not self.is_paused:
             self.now_ms, _, _, action, arguments = heappop(actions)
             action(*arguments)
+        return self.is_paused

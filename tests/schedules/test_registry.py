@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,21 @@ ALL = {
 def test_every_schedule_is_registered_with_its_source() -> None:
     assert set(schedule_names()) == ALL
     assert all(schedule_entry(name).source for name in ALL)
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_only_tables_made_from_times_differ_with_them(name: str) -> None:
+    sizes, differ = ((4, 8), (3, 9), (6, 12)), False
+    for stages, microbatches in sizes:
+        plain = ScheduleRequest(num_stages=stages, num_microbatches=microbatches)
+        try:
+            table = build_schedule(name, plain)
+        except ValueError:  # these sizes do not suit it
+            continue
+        for times_ms, comm_ms in (((3.0, 2.0, 1.0), 0.5), ((1.0, 4.0, 0.3), 2.0)):
+            request = replace(plain, durations_ms=times_ms, comm_ms=comm_ms)
+            differ |= build_schedule(name, request).orders != table.orders
+    assert differ == schedule_entry(name).from_times
 
 
 def test_a_description_has_at_most_15_lines() -> None:

@@ -21,6 +21,7 @@ from rrfp_jax.simulation import (
     for_steps,
     lognormal,
     simulate,
+    simulated_steps_ms,
 )
 from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
 from rrfp_jax.timeline import IdleReason
@@ -264,7 +265,18 @@ def test_work_and_idle_time_fill_every_stage(case):
         assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(pieces))
         filled_ms = sum(end - start for start, end in pieces) * 1e3
         assert filled_ms == pytest.approx(simulation.step_ends_ms[-1], abs=1e-6)
-    assert_same(simulation, run(twins, durations_ms, machine=machine, num_steps=num_steps))
+    assert_same(simulation, run([twin.copy() for twin in twins], durations_ms, machine=machine, num_steps=num_steps))
+    steps_ms = simulated_steps_ms(twins, Costs(durations_ms=durations_ms), machine=machine, num_steps=num_steps)
+    assert [*steps_ms] == simulation.step_ms
+
+
+def test_steps_that_go_on_of_their_own_are_told_one_by_one():
+    graph, placement = chain(3, 6), linear(3)
+    durations_ms = lognormal(for_steps(constant((5.0, 5.0, 5.0), graph), 5), 0.5, np.random.default_rng(3))
+    one, other = (by_hint(graph, placement, window=3, rules=StepRules(updates=False)) for _ in range(2))
+    whole = run(one, durations_ms, num_steps=5)
+    steps_ms = simulated_steps_ms(other, Costs(durations_ms=durations_ms), num_steps=5)
+    assert [next(steps_ms), next(steps_ms), *steps_ms] == whole.step_ms
 
 
 def assert_same(one: Simulation, other: Simulation) -> None:

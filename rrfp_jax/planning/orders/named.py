@@ -44,7 +44,7 @@ def named_tables(
                 yield table, request
 
 
-@lru_cache(maxsize=256)  # another cut on the same placement has the same tables
+@lru_cache(maxsize=256)  # another cut on the same placement has the same tables, but for those made from times
 def _built(name: str, request: ScheduleRequest) -> ScheduleTable:
     return build_schedule(name, request, twice=False)
 
@@ -53,14 +53,12 @@ def _request(cut: CutModel, entry: ScheduleEntry) -> ScheduleRequest | None:
     """None where the schedule does not order a chain on this placement."""
     placement, m = cut.placement, cut.num_microbatches
     per_stage = placement.num_chunks // placement.num_stages
-    times_ms = cut.durations_ms[0].mean(axis=1).sum(axis=0) / placement.num_stages
-    forward_ms, input_gradient_ms, weight_gradient_ms = (float(ms) + cut.costs.task_ms for ms in times_ms)
-    plain = ScheduleRequest(
-        num_stages=placement.num_stages,
-        num_microbatches=m,
-        durations_ms=(forward_ms, input_gradient_ms, weight_gradient_ms),
-        comm_ms=cut.links.latency_ms,
-    )
+    plain = ScheduleRequest(num_stages=placement.num_stages, num_microbatches=m)
+    if entry.from_times:
+        times_ms = cut.durations_ms[0].mean(axis=1).sum(axis=0) / placement.num_stages
+        forward_ms, input_gradient_ms, weight_gradient_ms = (float(ms) + cut.costs.task_ms for ms in times_ms)
+        durations_ms = forward_ms, input_gradient_ms, weight_gradient_ms
+        plain = replace(plain, durations_ms=durations_ms, comm_ms=cut.links.latency_ms)
     graph = chain(placement.num_chunks, m)
     if entry.any_graph:
         return replace(plain, graph=graph, placement=placement)

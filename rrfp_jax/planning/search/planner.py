@@ -8,9 +8,9 @@ import numpy as np
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
-from rrfp_jax.planning.search.contest import ROUNDS, contest
+from rrfp_jax.planning.search.contest import FEW_DRAWS, MORE_DRAWS, contest
 from rrfp_jax.planning.search.forecasting import forecast
-from rrfp_jax.planning.search.judging import Judge
+from rrfp_jax.planning.search.judging import ROUNDING, Judge
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
 from rrfp_jax.planning.search.reasons import Reasons
 from rrfp_jax.planning.search.records import Plan, Ranked, Refused, Sensitivity
@@ -30,8 +30,6 @@ MOST_REFUSED = 12
 TABLES, SITES = 3, 3
 """How many of the best tables, named or not, are at least tried so where there is noise, and on how many of the best
 sites hints are."""
-
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class _Planning:
         """Whether nothing on any site can be quicker than some table, kept to; then only kept tables are compared."""
         if not self.book.noise.is_none or STRICT not in self.wishes.consumptions:
             return False
-        return self.sites.best <= self.sites.least * (1 + _ROUNDING)
+        return self.sites.best <= self.sites.least * (1 + ROUNDING)
 
     def _ways(self, tables: list[TriedTable], num_tasks: int) -> list[Candidate]:
         """All ways to consume the first tables for which there is one, so many tasks together; at least those of one
@@ -157,14 +155,15 @@ class _Planning:
     def _ranked(self, best: list[Candidate]) -> Plan:
         distinct = _distinct(best)
         top = distinct[: self.wishes.top]
-        ranking = [self._told(one, place < 2) for place, one in enumerate(top)]
+        told_by = [None if self._is_close(one, place) else MORE_DRAWS for place, one in enumerate(top)]
+        ranking = [self._told(one, number) for one, number in zip(top, told_by, strict=True)]
         reasons = Reasons(
             book=self.book,
             wishes=self.wishes,
             judge=self.judge,
             memory_bytes=self.memory_bytes,
             tables=self.sites.tables,
-            num_draws=ROUNDS[0][0],
+            num_draws=FEW_DRAWS,
         )
         for place in range(1, len(top)):
             ranking[place] = replace(ranking[place], why=reasons.why_lost(top[place - 1], top[place]))
@@ -177,9 +176,9 @@ class _Planning:
             refused=tuple(self._refused()),
             sensitivities=tuple(changes),
             bottleneck=bottleneck(changes),
-            even=self._told(even[0], True) if even else None,
-            named=self._told(named[0], True) if named else None,
-            judged=(*ranking, *(self._told(one, False) for one in distinct[self.wishes.top :])),
+            even=self._told(even[0]) if even else None,
+            named=self._told(named[0]) if named else None,
+            judged=(*ranking, *(self._told(one, FEW_DRAWS) for one in distinct[self.wishes.top :])),
             objective=self.wishes.objective,
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
@@ -194,23 +193,26 @@ class _Planning:
         if self.book.noise.is_none:
             yield "the costs do not say how durations vary, so all times are those of a step without noise"
 
-    def _told(self, one: Candidate, is_close: bool) -> Ranked:
-        """On all draws, or on few where it lost."""
-        number = self.judge.num_draws if is_close else ROUNDS[-1][0]
-        return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, number))
+    def _is_close(self, one: Candidate, place: int) -> bool:
+        """Whether it is the first, or a second that was not clearly behind."""
+        return place == 0 or (place == 1 and self.judge.num_known(one) == self.judge.num_draws)
+
+    def _told(self, one: Candidate, num_draws: int | None = None) -> Ranked:
+        """On the first draws, where it lost; None: on all."""
+        return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, num_draws))
 
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
         if not top or not self.wishes.sensitivities:
             return []
         more = None if self.memory_bytes is None else lambda: self._with_more_memory(top[0])
-        return sensitivities(top[0], self.judge, ROUNDS[0][0], more, self.should_stop)
+        return sensitivities(top[0], self.judge, FEW_DRAWS, more, self.should_stop)
 
     def _with_more_memory(self, one: Candidate) -> float:
         """Milliseconds per sample of the best table or order that its shape would have with a GiB more; what is no
         better than the candidate is not looked for."""
         assert self.memory_bytes is not None
-        shape, present = one.choice.shape, self.judge.value(one, ROUNDS[0][0])
-        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, ROUNDS[0][0], best=present)
+        shape, present = one.choice.shape, self.judge.value(one, FEW_DRAWS)
+        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, FEW_DRAWS, best=present)
         for point in points_of(shape, self.book, self.wishes):
             sites.add(point)
         for _ in sites.look(self.should_stop):
@@ -240,9 +242,10 @@ class _Planning:
         """Whether the first is ahead of the second by more than the error of their difference."""
         if len(ranking) < 2:
             return bool(ranking)
+        draws = [np.array(each.forecast.draws_ms or (each.forecast.step_ms,)) for each in ranking[:2]]
+        number = min(map(len, draws))
         one, other = (
-            np.array(each.forecast.draws_ms or (each.forecast.step_ms,)) / each.choice.shape.batch_size
-            for each in ranking[:2]
+            of_steps[:number] / each.choice.shape.batch_size for of_steps, each in zip(draws, ranking, strict=False)
         )
         ahead = float(self.judge.objective.of(other) - self.judge.objective.of(one))
         return ahead > self.judge.objective.error_of_difference(one, other, self.seed)

@@ -33,13 +33,15 @@ class Reasons:
     memory_bytes: int | None
     tables: Sequence[TriedTable]
     num_draws: int
-    """By which choices are compared."""
+    """By which choices are compared at least."""
     _known: dict[int, Parts] = field(default_factory=dict)
 
     def why_lost(self, before: Candidate, one: Candidate) -> str:
         """What the one before has that this one lacks."""
-        if self.judge.value(one, self.num_draws) <= self.judge.value(before, self.num_draws):
-            return "equal: no difference beyond the noise"
+        number = max(self.num_draws, min(self.judge.num_known(before), self.judge.num_known(one)))
+        longer, error = self.judge.difference(before, one, number)
+        if longer <= error:
+            return "equal: no difference" + ("" if self.judge.noise.is_none else " beyond the noise")
         samples = one.choice.shape.batch_size
         ahead, behind = (self._parts(each).over(each.choice.shape.batch_size / samples) for each in (before, one))
         name, of_one, of_other = next(largest_first(ahead, behind))

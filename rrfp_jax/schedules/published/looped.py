@@ -77,6 +77,7 @@ def interleaved_one_f_one_b(s: Stage, backward: Stream = B) -> Order:
     source="our construction: interleaved 1F1B, split as in Zero Bubble, arXiv 2401.10241",
     split_backward=True,
     weights_fill=True,
+    from_times=True,
     constraints="as interleaved-1f1b; give the profiled durations_ms and comm_ms",
 )
 def interleaved_one_f_one_b_split(s: Stage) -> Described:

@@ -31,6 +31,7 @@ _ROUNDING = 1e-9
     shape=ONE_EACH,
     source="Zero Bubble, arXiv 2401.10241, section 3",
     split_backward=True,
+    from_times=True,
     constraints="memory_limit at least 1; give the profiled durations_ms and comm_ms",
 )
 def zb_auto(s: Stage) -> Order:

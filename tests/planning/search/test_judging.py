@@ -1,0 +1,86 @@
+"""Draws by which choices are judged, and what is said of those that lost."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planning.cuts import best_cut
+from rrfp_jax.planning.search.candidates import Candidate, candidate
+from rrfp_jax.planning.search.contest import contest
+from rrfp_jax.planning.search.judging import HELD_OUT, Judge
+from rrfp_jax.planning.search.objective import Objective
+from rrfp_jax.planning.search.parts import with_cut
+from rrfp_jax.planning.search.points import LINEAR, Point
+from rrfp_jax.planning.search.reasons import Reasons
+from rrfp_jax.planning.search.records import Shape
+from rrfp_jax.planning.search.wishes import Wishes
+from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.simulation import simulate
+
+LAYER = LayerCosts(forward_ms=0.1, input_gradient_ms=0.2, weight_gradient_ms=0.3, stash_bytes=1)
+BOOK = CostBook(layers=("layer",) * 6, entries=(CostEntry(types={"layer": LAYER}),), links=LinkCosts(latency_ms=0.05))
+POINT = Point(shape=Shape(num_stages=3, num_microbatches=6), family=LINEAR, chunks=1)
+
+
+def a_candidate(consume: str, name: str = "zb-h1") -> Candidate:
+    cut = best_cut(BOOK.at(microbatch_size=1), POINT.placement, 6, split=True)
+    table = build_schedule(name, ScheduleRequest(num_stages=3, num_microbatches=6))
+    return candidate(POINT, cut, Ordering(schedule=table, consume=consume), name, is_even=True)
+
+
+def slower(one: Candidate, factor: float) -> Candidate:
+    """The same order where every task takes so many times as long."""
+    cut, times = one.choice.cut, ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
+    layer = replace(LAYER, **{name: getattr(LAYER, name) * factor for name in times})
+    return with_cut(one, replace(cut, costs=replace(cut.costs, types={"layer": layer})))
+
+
+def a_judge(sigma: float, num_draws: int = 64) -> Judge:
+    return Judge(Noise.alike(sigma), Objective(), num_draws, 0)
+
+
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_draws_are_those_of_one_run_however_they_are_asked_for(consume: str) -> None:
+    one, judge = a_candidate(consume), a_judge(0.3)
+    few, more, few_again = (judge.times(one, number).draws_ms for number in (3, 9, 3))
+    assert [len(few), len(more), len(few_again)] == [3, 9, 3]
+    np.testing.assert_array_equal(few, more[:3])
+    np.testing.assert_array_equal(few, few_again)
+    steps_ms = judge.steps_ms(one.choice.cut, 9)
+    costs = one.choice.cut.simulated_costs(np.concatenate([steps_ms[:1], steps_ms]))
+    machine = one.choice.cut.machine
+    run = simulate(one.order.arbiters(StepRules()), costs, machine=machine, num_steps=11)
+    np.testing.assert_allclose(more, run.step_ms[2:], rtol=1e-9)
+    assert judge.times(one, 9, HELD_OUT).draws_ms.mean() != more.mean()
+
+
+def test_who_is_clearly_behind_is_judged_on_fewer_draws() -> None:
+    judge, one, close = a_judge(0.3), a_candidate("strict"), a_candidate("ready")
+    beaten = slower(one, 1.3)
+    assert contest([beaten, close, one], judge, should_stop=lambda: False)[-1] is beaten
+    assert [judge.num_known(each) for each in (one, close, beaten)] == [64, 64, 16]
+
+
+def why(before: Candidate, one: Candidate, judge: Judge) -> str:
+    wishes = Wishes(devices=3, microbatches=(6,))
+    reasons = Reasons(book=BOOK, wishes=wishes, judge=judge, memory_bytes=None, tables=(), num_draws=4)
+    return reasons.why_lost(before, one)
+
+
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_what_lies_within_rounding_is_equal(consume: str) -> None:
+    one, judge = a_candidate(consume), a_judge(0.0)
+    for factor in (1.0, 1 - 1e-13, 1 + 1e-13):
+        assert why(one, slower(one, factor), judge) == "equal: no difference"
+    assert why(one, slower(one, 1.001), judge).startswith("work: ")
+
+
+def test_what_lies_within_the_error_is_equal_with_noise() -> None:
+    judge, one, other = a_judge(0.4), a_candidate("strict", "zb-auto"), a_candidate("ready", "zb-h2")
+    behind, error = judge.difference(one, other, 64)
+    assert 0 < behind <= error
+    assert why(one, other, judge) == "equal: no difference beyond the noise"
+    assert not why(one, slower(one, 1.2), judge).startswith("equal")
