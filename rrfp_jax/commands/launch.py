@@ -34,7 +34,7 @@ from pathlib import Path
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.main import COMMANDS, module_of
+from rrfp_jax.commands.main import COMMANDS
 from rrfp_jax.launch.binding import BINDINGS
 from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import PREFIXES, Output
@@ -43,6 +43,8 @@ from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import RunKey
 from rrfp_jax.network.membership import INTERFACE
 from rrfp_jax.network.routes import await_name
+
+_MAIN = "rrfp_jax.commands.main"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,14 +187,15 @@ def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output
 def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
     if not command:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
-    module = module_of(command[0])
+    if command[0] in COMMANDS:
+        return (_MAIN, *command)
     try:
-        is_known = importlib.util.find_spec(module) is not None
+        is_known = importlib.util.find_spec(command[0]) is not None
     except (ImportError, ValueError):
         is_known = False
     if not is_known:
         raise ValueError(f"there is no command and no module '{command[0]}' to run: name one, for example train")
-    return (module, *command[1:])
+    return command
 
 
 if __name__ == "__main__":

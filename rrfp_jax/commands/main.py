@@ -4,13 +4,12 @@ A command is a module beside this one with ``main(argv)`` and ``make_parser()``;
 that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the same.
 """
 
-import difflib
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
-from rrfp_jax.commands.common.errors import BadInput, run_command
-from rrfp_jax.commands.common.help_text import wrap
+from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.version import __version__
 
 COMMANDS = {
@@ -43,7 +42,7 @@ def module_of(name: str) -> str:
 
 def run(name: str, argv: list[str] | None = None) -> NoReturn:
     """Run a command and end the process with its code."""
-    run_command(lambda: import_module(module_of(name)).main(argv))
+    _run(lambda: _main_of(name)(argv))
 
 
 def main() -> NoReturn:
@@ -51,10 +50,26 @@ def main() -> NoReturn:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         run(name, rest)
-    run_command(lambda: _answer(name))
+    _run(lambda: _answer(name))
+
+
+def _run(answer: Callable[[], int]) -> NoReturn:
+    with ending_at_once():
+        from rrfp_jax.commands.common.errors import run_command
+    run_command(answer)
+
+
+def _main_of(name: str) -> Callable[[list[str] | None], int]:
+    with ending_at_once():
+        main: Callable[[list[str] | None], int] = import_module(module_of(name)).main
+    return main
 
 
 def _answer(word: str) -> int:
+    import difflib
+
+    from rrfp_jax.commands.common.errors import BadInput
+
     if word in ("-h", "--help"):
         print(_overview())
     elif word == "--version":
@@ -67,6 +82,8 @@ def _answer(word: str) -> int:
 
 
 def _overview() -> str:
+    from rrfp_jax.commands.common.help_text import wrap
+
     room = max(map(len, COMMANDS)) + 4
     lines = ["usage: rrfp COMMAND [option ...]", ""]
     for name, purpose in COMMANDS.items():

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
+from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
@@ -87,9 +88,8 @@ def train(
     with checking_input():
         planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
         check_plugin(config.run.platform)
-
-        from rrfp_jax.commands.training.assembly import assemble
-
+        with ending_at_once():
+            from rrfp_jax.commands.training.assembly import assemble
         run = assemble(planned)
     note = vocabulary_note(config, planned.dataset)
     for line in [*to_say, *([] if note is None else [note])]:

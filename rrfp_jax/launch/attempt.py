@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-from rrfp_jax.exit_codes import DONE, START_FAILED
+from rrfp_jax.exit_codes import DONE, INTERRUPTED, START_FAILED
 from rrfp_jax.launch.binding import rank_cores
 from rrfp_jax.launch.children import Child
 from rrfp_jax.launch.endings import Endings, meaning
@@ -77,7 +77,7 @@ class Attempt:
                 head = join_head(self._launcher, self._key, self._number)
         except HeadFailed as error:
             self._output.say(f"error: {error}")
-            return START_FAILED
+            return INTERRUPTED if self._events.stopped_by == signal.SIGINT else START_FAILED
         try:
             self._start(head)
             while not self._is_over(head):

@@ -61,10 +61,11 @@ def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
 def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
     """Read a launcher's command line as the launcher and then each of its processes does."""
     settings = launch_settings(words, environ)
-    assert settings.command[0] in ("experiments.train", "rrfp_jax.commands.train")
+    module, *arguments = settings.command
+    assert module == "experiments.train" or (module, arguments.pop(0)) == ("rrfp_jax.commands.main", "train")
     if settings.shares_key:
         RunKey.from_environment(environ)
-    return settings, check_train(list(settings.command[1:]))
+    return settings, check_train(arguments)
 
 
 def launch_settings(words: list[str], environ: dict[str, str]) -> LaunchSettings:

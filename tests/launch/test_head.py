@@ -3,15 +3,17 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from queue import SimpleQueue
 
 import pytest
 
-from rrfp_jax.exit_codes import START_FAILED
+from rrfp_jax.exit_codes import INTERRUPTED, START_FAILED
 from rrfp_jax.launch import children
 from rrfp_jax.launch.children import Child, Guardian
 from rrfp_jax.launch.head import HeadFailed, _ready_port
@@ -39,6 +41,19 @@ def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
         for pipe in (child.stdout, child.stderr):
             pipe.close()
         child.close_stdin()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, START_FAILED)])
+def test_a_launcher_that_is_told_to_stop_while_it_waits_for_the_head_says_by_whom(number: int, code: int):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        head = Address(host="127.0.0.1", port=silent.getsockname()[1])
+        settings = LaunchSettings(command=("m",), num_processes=1, num_nodes=2, node_rank=1, head=head)
+        output = Output(io.BytesIO(), told := io.BytesIO(), prefix="auto")
+        asking = threading.Timer(0.3, os.kill, (os.getpid(), number))
+        asking.start()
+        assert launch(settings, os.environ, output, shared=RunKey.generate()) == code
+        asking.join()
+    assert b"[launcher] error: told to stop before the run had begun\n" in told.getvalue()
 
 
 def test_a_heads_name_that_is_gone_after_it_was_reached_ends_the_attempt_in_a_sentence(monkeypatch: pytest.MonkeyPatch):

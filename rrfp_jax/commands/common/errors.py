@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from rrfp_jax.commands.common.console import log_plainly
+from rrfp_jax.commands.common.interrupts import raise_lost_interrupts_again
 from rrfp_jax.exit_codes import (
     BAD_INPUT,
     INTERNAL_ERROR,
@@ -54,8 +55,9 @@ def checking_input() -> Iterator[None]:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command's ``main`` and end the process with its code, or with the one that belongs to its error."""
-    log_plainly()
     try:
+        raise_lost_interrupts_again()
+        log_plainly()
         code = _run(main)
     except BadInput as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

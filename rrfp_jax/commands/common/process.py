@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.commands.common.errors import end_with
+from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
@@ -53,7 +54,8 @@ def enter(
     """
     check_plugin(platform)
     _use_flags(xla_flags)
-    from rrfp_jax.runtime.process import Process
+    with ending_at_once():
+        from rrfp_jax.runtime.process import Process
 
     membership = membership_from(os.environ, detect=cluster.detect)
     num_ranks = 1 if membership is None else membership.num_ranks
