@@ -24,7 +24,7 @@ contract:
   what has arrived on itself and not on the others.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from rrfp_jax.arbitration import (
@@ -47,12 +47,13 @@ from rrfp_jax.arbitration import (
     WakeAt,
 )
 from rrfp_jax.checking.account import Account, places_of
+from rrfp_jax.checking.admission import Admission
 from rrfp_jax.checking.contract import Contract, Wiring
 from rrfp_jax.checking.guidance import Guidance
 from rrfp_jax.checking.packets import Joined
 from rrfp_jax.checking.setting import Setting
 from rrfp_jax.checking.trace import Violation
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import Task
 
 
 class StageJudge:
@@ -67,11 +68,8 @@ class StageJudge:
         self.contracts, self.packets = wiring.contracts[place], wiring.packets
         policy = setting.policies[stage]
         self.row = policy if isinstance(policy, tuple) else None
-        self.window = None if isinstance(policy, tuple) or setting.footprints else setting.windows[stage]
-        bounds = () if isinstance(policy, tuple) else setting.ahead(stage)
-        self.read_ahead = {bound.chunk: bound for bound in bounds}
-        self.most_weight = setting.capacities[stage] if setting.capacities else 0
         self.guidance = Guidance(setting, place, self.contracts)
+        self.admission = Admission(setting, place, self.guidance)
         self.has_foresight = setting.foresight is not None
         """Of the setting; a follower hears announcements too, and does nothing about them."""
         self.capacity = 1 + setting.dispatch_ahead
@@ -233,8 +231,8 @@ class StageJudge:
         else:
             account = self._run_beside(contract, account, place)
         self._check_memory(contract, account, task)
-        bound = self.read_ahead.get(task.chunk)
-        if bound is not None and (untaken := len(self._untaken(contract, account, task.chunk))) > bound.limit:
+        bound = self.admission.read_ahead.get(task.chunk)
+        if bound is not None and (untaken := len(self.admission.untaken(contract, account, task.chunk))) > bound.limit:
             raise Violation(f"{self.name} runs {task}, and {untaken} outputs of {bound.limit} have not been taken")
         if self.row is not None and contract.compute >> place & 1:
             self._check_row(contract, account, task)
@@ -259,18 +257,18 @@ class StageJudge:
         if running:
             (other,) = places_of(running)
             raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} beside {contract.tasks[other]}")
-        first = self.guidance.first_of_engine(account, self._startable(contract, account, of_lane))
+        first = self.guidance.first_of_engine(account, self.admission.startable(contract, account, of_lane))
         if first not in (None, place) and contract.tasks[place].microbatch >= 0:
             raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} before {contract.tasks[first]}")
         return account._replace(started=account.started | 1 << place)
 
     def _check_memory(self, contract: Contract, account: Account, task: Task) -> None:
-        limit = self.guidance.limit
-        held = [] if self.window is None else sorted(self._held(contract, account))
-        if contract.weights and (weight := sum(contract.weights[m] for m in held)) > self.most_weight:
-            raise Violation(f"{self.name} runs {task} and holds microbatches {held}, {weight} of {self.most_weight}")
-        if not contract.weights and self.window is not None and len(held) > self.window:
-            raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {self.window}")
+        limit, window, most = self.guidance.limit, self.admission.window, self.admission.most_weight
+        held = [] if window is None else sorted(self.admission.held(contract, account))
+        if contract.weights and (weight := sum(contract.weights[m] for m in held)) > most:
+            raise Violation(f"{self.name} runs {task} and holds microbatches {held}, {weight} of {most}")
+        if not contract.weights and window is not None and len(held) > window:
+            raise Violation(f"{self.name} runs {task} and holds microbatches {held}: its window is {window}")
         if limit is not None and (units := self._held_at_most(contract, account)) > limit:
             unit = self.guidance.operations.unit
             raise Violation(f"{self.name} runs {task} and holds {units / unit:g} activations of {limit / unit:g}")
@@ -313,14 +311,18 @@ class StageJudge:
         if account.wake_s is None or not account.is_active or self.others:
             return account
         contract = self.contracts[account.step]
-        if self._ready_task(contract, account, contract.compute) is not None:
+        if self.admission.ready_task(contract, account, contract.compute) is not None:
             return account
         return account._replace(wake_s=None)
 
     def _ask_for_tick(self, account: Account, instruction: WakeAt) -> Account:
         contract = self._active(account, instruction)
-        task = self._ready_task(contract, account, contract.compute) if account.is_free(contract.compute) else None
-        if self.guidance.rules is None or task is None or not self._may_hold(contract, account):
+        task = (
+            self.admission.ready_task(contract, account, contract.compute)
+            if account.is_free(contract.compute)
+            else None
+        )
+        if self.guidance.rules is None or task is None or not self.admission.may_hold(contract, account):
             raise Violation(f"{self.name} asks for a tick and has nothing to hold")
         return account._replace(wake_s=instruction.time_s)
 
@@ -364,44 +366,6 @@ class StageJudge:
             raise Violation(f"{self.name} is {state} and answers {instruction}")
         return self.contracts[account.step]
 
-    def _held(self, contract: Contract, account: Account) -> set[int]:
-        return {
-            m
-            for m, tasks in enumerate(contract.of_microbatch)
-            if tasks & contract.forwards & account.started and tasks & ~account.done
-        }
-
-    def _untaken(self, contract: Contract, account: Account, chunk: int) -> set[int]:
-        """What a chunk that runs F only has begun to produce, and not everyone has taken."""
-        taken = contract.taken[chunk]
-        return {
-            m
-            for m, needs in taken.items()
-            if account.started >> contract.place[Task(TaskKind.F, chunk, m)] & 1 and not account.has(needs)
-        }
-
-    def _may_run_ahead(self, contract: Contract, account: Account, task: Task) -> bool:
-        """Whether the bound has room for an F, and then for each start before its turn, in the order of turns."""
-        bound = self.read_ahead.get(task.chunk)
-        if bound is None:
-            return True
-        taken = contract.taken[task.chunk]
-        untaken = self._untaken(contract, account, task.chunk) | {task.microbatch}
-        turns = bound.turns or [m for m in sorted(taken) for _ in range(2)]
-        has_started = {m for m in taken if account.started >> contract.place[Task(TaskKind.F, task.chunk, m)] & 1}
-        seen: set[int] = set()
-        room = len(untaken) <= bound.limit
-        for m in turns:
-            if m == task.microbatch:
-                return room
-            if m in seen:
-                untaken.discard(m)
-            elif m in taken and m not in has_started:
-                untaken.add(m)
-                room = room and len(untaken) <= bound.limit
-            seen.add(m)
-        return room
-
     def _lacking(self, contract: Contract, account: Account, task: Task) -> str:
         needs = contract.needs[contract.place[task]]
         tasks = [str(contract.tasks[place]) for place in places_of(account.missing(needs))]
@@ -414,7 +378,7 @@ class StageJudge:
         contract = self.contracts[account.step]
         for lane, of_lane in contract.engines.items():
             is_free = account.is_free(of_lane)  # none of these is ever about to end
-            task = self._ready_task(contract, account, of_lane) if is_free else None
+            task = self.admission.ready_task(contract, account, of_lane) if is_free else None
             if task is not None:
                 raise Violation(f"{self.name} leaves {lane} idle although {task} is ready and admissible")
         waits_for_end = self.counts_on and not account.is_told  # and hands over what is certain only
@@ -424,57 +388,13 @@ class StageJudge:
 
     def _check_waiting(self, contract: Contract, account: Account) -> None:
         """A stage that computes nothing has nothing to compute, or holds."""
-        task = self._ready_task(contract, account, contract.compute)
+        task = self.admission.ready_task(contract, account, contract.compute)
         if task is None:
             return
-        if self.guidance.rules is None or not self._may_hold(contract, account):
+        if self.guidance.rules is None or not self.admission.may_hold(contract, account):
             raise Violation(f"{self.name} idles although {task} is ready and admissible")
         if account.wake_s is None:
             raise Violation(f"{self.name} holds {task} and has not asked to be woken")
-
-    def _ready_task(self, contract: Contract, account: Account, lane: int) -> Task | None:
-        """One of these tasks that is ready and admissible, if there is one."""
-        return next((contract.tasks[place] for place in self._startable(contract, account, lane)), None)
-
-    def _startable(self, contract: Contract, account: Account, lane: int) -> Iterator[int]:
-        """Those of some tasks that are ready and admissible."""
-        for place in places_of(lane & ~account.started):
-            if account.has(contract.needs[place]) and self._admits(contract, account, place):
-                yield place
-
-    def _may_hold(self, contract: Contract, account: Account) -> bool:
-        """Whether the row's next entry, those apart that read-ahead restrains, lacks nothing but packets."""
-        entries = self.guidance.entries_left(contract, account)
-        place = next((p for p in entries if self._may_run_ahead(contract, account, contract.tasks[p])), None)
-        if place is None or account.missing(contract.needs[place]) or not self._admits(contract, account, place):
-            return False
-        lacks_packets = bool(contract.needs[place].packets & ~account.delivered)
-        return lacks_packets or (bool(self.others) and bool(contract.needs[place].packets))
-
-    def _admits(self, contract: Contract, account: Account, place: int) -> bool:
-        """Whether footprint or window admits a task, from their definitions."""
-        kind, _, microbatch = contract.tasks[place]
-        if self.guidance.limit is not None and not self.guidance.admits(contract, account, place):
-            return False
-        if kind is not TaskKind.F:
-            return True
-        if not self._may_run_ahead(contract, account, contract.tasks[place]):
-            return False
-        if self.window is None:
-            return True
-        held = self._held(contract, account)
-        after = held | {microbatch}
-        if contract.weights:
-            return microbatch in held or self._fits(contract, account, after)
-        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done)
-        return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
-
-    def _fits(self, contract: Contract, account: Account, held: set[int]) -> bool:
-        """Whether these may be held: the capacity suffices, also for each that is left once all older ones are gone."""
-        weights = contract.weights
-        left = {m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done}
-        later = [sum(weights[m] for m in held if m > other) + weights[other] for other in left - held]
-        return max([sum(weights[m] for m in held), *later]) <= self.most_weight
 
 
 def stuck(setting: Setting, unfinished: Iterable[int]) -> str:

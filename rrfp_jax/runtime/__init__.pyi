@@ -2,7 +2,6 @@
 
 from rrfp_jax.runtime.driver import PipelineClosed as PipelineClosed
 from rrfp_jax.runtime.driver import PipelineRuntime as PipelineRuntime
-from rrfp_jax.runtime.driver import StepOutcome as StepOutcome
 from rrfp_jax.runtime.executor import StageExecutor as StageExecutor
 from rrfp_jax.runtime.report import NoProgress as NoProgress
 from rrfp_jax.runtime.report import PeerLost as PeerLost
@@ -12,5 +11,6 @@ from rrfp_jax.runtime.report import TaskFailed as TaskFailed
 from rrfp_jax.runtime.report import WaitForReport as WaitForReport
 from rrfp_jax.runtime.step_result import StepMetrics as StepMetrics
 from rrfp_jax.runtime.step_result import StepResult as StepResult
+from rrfp_jax.runtime.steps_under_way import StepOutcome as StepOutcome
 from rrfp_jax.runtime.transports import Deliver as Deliver
 from rrfp_jax.runtime.transports import Transport as Transport

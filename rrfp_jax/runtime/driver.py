@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,14 +32,14 @@ from rrfp_jax.runtime.options import check_running
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
+from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport
 from rrfp_jax.runtime.wake_up import WakeUp
 from rrfp_jax.tasks import Absences, lanes_beside
-from rrfp_jax.timeline import Sums, Timeline
+from rrfp_jax.timeline import Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
 _CHECKS_PER_DEADLINE = 8
-_STEPS_NAMED = 16
 _STOP_TIMEOUT_S = 5.0
 _STOP_AFTER_FAILURE_S = 0.5
 """A program that hangs, or waits for a process that is lost, does not end."""
@@ -52,48 +52,10 @@ class PipelineClosed(RuntimeError):
         super().__init__("the pipeline was closed: make a new one to go on")
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a finished step leaves."""
-
-    step: int
-    result: Any
-    """What the executors returned, alike on all stages."""
-    peak_memory_bytes: dict[int, int]
-    """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
-    peak_host_bytes: dict[int, int]
-    """And in host memory."""
-    timeline: Timeline
-    """The record of the stages hosted here."""
-    ended_s: float
-    """When the last stage ended the step (``time.perf_counter``)."""
-    looking_ahead: int = 0
-    """Stages hosted here whose foresight was at work."""
-    told: Summary | None = None
-    """On rank 0 of several, what all ranks together have told."""
-
-    @cached_property
-    def sums(self) -> Sums:
-        """What the step adds up to: on all stages on rank 0, elsewhere on those hosted here."""
-        if self.told is not None:
-            return self.told.sums
-        return replace(self.timeline.sums(), looking_ahead=self.looking_ahead)
-
-
 _Completion = tuple[int, RunTask, float, float, BaseException | None]
 """Stage, instruction, start, end and error of a task that has run."""
 _Due = tuple[int, RunTask, float]
 """Stage and instruction of a task that is about to end, and when what follows it should have been decided."""
-
-
-@dataclass
-class _Pending:
-    timeline: Timeline
-    future: "Future[StepOutcome]"
-    outcomes: dict[int, StageOutcome] = field(default_factory=dict)
-    looking_ahead: int = 0
-    sums: Sums | None = None
-    """Of the stages of which this is the first rank."""
 
 
 class PipelineRuntime:
@@ -136,7 +98,6 @@ class PipelineRuntime:
         self._threads: dict[int, StageThreads] = {}
         self._engines: list[ComputeThread] = []
         """The threads of engines beside compute."""
-        self._pending: dict[int, _Pending] = {}
         self._completions: deque[_Completion | _Due] = deque()
         self._wake_up = WakeUp(self._loop, self._take_completions)
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -144,12 +105,7 @@ class PipelineRuntime:
         self._is_pumping = False
         self._closing = threading.Lock()
         self._is_closed = False
-        self._begun_s = 0.0
-        """When the first step that is under way was submitted, or a step ended elsewhere."""
-        self._num_stages = arbiters[0].placement.num_stages
-        self._trained: dict[int, int] = {}
-        """Of the last steps, the number of the training step that they are, or that an evaluation comes after."""
-        self._evaluations: set[int] = set()
+        self._steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
         for arbiter in arbiters:
             self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), log_steps, just_in_time)
         self._start()
@@ -230,11 +186,7 @@ class PipelineRuntime:
             partial(actor.start_step, step, batch, graph, plan)
             for actor, plan in zip(self._actors.values(), plans, strict=True)
         ]
-        self._trained[step] = step if trained is None else trained
-        self._trained.pop(step - _STEPS_NAMED, None)
-        self._evaluations.discard(step - _STEPS_NAMED)
-        if evaluates:
-            self._evaluations.add(step)
+        self._steps.call(step, trained, evaluates=evaluates)
         future: Future[StepOutcome] = Future()
         with self._closing:
             if self._is_closed:
@@ -319,16 +271,14 @@ class PipelineRuntime:
         if self._peers is not None:
             self._peers.detach()
         self._wake_up.hush()
-        self._end_pending(PipelineClosed())
+        self._steps.fail(PipelineClosed())
         left.set()
 
     def _begin(self, step: int, starts: "list[partial[None]]", future: "Future[StepOutcome]") -> None:
         if self._ending.error is not None:
             future.set_exception(self._ending.error)
             return
-        if not self.is_under_way():
-            self._begun_s = time.perf_counter()
-        self._pending[step] = _Pending(Timeline(self._num_stages), future)
+        self._steps.begin(step, future)
         self._pump(self._start_all, starts)
 
     @staticmethod
@@ -338,7 +288,7 @@ class PipelineRuntime:
 
     def is_under_way(self) -> bool:
         """Whether a step that was submitted has not ended everywhere; on the event loop."""
-        return bool(self._pending)
+        return bool(self._steps)
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._pump(self._actors[stage].receive, step, message, payload)
@@ -363,15 +313,9 @@ class PipelineRuntime:
             if error is None:
                 self._pump(self._actors[stage].completed, instruction, start_s, end_s)
             else:
-                what = (
-                    f"{self._name(instruction.step)}: {instruction.task} on stage {stage} failed: {error_text(error)}"
-                )
+                step = self._steps.name(instruction.step)
+                what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
                 self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
-
-    def _name(self, step: int) -> str:
-        """A step for people, who count those that train."""
-        trained = self._trained.get(step, step)
-        return f"evaluation after {trained} steps" if step in self._evaluations else f"step {trained}"
 
     def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
         thread = self._threads[stage]
@@ -397,38 +341,8 @@ class PipelineRuntime:
             self._is_pumping = False
 
     def _stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
-        pending, peers = self._pending[step], self._peers
-        pending.outcomes[stage] = outcome
-        pending.timeline.extend(timeline)
         looks_ahead = self._actors[stage].arbiter.looks_ahead
-        pending.looking_ahead += looks_ahead
-        if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
-            sums = replace(timeline.sums(), looking_ahead=int(looks_ahead))
-            pending.sums = sums if pending.sums is None else pending.sums.merged(sums)
-        if len(pending.outcomes) < len(self._actors):
-            return
-        if peers is None or peers.rank:
-            self._resolve(step, None)
-        if peers is not None:
-            own = Sums(num_stages=self._num_stages)
-            if pending.sums is not None:
-                own = own.merged(pending.sums, later_s=peers.clocks.offset_s)
-            led = (unit for unit in pending.outcomes if peers.layout.ranks_of(unit)[0] == peers.rank)
-            ended = {unit: pending.outcomes[unit] for unit in led}
-            peaks = {unit: (one.peak_memory_bytes, one.peak_host_bytes) for unit, one in ended.items()}
-            peers.outcomes.add(step, own, peaks)
-
-    def _resolve(self, step: int, told: Summary | None) -> None:
-        pending = self._pending.pop(step)
-        outcomes = dict(sorted(pending.outcomes.items()))
-        result = next(iter(pending.outcomes.values())).result
-        if told is None:
-            peaks = {stage: one.peak_memory_bytes for stage, one in outcomes.items()}
-            host_peaks = {stage: one.peak_host_bytes for stage, one in outcomes.items()}
-        else:
-            peaks, host_peaks = told.peak_memory_bytes(), told.peak_host_bytes()
-        ended_s, ahead = time.perf_counter(), pending.looking_ahead
-        pending.future.set_result(StepOutcome(step, result, peaks, host_peaks, pending.timeline, ended_s, ahead, told))
+        self._steps.stage_ended(stage, step, outcome, timeline, looks_ahead=looks_ahead)
 
     # -- on the event loop: what other ranks say ---------------------------------------------------------------------
 
@@ -442,9 +356,7 @@ class PipelineRuntime:
 
     def step_ended(self, step: int, summary: Summary) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""
-        self._begun_s = time.perf_counter()
-        if step in self._pending:
-            self._resolve(step, summary)
+        self._steps.ended_everywhere(step, summary)
 
     def failed(self, news: FailureNews) -> None:
         """Another rank gives up."""
@@ -468,7 +380,7 @@ class PipelineRuntime:
         """End the run when nothing has happened for the deadline while a step is under way."""
         if self._is_closed:
             return
-        progress_s = max(self._begun_s, *(actor.last_event_s for actor in self._actors.values()))
+        progress_s = max(self._steps.begun_s, *(actor.last_event_s for actor in self._actors.values()))
         stalled_s = time.perf_counter() - progress_s
         if self.is_under_way() and self._ending.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
@@ -479,14 +391,9 @@ class PipelineRuntime:
 
     def _end_with(self, failure: RunFailed) -> None:
         self._inbox.clear()
-        self._end_pending(failure)
+        self._steps.fail(failure)
         if self._on_failure is not None:
             self._on_failure(failure)
-
-    def _end_pending(self, error: Exception) -> None:
-        for pending in self._pending.values():
-            pending.future.set_exception(error)
-        self._pending.clear()
 
     def _states(self, failed_stage: int | None = None) -> list[StageState]:
         now = time.perf_counter()
@@ -496,9 +403,7 @@ class PipelineRuntime:
             started = self._threads[stage].started
             since_s = now - (started[1] if started else actor.last_event_s)
             state = stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank)
-            states.append(
-                replace(state, step=None if state.step is None else self._trained.get(state.step, state.step))
-            )
+            states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
         return states
 
 

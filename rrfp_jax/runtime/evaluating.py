@@ -12,7 +12,7 @@ from typing import Any
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
 from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
 from rrfp_jax.programs.buckets import Buckets
-from rrfp_jax.runtime.driver import StepOutcome
+from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.tasks import Absences, PipelineGraph
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of

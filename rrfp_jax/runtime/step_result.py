@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rrfp_jax.runtime.driver import StepOutcome
+from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of
 

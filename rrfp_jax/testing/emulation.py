@@ -18,12 +18,12 @@ from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
-from rrfp_jax.runtime.driver import StepOutcome
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.simulation.costs import SLOTS, of_tasks
 from rrfp_jax.simulation.jitter import InjectedSleeps

@@ -1,0 +1,139 @@
+"""The steps that are under way: what the stages hosted here have left so far, and the futures that wait for them.
+
+Of several processes rank 0 resolves a step when all have ended it, every other one when the stages hosted there have.
+"""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from rrfp_jax.runtime.executor import StageOutcome
+from rrfp_jax.runtime.outcomes import Summary
+from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.timeline import Sums, Timeline
+
+_STEPS_NAMED = 16
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a finished step leaves."""
+
+    step: int
+    result: Any
+    """What the executors returned, alike on all stages."""
+    peak_memory_bytes: dict[int, int]
+    """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
+    peak_host_bytes: dict[int, int]
+    """And in host memory."""
+    timeline: Timeline
+    """The record of the stages hosted here."""
+    ended_s: float
+    """When the last stage ended the step (``time.perf_counter``)."""
+    looking_ahead: int = 0
+    """Stages hosted here whose foresight was at work."""
+    told: Summary | None = None
+    """On rank 0 of several, what all ranks together have told."""
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What the step adds up to: on all stages on rank 0, elsewhere on those hosted here."""
+        if self.told is not None:
+            return self.told.sums
+        return replace(self.timeline.sums(), looking_ahead=self.looking_ahead)
+
+
+@dataclass
+class _Pending:
+    future: "Future[StepOutcome]"
+    timeline: Timeline
+    sums: Sums
+    """Of the stages of which this is the first rank."""
+    peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of these too."""
+    outcomes: dict[int, StageOutcome] = field(default_factory=dict)
+    looking_ahead: int = 0
+
+
+class StepsUnderWay:
+    """Of one process; all but ``call`` is for the event loop."""
+
+    def __init__(self, num_stages: int, num_hosted: int, peers: Peers | None) -> None:
+        self._num_stages, self._num_hosted, self._peers = num_stages, num_hosted, peers
+        self._pending: dict[int, _Pending] = {}
+        self.begun_s = 0.0
+        """When the first step that is under way was submitted, or a step ended elsewhere."""
+        self._trained: dict[int, int] = {}
+        """Of the last steps, the number of the training step that they are, or that an evaluation comes after."""
+        self._evaluations: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def call(self, step: int, trained: int | None, *, evaluates: bool) -> None:
+        """From now on a step has this number for people, who count those that train; from any thread."""
+        self._trained[step] = step if trained is None else trained
+        self._trained.pop(step - _STEPS_NAMED, None)
+        self._evaluations.discard(step - _STEPS_NAMED)
+        if evaluates:
+            self._evaluations.add(step)
+
+    def number(self, step: int) -> int:
+        """The number by which people know a step."""
+        return self._trained.get(step, step)
+
+    def name(self, step: int) -> str:
+        """A step for people."""
+        number = self.number(step)
+        return f"evaluation after {number} steps" if step in self._evaluations else f"step {number}"
+
+    def begin(self, step: int, future: "Future[StepOutcome]") -> None:
+        """A step is under way."""
+        if not self._pending:
+            self.begun_s = time.perf_counter()
+        self._pending[step] = _Pending(future, Timeline(self._num_stages), Sums(num_stages=self._num_stages))
+
+    def stage_ended(
+        self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline, *, looks_ahead: bool
+    ) -> None:
+        """A stage hosted here has ended a step; where it is the last one, the step has ended here."""
+        pending, peers = self._pending[step], self._peers
+        pending.outcomes[stage] = outcome
+        pending.timeline.extend(timeline)
+        pending.looking_ahead += looks_ahead
+        if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
+            sums = replace(timeline.sums(), looking_ahead=int(looks_ahead))
+            pending.sums = pending.sums.merged(sums, later_s=peers.clocks.offset_s)
+            pending.peaks[stage] = outcome.peak_memory_bytes, outcome.peak_host_bytes
+        if len(pending.outcomes) < self._num_hosted:
+            return
+        if peers is None or peers.rank:
+            self._resolve(step, None)
+        if peers is not None:
+            peers.outcomes.add(step, pending.sums, pending.peaks)
+
+    def ended_everywhere(self, step: int, summary: Summary) -> None:
+        """All stages, also those elsewhere, have ended a step; on rank 0."""
+        self.begun_s = time.perf_counter()
+        if step in self._pending:
+            self._resolve(step, summary)
+
+    def fail(self, error: Exception) -> None:
+        """No step ends any more."""
+        for pending in self._pending.values():
+            pending.future.set_exception(error)
+        self._pending.clear()
+
+    def _resolve(self, step: int, told: Summary | None) -> None:
+        pending = self._pending.pop(step)
+        outcomes = dict(sorted(pending.outcomes.items()))
+        result = next(iter(pending.outcomes.values())).result
+        if told is None:
+            peaks = {stage: one.peak_memory_bytes for stage, one in outcomes.items()}
+            host_peaks = {stage: one.peak_host_bytes for stage, one in outcomes.items()}
+        else:
+            peaks, host_peaks = told.peak_memory_bytes(), told.peak_host_bytes()
+        ended_s, ahead = time.perf_counter(), pending.looking_ahead
+        pending.future.set_result(StepOutcome(step, result, peaks, host_peaks, pending.timeline, ended_s, ahead, told))
