@@ -16,7 +16,8 @@ from rrfp_jax.tasks import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 
-OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)
+"""With its usual eps, an expert's gradient of 1e-8 becomes a whole update, which its rounding decides."""
 CONFIG = LanguageModelConfig(
     vocab_size=32, hidden=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, init_std=0.1, tie_embeddings=True
 )
