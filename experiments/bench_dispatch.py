@@ -4,7 +4,8 @@ Loss is how much longer a step takes than with a host that takes no time and dec
 *order* is what is left where decisions come as early and the host takes no time; the rest is *idle*: devices that wait
 for the host. Just in time, certain choices are handed over early, and the others by a rule of the timer; *timer alone*
 hands over none early but by it. *Known ends* is just-in-time with a timer that knows how long each task will take: what
-it loses, no rule can save, most of it where a stage is idle and its next input finds the host asleep.
+it loses, no rule can save, most of it where a stage is idle and its next input finds the host asleep. *Slower links*
+show that: a host that takes no time, and messages that take as long as it took.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from rrfp_jax.arbitration import DecisionTimer, Dispatch, Order, TimingRule
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.execution import RULES
-from rrfp_jax.simulation import Costs, Machine, constant, for_steps, lognormal, simulate
+from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task, TaskKind
 
@@ -97,7 +98,14 @@ class _Case:
     ) -> float:
         """By how many percent a step takes longer than where the host is free and decides at each end."""
         machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer)
-        return 100 * (self._run_ms(machine, Dispatch(ahead=ahead, certain=certain)) / self.free_ms - 1)
+        return self._percent(machine, Dispatch(ahead=ahead, certain=certain))
+
+    def longer_by_links(self, latency_ms: float) -> float:
+        """The same where the host stays free, and messages take so long."""
+        return self._percent(Machine(links=Links(latency_ms=latency_ms)), Dispatch())
+
+    def _percent(self, machine: Machine, how: Dispatch) -> float:
+        return 100 * (self._run_ms(machine, how) / self.free_ms - 1)
 
     def _run_ms(self, machine: Machine, how: Dispatch) -> float:
         """Of all steps but the first, in which timers learn."""
@@ -155,6 +163,7 @@ def _mean(losses: Sequence[Loss]) -> Loss:
 
 def _ways() -> dict[str, Way]:
     ways: dict[str, Way] = {"at the end": _at_the_end, "1 ahead": _ahead, "known ends": _known_ends}
+    ways["slower links"] = _slower_links
     ways["timer alone"] = partial(_just_in_time, TimingRule(), certain=False)
     return ways | {name: partial(_just_in_time, rule) for name, rule in RULES_TO_COMPARE.items()}
 
@@ -170,6 +179,10 @@ def _ahead(case: _Case) -> Loss:
 def _known_ends(case: _Case) -> Loss:
     timer = partial(KnownEnds, case.durations_ms)
     return Loss(case.longer(HOST_MS, timer, certain=True), case.longer(0.0, timer, certain=True))
+
+
+def _slower_links(case: _Case) -> Loss:
+    return Loss(case.longer_by_links(HOST_MS), 0.0)
 
 
 def _just_in_time(rule: TimingRule, case: _Case, *, certain: bool = True) -> Loss:

@@ -9,7 +9,9 @@ Order of sums
 The copies of a shared layer must end with equal bits on different stages, and a deterministic run must not depend on
 the algorithm of a collective nor on which process holds which device. There the terms are added in ascending order,
 first chunk by chunk within a replica, then replica by replica: every replica collects all terms of its share of the
-elements, adds them up and hands the sums round, so that no device holds a large gradient more than a few times.
+elements, adds them up and hands the sums round, so that no device holds a large gradient more than a few times. All
+holders of a shared layer add: sums from one of them would be as many bytes as terms to all, and would leave only when
+the terms had come and the replicas had met.
 Elsewhere the collective adds, and gives all replicas the same bits, since each element is added up once. The norm is
 always added in order.
 """

@@ -1,10 +1,13 @@
 """What the host costs by when it decides: just in time loses little, less than a task ahead or at the end."""
 
 import io
+from functools import partial
 
+import pytest
 from rich.console import Console
 
 from experiments import bench_dispatch
+from rrfp_jax.arbitration import TimingRule
 
 
 def test_every_case_is_printed_and_just_in_time_loses_least(monkeypatch):
@@ -25,3 +28,17 @@ def test_every_case_is_printed_and_just_in_time_loses_least(monkeypatch):
     assert losses["0 of 64"].total < losses["0.5 of 64"].total
     assert losses["0 of 64"].order == losses["timer alone"].order, "certain choices are the same later"
     assert losses["0 of 64"].total < losses["timer alone"].total
+
+
+@pytest.mark.parametrize("name", ["1f1b with foresight", "zb-h1 with foresight"])
+def test_a_table_loses_little_more_than_slower_links_would_cost_it(name, monkeypatch):
+    monkeypatch.setattr(bench_dispatch, "ORDERS", {name: bench_dispatch.ORDERS[name]})
+    monkeypatch.setattr(bench_dispatch, "NUM_SEEDS", 1)
+    just_in_time = partial(bench_dispatch._just_in_time, TimingRule())
+    ways = {"just in time": just_in_time, "slower links": bench_dispatch._slower_links, "ahead": bench_dispatch._ahead}
+    monkeypatch.setattr(bench_dispatch, "_ways", lambda: ways)
+    ((_, order),) = bench_dispatch._orders(4, 32)
+    losses = bench_dispatch._losses(order, 2.0, 0.5)
+    assert losses["slower links"].total > 1
+    assert losses["just in time"].total < losses["slower links"].total + 1
+    assert losses["just in time"].total < losses["ahead"].total / 2
