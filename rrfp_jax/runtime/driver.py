@@ -25,6 +25,7 @@ from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
+from rrfp_jax.runtime.late_delivery import LateDelivery
 from rrfp_jax.runtime.launching import LaunchAndWait
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
@@ -69,6 +70,7 @@ class PipelineRuntime:
         progress_deadline_s: how long no task may finish, and no message arrive, while a step is under way.
         log_steps: how many steps of each stage's event log are kept.
         just_in_time: choose a stage's next task when the running one may end within the host's latency.
+        delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
         loop: the event loop that the transport's messages come in on; None: one of its own.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
         on_failure: called on the loop when the run is given up, beside the futures that fail.
@@ -83,6 +85,7 @@ class PipelineRuntime:
         progress_deadline_s: float,
         log_steps: int = 2,
         just_in_time: bool = False,
+        delay_s: Callable[[Message], float] | None = None,
         loop: LoopThread | None = None,
         peers: Peers | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
@@ -93,7 +96,8 @@ class PipelineRuntime:
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure = peers, on_failure
         self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
-        self.transport = make_transport(self._deliver, self._transport_failed)
+        self._late = None if delay_s is None else LateDelivery(self._loop, self._deliver, delay_s)
+        self.transport = make_transport(self._late or self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, StageThreads] = {}
         self._engines: list[ComputeThread] = []
@@ -235,6 +239,8 @@ class PipelineRuntime:
         self.transport.close()
         if all(ended) and left_loop.is_set():
             self._wake_up.close()
+            if self._late is not None:
+                self._late.close()
         return all(ended)
 
     def wait_for_failure(self, what: str) -> RunFailed:
@@ -271,6 +277,8 @@ class PipelineRuntime:
         if self._peers is not None:
             self._peers.detach()
         self._wake_up.hush()
+        if self._late is not None:
+            self._late.hush()
         self._steps.fail(PipelineClosed())
         left.set()
 

@@ -4,7 +4,6 @@ A run of one process needs nothing but devices. In a run of several, :class:`Pro
 this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -214,7 +213,6 @@ class Process:
         by_transfer = self._connect_stages(arbiters[0].placement, messages)
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
-            deliver = deliver if delay_s is None else _delayed(deliver, delay_s)
             placement = arbiters[0].placement
             self._transport = self._make_transport(
                 placement, edge, deliver, failed, num_buckets=num_buckets, by_transfer=by_transfer
@@ -229,6 +227,7 @@ class Process:
             progress_deadline_s=progress_deadline_s,
             log_steps=log_steps,
             just_in_time=just_in_time,
+            delay_s=delay_s,
             loop=None if self.cluster is None else self.cluster.loop,
             peers=self.peers,
             on_failure=self._on_failure,
@@ -416,19 +415,6 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
             for message in (*sent, *plan.arrivals):
                 ways.setdefault(message[:3], message)
     return list(ways.values())
-
-
-def _delayed(deliver: Deliver, delay_s: Callable[[Message], float]) -> Deliver:
-    """Hand over every message so much later."""
-
-    def later(unit: int, step: int, message: Message, payload: Any) -> None:
-        seconds = delay_s(message)
-        if seconds > 0:
-            asyncio.get_running_loop().call_later(seconds, deliver, unit, step, message, payload)
-        else:
-            deliver(unit, step, message, payload)
-
-    return later
 
 
 def _first_devices(layout: Layout, num_devices: int) -> tuple[jax.Device, ...]:

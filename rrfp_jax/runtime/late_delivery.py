@@ -1,0 +1,86 @@
+"""Handing messages over later than they came, to emulate slow links.
+
+The event loop's timers come in whole milliseconds, and links take less. So a thread sleeps until a message is due, and
+wakes the loop as the threads of stages do. What that usually takes is taken off the next delays.
+"""
+
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rrfp_jax.arbitration import Message
+from rrfp_jax.runtime.sleeping import reduce_timer_slack
+from rrfp_jax.runtime.transports import Deliver
+from rrfp_jax.runtime.wake_up import WakeUp
+
+_LATENESS_GAIN, _MAX_LATENESS_S = 0.1, 3e-4
+
+_Due = tuple[float, int, tuple[Any, ...]]
+"""When, in which order of those of one time, and what."""
+
+
+class LateDelivery:
+    """Delivers each message so much later. It is called on the loop, and hands over on the loop.
+
+    Args:
+        deliver: takes unit, step, message and payload.
+        delay_s: of a message; 0: it is handed over at once.
+    """
+
+    def __init__(self, loop: AbstractEventLoop, deliver: Deliver, delay_s: Callable[[Message], float]) -> None:
+        self._deliver, self._delay_s = deliver, delay_s
+        self._came: SimpleQueue[_Due | None] = SimpleQueue()
+        self._due: deque[_Due] = deque()
+        self._numbers = count()
+        self._usual_lateness_s = 0.0
+        self._wake_up = WakeUp(loop, self._hand_over)
+        loop.call_soon_threadsafe(self._wake_up.listen)
+        self._thread = threading.Thread(target=self._wait, name="rrfp-links", daemon=True)
+        self._thread.start()
+
+    def __call__(self, unit: int, step: int, message: Message, payload: Any) -> None:
+        seconds = self._delay_s(message)
+        if seconds > 0:
+            due_s = time.perf_counter() + seconds
+            self._came.put((due_s, next(self._numbers), (unit, step, message, payload)))
+        else:
+            self._deliver(unit, step, message, payload)
+
+    def hush(self) -> None:
+        """On the loop: hand nothing over any more."""
+        self._wake_up.hush()
+
+    def close(self) -> None:
+        """After :meth:`hush`."""
+        self._came.put(None)
+        self._thread.join()
+        self._wake_up.close()
+
+    def _hand_over(self) -> None:
+        while self._due:
+            due_s, _, arguments = self._due.popleft()
+            late_s = self._usual_lateness_s + _LATENESS_GAIN * (time.perf_counter() - due_s)
+            self._usual_lateness_s = min(max(0.0, late_s), _MAX_LATENESS_S)
+            self._deliver(*arguments)
+
+    def _wait(self) -> None:
+        reduce_timer_slack()
+        waiting: list[_Due] = []
+        while True:
+            ahead_s = time.perf_counter() + self._usual_lateness_s
+            while waiting and waiting[0][0] <= ahead_s:
+                self._due.append(heappop(waiting))
+                self._wake_up.ring()
+            try:
+                came = self._came.get(timeout=waiting[0][0] - ahead_s if waiting else None)
+            except Empty:
+                continue
+            if came is None:
+                return
+            heappush(waiting, came)
