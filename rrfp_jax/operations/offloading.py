@@ -12,17 +12,25 @@ hold too many, the one that is needed last. One slot is left for an activation t
 do with that. None moves whose wait for its backward, as the table runs with tasks of the given lengths, is under three
 round trips of the copy: it would be on its way for most of the time.
 
+When they come back
+-------------------
+A task ahead of their backward, and no sooner than the last copy out is done that the forward before them needs: an
+activation that came back into the only free slot would keep it until its backward, and forwards would wait for each
+copy. All these waits go forward in the row, so it can run as before. Where stages run what is ready, and all forwards
+stand before all ways back, as in GPipe, nothing waits: a stage whose forwards wait for copies then runs backwards.
+
 What is moved
 -------------
 What only the stash holds (:mod:`rrfp_jax.operations.stash_copies`), as two operations of the schedule's language: ``O``
 behind a forward, ``L`` a task ahead of its backward, on one copy engine of the stage.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
+from rrfp_jax.arbitration.ordering_words import STRICT
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
 from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind
@@ -42,6 +50,7 @@ def offload(
     lengths: SlotLengths = EQUAL,
     lead: int = 1,
     lanes: tuple[str, str] = (COPY, COPY),
+    consume: str = STRICT,
 ) -> ScheduleTable:
     """The table with operations by which no stage holds more than ``slots`` microbatches' activations on its devices.
 
@@ -51,6 +60,7 @@ def offload(
         lengths: of the other tasks of one chunk, in milliseconds, or relative to each other where ``copy_ms`` is None.
         lead: how many tasks ahead of its backward an activation is asked back.
         lanes: the engines for the way out and the way back.
+        consume: how stages follow the table, in the words of :class:`rrfp_jax.arbitration.Ordering`.
 
     Raises ValueError, with the fewest slots that would do, where these are too few.
     """
@@ -71,7 +81,8 @@ def offload(
     back = Op(
         BACK, after=(OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, run=_stash_to_device, **common
     )
-    return with_operations(table, (out, back))
+    waits = _after_copies_out(with_operations(table, (out, back)), consume)
+    return with_operations(table, (out, replace(back, waits=waits)))
 
 
 def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
@@ -107,6 +118,47 @@ def _stash_to_device(context: Any) -> Any:
     from rrfp_jax.operations.stash_copies import stash_to_device
 
     return stash_to_device(context)
+
+
+# -- when they come back -----------------------------------------------------------------------------------------------
+
+
+def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Task, Task]]:
+    """For each way back the last way out that the forward before it needs, as far as that goes forward in all rows."""
+    hint = table.hint or table
+    waits = set[tuple[Task, Task]]()
+    for row, other in zip(table.orders, hint.orders, strict=True):
+        if consume == STRICT or not (_is_in_phases(row) and _is_in_phases(other)):
+            waits.update(_waits(row, other), _waits(other, row))
+    return frozenset(waits)
+
+
+def _is_in_phases(row: Sequence[Task]) -> bool:
+    """Whether all forwards stand before all ways back."""
+    kinds = [task.kind for task in row if task.kind in (TaskKind.F, BACK)]
+    return TaskKind.F not in kinds[kinds.index(TaskKind(BACK)) :] if BACK in kinds else True
+
+
+def _waits(row: Sequence[Task], other: Sequence[Task]) -> Iterator[tuple[Task, Task]]:
+    (outs, needed), (others, allowed) = _ways_out(row), _ways_out(other)
+    place = {out: n for n, out in enumerate(others)}
+    for back, number in needed.items():
+        last = next((out for out in reversed(outs[:number]) if place[out] < allowed[back]), None)
+        if last is not None:
+            yield back, last
+
+
+def _ways_out(row: Iterable[Task]) -> tuple[list[Task], dict[Task, int]]:
+    """The ways out of a row, and for each way back how many of them stand before the last forward before it."""
+    outs, needed, before_forward = list[Task](), dict[Task, int](), 0
+    for task in row:
+        if task.kind == OUT:
+            outs.append(task)
+        elif task.kind is TaskKind.F:
+            before_forward = len(outs)
+        elif task.kind == BACK:
+            needed[task] = before_forward
+    return outs, needed
 
 
 # -- which activations move --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rrfp_jax.arbitration import HINTS, Agreement, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.checking import Explorer, Setting, explore
 from rrfp_jax.checking.operations import Operations
+from rrfp_jax.operations import offload as moving
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names, with_operations
 from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear, looped, v_shaped
 from tests.checking.guided import random_rows
@@ -74,6 +75,19 @@ def test_every_schedule_from_its_own_peak_up(size, lanes):
         explore(way(*given))
         if size[0] < 3 or not number % 3:
             explore(way(*given, extra=1))
+
+
+@LANES
+@pytest.mark.parametrize(
+    ("name", "num_microbatches", "slots"),
+    [("gpipe", 3, 2), ("hanayo", 2, 1), ("breadth-first", 2, 1), ("interleaved-1f1b-split", 2, 1)],
+)
+def test_ways_back_that_wait_for_ways_out(name, num_microbatches, slots, lanes):
+    plain = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=num_microbatches))
+    made = moving(plain, slots, copy_ms=0.01, lanes=lanes)
+    assert any(op.waits for op in made.graph.ops)
+    for rows, way, extra in product(filter(None, (made, made.hint)), WAYS, (0, 1)):
+        explore(way(made.graph, made.placement, rows.orders, extra=extra))
 
 
 @LANES

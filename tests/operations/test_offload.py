@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.arbitration import Ordering, StepRules
 from rrfp_jax.operations import stash_copies
 from rrfp_jax.operations.offloading import COPY, device_slots, offload
 from rrfp_jax.pipeline import Pipeline
@@ -22,6 +23,8 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.schedules.slots import SlotLengths, execute
+from rrfp_jax.simulation import Costs, simulate
+from rrfp_jax.simulation.costs import constant
 from rrfp_jax.tasks import Placement, Task, linear, looped
 from rrfp_jax.testing.wrapped import WrappedStage
 from tests.programs.toys import VOCAB, plain_model
@@ -93,6 +96,43 @@ def test_activations_may_be_asked_back_earlier(lead: int) -> None:
 def test_bad_numbers_are_refused(slots: int, copy_ms: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         offload(table("1f1b"), slots, copy_ms=copy_ms)
+
+
+COSTLESS = {"1f1b": 1.0, "gpipe": 0.6, "breadth-first": 0.6, "interleaved-1f1b": 0.6, "interleaved-1f1b-split": 0.6}
+COSTLESS |= {"chimera": 0.75, "hanayo": 0.6}
+"""Up to which round trip, in forwards and backwards of a chunk, copies hide behind compute in 3 slots and more."""
+
+
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+@pytest.mark.parametrize("name", COSTLESS)
+def test_copies_hide_behind_compute(name: str, consume: str) -> None:
+    plain = table(name, p=8, m=32)
+    ms = 10 / len(plain.placement.chunks_of_stage[0])
+    lengths, peak = SlotLengths(ms, ms, ms), max(plain.peak_activations())
+    expected = makespan_ms(plain, consume, ms)
+    for slots in [slots for slots in (3, 4, 5, 8) if slots < peak and (slots > 3 or not name.endswith("split"))]:
+        for ratio in (COSTLESS[name], 0.2):
+            copy_ms = 1.5 * ms * ratio
+            schedule = offload(plain, slots, copy_ms=copy_ms, lengths=lengths, consume=consume)
+            assert moved(schedule)
+            assert makespan_ms(schedule, consume, ms, device_slots(plain, slots)) <= expected + 1e-6
+
+
+def makespan_ms(schedule: ScheduleTable, consume: str, ms: float, window: tuple[int, ...] | None = None) -> float:
+    ordering = Ordering(schedule=schedule, consume=consume, window=window)
+    order = ordering.resolve(schedule.placement, replace(schedule.graph, ops=()))
+    costs = Costs(durations_ms=constant((ms, ms, ms), order.graph))
+    return simulate(order.arbiters(StepRules(updates=False)), costs).timeline.makespan_s() * 1e3
+
+
+def test_ways_back_wait_for_the_copies_that_forwards_need() -> None:
+    (row,) = offload(table("gpipe", p=1), 3, copy_ms=0.01).orders
+    assert " ".join(map(str, row)).startswith("0F0 0F1 0O1 0F2 0O2 0F3 0O3 0F4 0O4 0F5 0O5 0L1 0B0 0L2 0B1")
+    (_, back) = offload(table("gpipe", p=1), 3, copy_ms=0.01).graph.ops
+    last = Task.parse("0O4")
+    assert back.waits == {(Task.parse(f"0L{m}"), last) for m in (1, 2, 3, 4, 5)}
+    (_, back) = offload(table("gpipe", p=1), 3, copy_ms=0.01, consume="ready").graph.ops
+    assert not back.waits
 
 
 # -- in the real runtime -----------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class Ordering:
         ordering = self.on(table)
         if table is not None and self.offload is not None:
             lengths = SlotLengths(*(lengths_ms or durations_ms))
-            moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths)
+            moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths, consume=self.consume)
             if moved is not table:
                 ordering = replace(ordering, schedule=moved, window=device_slots(table, self.offload))
             else:
