@@ -67,12 +67,29 @@ class Sizes:
         """Of a stage in a step."""
         return self.m * (self.f + self.b)
 
+    @property
+    def fill(self) -> float:
+        """What a pipeline with one chunk per stage takes to fill and to drain."""
+        return (self.p - 1) * (self.f + self.b)
+
+    @property
+    def split_fill(self) -> float:
+        """The same with v chunks per stage, and without the W."""
+        return (self.p - 1) * (self.f + self.i) / self.v
+
+    @property
+    def is_equal(self) -> bool:
+        return self.f == self.i == self.w
+
 
 class Condition(NamedTuple):
     """For which sizes and lengths a formula holds, in words and as a test."""
 
     text: str
     holds: Callable[[Sizes], bool]
+
+
+ALWAYS = Condition("always", lambda _: True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,7 @@ class BubbleFormula:
     schedule: str
     text: str
     bubble: Callable[[Sizes], float]
-    where: Condition
+    where: Condition = ALWAYS
     published: bool = True
     """Whether it is the paper's; else ours, read off the ideal tables."""
 
@@ -101,199 +118,139 @@ class PeakFormula:
     schedule: str
     text: str
     peak: Callable[[Sizes, int], float]
-    where: Condition
+    """Of the sizes and the stage."""
+    where: Condition = ALWAYS
 
 
-def _fill_and_drain(s: Sizes) -> float:
-    return (s.p - 1) * (s.f + s.b)
-
-
-def _equal(s: Sizes) -> bool:
-    return s.f == s.i == s.w
-
-
-def _half_groups(s: Sizes) -> bool:
-    return 2 * s.g == s.p and s.f - s.i <= s.w <= s.i
-
-
-def _interleaved_split_fill(s: Sizes) -> float:
-    return (s.p - 1) * (s.f + s.i) / s.v
+def _long(text: str, *, least: int = 0) -> Condition:
+    """Equal lengths, a steady state, and more stages than the least."""
+    return Condition(text, lambda s: s.is_equal and s.m >= 2 * s.p and s.p > least)
 
 
 def _gis_wait(s: Sizes) -> float:
     """Of all changes of chunk together, beyond what groups of p wait."""
-    if s.g == s.p:
-        return 0.0
-    return (s.v - 1) / s.v * max((s.p - s.g) * s.f, s.p * (s.f + s.i) - s.g * (s.f + s.b))
+    longest = max((s.p - s.g) * s.f, s.p * (s.f + s.i) - s.g * (s.f + s.b))
+    return 0.0 if s.g == s.p else (s.v - 1) / s.v * longest
+
+
+def _windows_shrink(s: Sizes) -> bool:
+    enough = all(w >= min(s.m, s.p - stage) for stage, w in enumerate(s.windows))
+    return enough and all(w > after or w >= s.m for w, after in pairwise(s.windows))
 
 
 def _interleaved_peak(s: Sizes, stage: int) -> float:
     return min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v)
 
 
-_ALWAYS = Condition("always", lambda _: True)
-_FULL = Condition("m >= p", lambda s: s.m >= s.p)
-_SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
-_LARGEST_STAGE = Condition("m >= 2p, largest stage", lambda s: s.m >= 2 * s.p)
+FULL = Condition("m >= p", lambda s: s.m >= s.p)
+LARGEST_STAGE = Condition("m >= 2p, largest stage", lambda s: s.m >= 2 * s.p)
+SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
+SMALL_W_LONG = Condition("m >= 2p-1, W <= F, W <= I", lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i))
+SHRINKING = Condition("window of stage s at least p-s, and larger than that of stage s+1 (or m)", _windows_shrink)
+SMALL_GROUPS = Condition(
+    "F = I = W; or g = p/2, F-I <= W <= I", lambda s: s.is_equal or (2 * s.g == s.p and s.f - s.i <= s.w <= s.i)
+)
+NONE_LONG = Condition(
+    "none of F, I and W longer than the others together, or g = p",
+    lambda s: s.g == s.p or 2 * max(s.f, s.i, s.w) <= s.f + s.b,
+)
+ALIKE = Condition("m >= 2p, the overlapped pair as long as its parts", lambda s: s.m >= 2 * s.p)
+DESCENDING = Condition("m >= 2p, W <= I <= F", lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f)
+DOUBLE = Condition("B = 2F, m = p", lambda s: s.b == 2 * s.f and s.m == s.p)
+NO_DOUBLING = DOUBLE._replace(text="B = 2F, m = p (more microbatches need forward doubling)")
+SAME = Condition("B = F, p divides m", lambda s: s.f == s.b and s.m % s.p == 0)
+LONGER = Condition("B >= F, p divides m", lambda s: s.b >= s.f and s.m % s.p == 0)
+ONE_UNIT = Condition("B >= F, m = p; or B = F, p divides m", lambda s: SAME.holds(s) or (s.b >= s.f and s.m == s.p))
+HALF = _long("F = I = W, large p and m (an approximation: half of 1F1B's)")
+TWO_THIRDS = _long("F = I = W, large p and m (an approximation: two thirds of 1F1B's)")
+STEADY = Condition("F = I = W, m >= 2p-1", lambda s: s.is_equal and s.m >= 2 * s.p - 1)
 
-BUBBLES: tuple[BubbleFormula, ...] = (
-    BubbleFormula("gpipe", "(p-1)(F+I+W)", _fill_and_drain, _ALWAYS),
-    BubbleFormula("1f1b", "(p-1)(F+I+W)", _fill_and_drain, _ALWAYS),
-    BubbleFormula(
-        "eager-1f1b",
-        "(p-1)(F+I+W)",
-        _fill_and_drain,
-        Condition(
-            "window of stage s at least p-s, and larger than that of stage s+1 (or m)",
-            lambda s: (
-                all(w >= min(s.m, s.p - stage) for stage, w in enumerate(s.windows))
-                and all(w > after or w >= s.m for w, after in pairwise(s.windows))
-            ),
-        ),
-    ),
-    BubbleFormula(
-        "interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, Condition("v > 1", lambda s: s.v > 1)
-    ),
-    BubbleFormula(
-        "1f1b-split",
-        "(p-1)(F+I), the least for a last stage that holds one microbatch",
-        lambda s: (s.p - 1) * (s.f + s.i),
-        _ALWAYS,
-        published=False,
-    ),
-    BubbleFormula("gis", "(p-1)(F+I)/v", _interleaved_split_fill, Condition("g = p", lambda s: s.g == s.p)),
-    BubbleFormula(
+Rows = tuple[tuple[str, str, Callable[[Sizes], float], Condition], ...]
+"""Schedule, text, bubble, and where it holds."""
+_PUBLISHED: Rows = (
+    ("gpipe", "(p-1)(F+I+W)", lambda s: s.fill, ALWAYS),
+    ("1f1b", "(p-1)(F+I+W)", lambda s: s.fill, ALWAYS),
+    ("eager-1f1b", "(p-1)(F+I+W)", lambda s: s.fill, SHRINKING),
+    ("interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: s.fill / s.v, Condition("v > 1", lambda s: s.v > 1)),
+    ("gis", "(p-1)(F+I)/v", lambda s: s.split_fill, Condition("g = p", lambda s: s.g == s.p)),
+    (
         "gis",
         "((p-1)(F+I) + (v-1)(p-g)(F+I-W))/v",
-        lambda s: _interleaved_split_fill(s) + (s.v - 1) * (s.p - s.g) * (s.f + s.i - s.w) / s.v,
-        Condition("F = I = W; or g = p/2, F-I <= W <= I", lambda s: _equal(s) or _half_groups(s)),
+        lambda s: s.split_fill + (s.v - 1) * (s.p - s.g) * (s.f + s.i - s.w) / s.v,
+        SMALL_GROUPS,
     ),
-    BubbleFormula(
-        "gis",
-        "((p-1)(F+I) + (v-1) max((p-g)F, p(F+I) - g(F+I+W)))/v, or (p-1)(F+I)/v with g = p",
-        lambda s: _interleaved_split_fill(s) + _gis_wait(s),
-        Condition(
-            "none of F, I and W longer than the others together, or g = p",
-            lambda s: s.g == s.p or 2 * max(s.f, s.i, s.w) <= s.f + s.i + s.w,
-        ),
-        published=False,
-    ),
-    BubbleFormula("breadth-first", "(p-1)(F+I+W)/v", lambda s: _fill_and_drain(s) / s.v, _FULL),
-    BubbleFormula("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), _SMALL_W),
-    BubbleFormula(
-        "zb-h2",
-        "(p-1) max(0, F+I-2W)",
-        lambda s: (s.p - 1) * max(0.0, s.f + s.i - 2 * s.w),
-        Condition("m >= 2p-1, W <= F, W <= I", lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i)),
-    ),
-    BubbleFormula(
-        "zb-v", "0", lambda _: 0.0, Condition("F = I = W, m >= 2p-1", lambda s: _equal(s) and s.m >= 2 * s.p - 1)
-    ),
-    BubbleFormula(
-        "v-half",
-        "(p-1)(F+I+W)/2",
-        lambda s: _fill_and_drain(s) / 2,
-        Condition(
-            "F = I = W, large p and m (an approximation: half of 1F1B's)", lambda s: _equal(s) and s.m >= 2 * s.p
-        ),
-    ),
-    BubbleFormula(
-        "v-half",
-        "(3p-7)F/2 for even p > 2, (3p-4)F/2 for odd p > 1",
-        lambda s: (3 * s.p - (4 if s.p % 2 else 7)) * s.f / 2,
-        Condition("F = I = W, m >= 2p, p > 2", lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 2),
-        published=False,
-    ),
-    BubbleFormula(
-        "v-min",
-        "2(p-1)(F+I+W)/3",
-        lambda s: 2 * _fill_and_drain(s) / 3,
-        Condition(
-            "F = I = W, large p and m (an approximation: two thirds of 1F1B's)", lambda s: _equal(s) and s.m >= 2 * s.p
-        ),
-    ),
-    BubbleFormula(
-        "v-min",
-        "(4p-5)F/2, or (4p-7)F/2 where 3 divides p",
-        lambda s: (4 * s.p - (5 if s.p % 3 else 7)) * s.f / 2,
-        Condition("F = I = W, m >= 2p, p > 1", lambda s: _equal(s) and s.m >= 2 * s.p and s.p > 1),
-        published=False,
-    ),
-    BubbleFormula(
-        "dualpipe-v",
-        "(p-1)(F+2I-W)/2",
-        lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2,
-        Condition("m >= 2p, the overlapped pair as long as its parts", lambda s: s.m >= 2 * s.p),
-    ),
-    BubbleFormula(
-        "dualpipe-v",
-        "(p-1)(F+I-W)/2",
-        lambda s: (s.p - 1) * (s.f + s.i - s.w) / 2,
-        Condition("m >= 2p, W <= I <= F", lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f),
-        published=False,
-    ),
-    BubbleFormula(
-        "chimera",
-        "(p-2)/(2m+p-2) of the time",
-        lambda s: (s.p - 2) * s.f,
-        Condition("B = F, p divides m", lambda s: s.f == s.b and s.m % s.p == 0),
-    ),
-    BubbleFormula(
-        "chimera",
-        "(p-2)/(3m/2+p-2) of the time",
-        lambda s: 2 * (s.p - 2) * s.f,
-        Condition("B = 2F, m = p (more microbatches need forward doubling)", lambda s: s.b == 2 * s.f and s.m == s.p),
-    ),
-    BubbleFormula(
-        "chimera",
-        "(p-2)(B + (m/p-1)(B-F))",
-        lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)),
-        Condition("B >= F, p divides m", lambda s: s.b >= s.f and s.m % s.p == 0),
-        published=False,
-    ),
-    BubbleFormula(
+    ("breadth-first", "(p-1)(F+I+W)/v", lambda s: s.fill / s.v, FULL),
+    ("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), SMALL_W),
+    ("zb-h2", "(p-1) max(0, F+I-2W)", lambda s: (s.p - 1) * max(0.0, s.f + s.i - 2 * s.w), SMALL_W_LONG),
+    ("zb-v", "0", lambda _: 0.0, STEADY),
+    ("v-half", "(p-1)(F+I+W)/2", lambda s: s.fill / 2, HALF),
+    ("v-min", "2(p-1)(F+I+W)/3", lambda s: 2 * s.fill / 3, TWO_THIRDS),
+    ("dualpipe-v", "(p-1)(F+2I-W)/2", lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2, ALIKE),
+    ("chimera", "(p-2)/(2m+p-2) of the time", lambda s: (s.p - 2) * s.f, SAME),
+    ("chimera", "(p-2)/(3m/2+p-2) of the time", lambda s: 2 * (s.p - 2) * s.f, NO_DOUBLING),
+    (
         "hanayo",
         "(2p-2)/(3pW+p-1) of the time, W = v/2 waves",
         lambda s: s.work * (2 * s.p - 2) / (3 * s.p * s.v / 2 - (s.p - 1)),
-        Condition("B = 2F, m = p", lambda s: s.b == 2 * s.f and s.m == s.p),
-    ),
-    BubbleFormula(
-        "hanayo",
-        "2(p-1)B/v",
-        lambda s: 2 * (s.p - 1) * s.b / s.v,
-        Condition(
-            "B >= F, m = p; or B = F, p divides m",
-            lambda s: (s.b >= s.f and s.m == s.p) or (s.b == s.f and s.m % s.p == 0),
-        ),
-        published=False,
+        DOUBLE,
     ),
 )
-
-
-PEAKS: tuple[PeakFormula, ...] = (
-    PeakFormula("gpipe", "m", lambda s, _: s.m, _ALWAYS),
-    PeakFormula("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
-    PeakFormula("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m), _ALWAYS),
-    PeakFormula("interleaved-1f1b", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak, _ALWAYS),
-    PeakFormula("1f1b-split", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m), _ALWAYS),
-    PeakFormula("interleaved-1f1b-split", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak, _ALWAYS),
-    PeakFormula(
-        "gis", "min(m, (g(v-1) + p-s)/v)", lambda s, stage: min(s.m, (s.g * (s.v - 1) + s.p - stage) / s.v), _ALWAYS
+_OURS: Rows = (
+    (
+        "1f1b-split",
+        "(p-1)(F+I), the least for a last stage that holds one microbatch",
+        lambda s: (s.p - 1) * (s.f + s.i),
+        ALWAYS,
     ),
-    PeakFormula("breadth-first", "m", lambda s, _: s.m, _ALWAYS),
-    PeakFormula("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m), _ALWAYS),
-    PeakFormula("zb-h2", "min(2p-1, m)", lambda s, _: min(2 * s.p - 1, s.m), _ALWAYS),
-    PeakFormula("zb-v", "p", lambda s, _: min(s.p, s.m), Condition("m >= 2p-1", lambda s: s.m >= 2 * s.p - 1)),
-    PeakFormula("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, _LARGEST_STAGE),
-    PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, _LARGEST_STAGE),
-    PeakFormula("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, Condition("m > 2p", lambda s: s.m > 2 * s.p)),
-    PeakFormula(
+    (
+        "gis",
+        "((p-1)(F+I) + (v-1) max((p-g)F, p(F+I) - g(F+I+W)))/v, or (p-1)(F+I)/v with g = p",
+        lambda s: s.split_fill + _gis_wait(s),
+        NONE_LONG,
+    ),
+    (
+        "v-half",
+        "(3p-7)F/2 for even p > 2, (3p-4)F/2 for odd p > 1",
+        lambda s: (3 * s.p - (4 if s.p % 2 else 7)) * s.f / 2,
+        _long("F = I = W, m >= 2p, p > 2", least=2),
+    ),
+    (
+        "v-min",
+        "(4p-5)F/2, or (4p-7)F/2 where 3 divides p",
+        lambda s: (4 * s.p - (5 if s.p % 3 else 7)) * s.f / 2,
+        _long("F = I = W, m >= 2p, p > 1", least=1),
+    ),
+    ("dualpipe-v", "(p-1)(F+I-W)/2", lambda s: (s.p - 1) * (s.f + s.i - s.w) / 2, DESCENDING),
+    (
         "chimera",
-        "p/2 + 1 + min(s, p-1-s)",
-        lambda s, stage: min(s.m, s.p / 2 + 1 + min(stage, s.p - 1 - stage)),
-        _FULL,
+        "(p-2)(B + (m/p-1)(B-F))",
+        lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)),
+        LONGER,
     ),
-    PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), _FULL),
+    ("hanayo", "2(p-1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v, ONE_UNIT),
+)
+BUBBLES = tuple(
+    BubbleFormula(*row, is_paper) for rows, is_paper in ((_PUBLISHED, True), (_OURS, False)) for row in rows
+)
+"""The papers' first."""
+
+PEAKS = (
+    PeakFormula("gpipe", "m", lambda s, _: s.m),
+    PeakFormula("1f1b", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m)),
+    PeakFormula("eager-1f1b", "min(window(s), m)", lambda s, stage: min(s.windows[stage], s.m)),
+    PeakFormula("interleaved-1f1b", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak),
+    PeakFormula("1f1b-split", "min(p-s, m)", lambda s, stage: min(s.p - stage, s.m)),
+    PeakFormula("interleaved-1f1b-split", "min(m, (2(p-1-s) + (v-1)p + 1)/v)", _interleaved_peak),
+    PeakFormula("gis", "min(m, (g(v-1) + p-s)/v)", lambda s, stage: min(s.m, (s.g * (s.v - 1) + s.p - stage) / s.v)),
+    PeakFormula("breadth-first", "m", lambda s, _: s.m),
+    PeakFormula("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m)),
+    PeakFormula("zb-h2", "min(2p-1, m)", lambda s, _: min(2 * s.p - 1, s.m)),
+    PeakFormula("zb-v", "p", lambda s, _: min(s.p, s.m), Condition("m >= 2p-1", lambda s: s.m >= 2 * s.p - 1)),
+    PeakFormula("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, LARGEST_STAGE),
+    PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, LARGEST_STAGE),
+    PeakFormula("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, Condition("m > 2p", lambda s: s.m > 2 * s.p)),
+    PeakFormula("chimera", "p/2 + 1 + min(s, p-1-s)", lambda s, i: min(s.m, s.p / 2 + 1 + min(i, s.p - 1 - i)), FULL),
+    PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), FULL),
 )
 
 
