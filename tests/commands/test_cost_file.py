@@ -82,6 +82,8 @@ def changed(*keys: Any, to: Any) -> Any:
 
 
 LAYER_KEYS = ("entries", 0, "types", "layer")
+TYPES = SHORT["entries"][0]["types"]
+NO_TIME = {"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,12 @@ LAYER_KEYS = ("entries", 0, "types", "layer")
         (changed("links", to={"gb_per_s": 0}), "links: gb_per_s is 0.0: give a positive number"),
         (changed("device", to={"bytes": 0}), "device: bytes is 0: give a positive number"),
         (changed("noise", to={"sigma": {"F": -1}}), "noise: sigma -1.0 of kind 'F'"),
+        (changed("noise", to={"sigma": {"F": 9}}), "noise: sigma 9.0 of kind 'F': give 0 to 5"),
+        (changed("noise", to={"tail": 1, "tail_factor": 0}), "noise: tail 1.0, 0.0: no task takes any time"),
+        (
+            changed("entries", 0, "types", to=dict.fromkeys(TYPES, NO_TIME)),
+            "no layer takes any time for microbatch size 1, tensor 1, remat none",
+        ),
         (changed("ends", to=[7]), "a chunk cannot end behind layer 7 of 3"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def test_an_interrupted_search_tells_the_best_so_far(
         (("--microbatches", "1..9999"), "more than 4,096"),
         (("--jitter", "gauss:1"), "jitter 'gauss:1' is unknown"),
         (("--jitter", "lognormal:-1"), "sigma -1"),
+        (("--jitter", "lognormal:50"), "sigma 50.0 of kind 'F': give 0 to 5"),
+        (("--jitter", "tail:1,0"), "no task takes any time"),
         (("--objective", "median"), "objective 'median' is unknown"),
         (("--schedules", "1f2b"), "--schedules names '1f2b'"),
         (("--schedules", "chimera"), "--schedules names 'chimera'"),
@@ -174,6 +177,12 @@ def test_bad_input_is_refused_with_the_remedy(costs: str, flags: tuple[str, ...]
 def test_what_is_missing_is_named(costs: str, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         main([*arguments])
+
+
+def test_costs_of_another_model_are_refused_before_the_search(costs: str) -> None:
+    write_costs(replace(BOOK, layers=("embedding", *("layer",) * 7, "head")), costs)
+    with pytest.raises(BadInput, match="of a model with 9 layers, ends included, and this one has 6: measure"):
+        main(["--config", "cpu/debug", "--costs", costs])
 
 
 def meshed(mesh: str) -> str:

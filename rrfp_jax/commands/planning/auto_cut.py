@@ -15,7 +15,7 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.planning.analytic_costs import analytic_book
 from rrfp_jax.commands.planning.auto_words import choice_in_words
-from rrfp_jax.commands.planning.cost_file import read_costs
+from rrfp_jax.commands.planning.given_costs import costs_of_model
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.models.encoder_config import ENCODER
@@ -137,19 +137,7 @@ def _book(config: TrainConfig) -> CostBook:
             tensors=[_tensor(config)],
             remats=[config.pipeline.remat],
         )
-    book = read_costs(config.pipeline.costs)
-    wanted = _num_layers(config)
-    if len(book.layers) != wanted:
-        raise ValueError(
-            f"costs {config.pipeline.costs} are of a model with {len(book.layers)} layers, ends included, and this one "
-            f"has {wanted}: measure this model (rrfp profile)"
-        )
-    return book
-
-
-def _num_layers(config: TrainConfig) -> int:
-    """With embedding and head, and an encoder's ends."""
-    return config.model.num_layers + 2 + (0 if config.vision is None else config.vision.num_layers_run + 2)
+    return costs_of_model(config.pipeline.costs, config)
 
 
 def _cuts(config: TrainConfig, book: CostBook, order: Order) -> tuple[CutModel, CutModel]:

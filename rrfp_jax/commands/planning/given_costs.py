@@ -29,13 +29,27 @@ def given_costs(
     arguments: argparse.Namespace, config: TrainConfig | None, *, num_devices: int, batch_size: int | None
 ) -> CostBook:
     """Raises ValueError, with the remedy, where files, devices and model do not fit together."""
-    measured = None if arguments.costs is None else read_costs(arguments.costs)
+    measured = None
+    if arguments.costs is not None:
+        measured = read_costs(arguments.costs) if config is None else costs_of_model(arguments.costs, config)
     if config is not None and arguments.compile:
         return _compiled(arguments, config, measured, num_devices)
     if measured is not None:
         return measured
     assert config is not None
     return _analytic(arguments, config, num_devices, batch_size)
+
+
+def costs_of_model(path: str, config: TrainConfig) -> CostBook:
+    """Those of a file; raises ValueError where they are of a model with another number of layers."""
+    book = read_costs(path)
+    wanted = config.model.num_layers + 2 + (0 if config.vision is None else config.vision.num_layers_run + 2)
+    if len(book.layers) != wanted:
+        raise ValueError(
+            f"costs {path} are of a model with {len(book.layers)} layers, ends included, and this one has {wanted}: "
+            "measure this model (rrfp profile)"
+        )
+    return book
 
 
 def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: int, batch_size: int | None) -> CostBook:

@@ -67,7 +67,9 @@ class CostBook:
         if not self.entries:
             raise ValueError("the costs have no entry: give those of at least one microbatch size")
         for number, entry in enumerate(self.entries):
-            self._model(entry)
+            costs = self._model(entry)
+            if not any(costs.work_ms(layer, split=True) for layer in range(costs.num_layers)):
+                raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
             if entry.words in (other.words for other in self.entries[:number]):
                 raise ValueError(f"two entries are for {entry.words}: leave one out")
 

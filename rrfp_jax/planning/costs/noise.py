@@ -11,6 +11,8 @@ from rrfp_jax.simulation.jitter import Durations
 _SHARE = Rule("a share between 0 and 1", lambda value: 0 <= value <= 1)
 SLOTS = ("F", "I", "W")
 """What the last axis of durations holds."""
+MOST_SIGMA = 5
+"""Of a logarithm; with more, one task in a hundred takes longer than all others together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,10 @@ class Noise:
         check_fields(self, _SHARE, "tail")
         check_fields(self, NOT_NEGATIVE, "tail_factor")
         for kind, sigma in self.sigma.items():
-            if kind not in SLOTS or not sigma >= 0:
-                raise ValueError(f"sigma {sigma} of kind {kind!r}: give 0 or more, for {', '.join(SLOTS)}")
+            if kind not in SLOTS or not 0 <= sigma <= MOST_SIGMA:
+                raise ValueError(f"sigma {sigma} of kind {kind!r}: give 0 to {MOST_SIGMA}, for {', '.join(SLOTS)}")
+        if not self.tail_mean > 0:
+            raise ValueError(f"tail {self.tail}, {self.tail_factor}: no task takes any time, give a factor above 0")
 
     @classmethod
     def alike(cls, sigma: float) -> "Noise":
@@ -40,13 +44,17 @@ class Noise:
         """Whether nothing varies."""
         return not any(self.sigma.values()) and (not self.tail or self.tail_factor == 1)
 
+    @property
+    def tail_mean(self) -> float:
+        """How many times as long tasks take for their tail."""
+        return 1 + self.tail * (self.tail_factor - 1)
+
     def draws(self, durations_ms: Durations, num_draws: int, rng: np.random.Generator) -> Durations:
         """So many steps [draws, chunks, microbatches, 3] of the first step of ``durations_ms``."""
         sigmas = np.array([self.sigma.get(kind, 0.0) for kind in SLOTS])
         shape = (num_draws, *durations_ms.shape[1:])
         factors = np.exp(sigmas * rng.standard_normal(shape) - sigmas**2 / 2)
         if self.tail:
-            mean = 1 + self.tail * (self.tail_factor - 1)
-            factors *= np.where(rng.random(shape) < self.tail, self.tail_factor, 1.0) / mean
+            factors *= np.where(rng.random(shape) < self.tail, self.tail_factor, 1.0) / self.tail_mean
         drawn: Durations = durations_ms[:1] * factors
         return drawn
