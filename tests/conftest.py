@@ -9,6 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper
+from pathlib import Path
 
 from tests import environment
 
@@ -39,6 +42,25 @@ def _compiled_once() -> None:
         from rrfp_jax.runtime.compile_cache import use_compile_cache
 
         use_compile_cache()
+
+
+MOST_MAPPINGS = 20_000
+"""Of the 65,530 pieces of memory that Linux lets a process map: each program that is compiled for CPUs takes several,
+and where there are no more, the next one ends the process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module has compiled, and what it keeps in caches of its own, goes with it, where there is much of it."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if "jax" not in sys.modules or not mappings.exists() or mappings.read_bytes().count(b"\n") < MOST_MAPPINGS:
+        return
+    for kept in vars(request.module).values():
+        if isinstance(kept, _lru_cache_wrapper):
+            kept.cache_clear()
+    sys.modules["jax"].clear_caches()
+    gc.collect()
 
 
 def pytest_collection_finish() -> None:
