@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.checkpoint.durable_files import FileSum, canonical_json, sum_file, write_whole
+from rrfp_jax.record_files import read_record
 
 FORMAT, VERSION = "rrfp-jax checkpoint", 1
 COMMIT = "commit.json"
@@ -70,7 +71,7 @@ class PartRecord(BaseModel, frozen=True, strict=True):
     def read(cls, path: Path, checksum: str) -> "PartRecord":
         """Read what :meth:`write` wrote; raises Unusable for anything else."""
         try:
-            data = path.read_bytes()
+            data, _ = read_record(path)
         except OSError as error:
             raise Unusable(f"{path.name} cannot be read ({error.strerror})") from None
         if hashlib.sha256(data).hexdigest() != checksum:
@@ -104,7 +105,7 @@ class Commit(BaseModel, frozen=True, strict=True):
     def read(cls, directory: Path) -> "Commit":
         """Read what :meth:`write` wrote; raises Unusable for anything else."""
         try:
-            data = json.loads((directory / COMMIT).read_bytes())
+            data = json.loads(read_record(directory / COMMIT)[0])
             content: Any = data.get("content") if isinstance(data, dict) else None
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise Unusable("it is no checkpoint of this package")

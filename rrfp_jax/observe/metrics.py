@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -119,6 +120,9 @@ def cut_metrics(path: Path, from_step: int) -> None:
     """
     if not path.exists():
         return
+    if path.is_symlink():  # what it shows belongs to somebody else
+        with replacing(path) as own:
+            shutil.copyfile(path, own)
     MetricsFile(path).close()  # drops a line that was not finished
     kept, damaged, numbers = [], [], []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):

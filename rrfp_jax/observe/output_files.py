@@ -58,6 +58,8 @@ def check_file(path: Path, what: str) -> None:
     """Raise ValueError unless ``path`` can be written; it and its folders may be missing as yet."""
     if path.is_dir():
         raise ValueError(f"{what} {path} is a folder: name a file, or move the folder away")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{what} {path} is a pipe or a device: name a file, or move that away")
     check_folder(path.parent, f"the folder of {what}")
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{what} {path} is write-protected: name another file, or make it writable")

@@ -32,6 +32,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
+from rrfp_jax.record_files import read_record
+
 LOCK = "run.lock"
 TOUCH_S = 5.0
 STALE_S = 60.0
@@ -206,8 +208,7 @@ def _make_exclusively(path: Path, text: bytes) -> bool:
 def _read(path: Path) -> tuple[_Holder, float] | None:
     """A lock's holder, and when it was touched by the file system's clock; None: there is no lock."""
     try:
-        with path.open("rb") as file:  # opening asks a file server, where a mere look might find an old answer
-            text, status = file.read(), os.fstat(file.fileno())
+        text, status = read_record(path)
     except FileNotFoundError:
         return None
     try:

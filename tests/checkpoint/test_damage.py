@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,27 @@ def test_a_commit_record_of_any_damage_is_named(
 ) -> None:
     (checkpoints.directory / "step_00000002" / "commit.json").write_bytes(text.encode(errors="surrogatepass"))
     expect_refused(checkpoints, "step 2 cannot be restored from", caplog)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "commit.json is no file"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "commit.json is no file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: (path.touch(), os.truncate(path, 20 << 30)), "commit.json is too large for a record"),
+    ],
+    ids=["pipe", "folder", "device", "loop", "sparse"],
+)
+@pytest.mark.timeout(60)
+def test_what_is_no_commit_record_is_neither_waited_for_nor_read(
+    checkpoints: Checkpoints, make: Callable[[Path], object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = checkpoints.directory / "step_00000002" / "commit.json"
+    record.unlink()
+    make(record)
+    expect_refused(checkpoints, f"commit.json cannot be read ({reason})", caplog)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,29 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.timeout(60)
+def test_pipes_and_devices_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"metrics.jsonl is a pipe or a device: name a file"):
+        RunDirectory(tmp_path).check()
+    os.mkfifo(tmp_path / "run.lock")
+    with pytest.raises(ValueError, match=r"cannot be made \(run.lock is no file\)"):
+        RunDirectory(tmp_path).hold()
+
+
+def test_rows_that_a_link_shows_are_copied_and_left_as_they_are(tmp_path):
+    archived = tmp_path / "archive.jsonl"
+    archived.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    (directory.path / "metrics.jsonl").symlink_to(archived)
+    directory.start({}, from_step=1)
+    with directory.metrics() as metrics:
+        metrics.write({"step": 1, "loss": 2.0})
+    assert archived.read_text() == '{"step": 0}\n{"step": 1}\n{"st'
+    assert (directory.path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "loss": 2.0}\n'
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [("file", "is a file: name a folder"), ("file/run", "is no folder"), ("run", "metrics.jsonl is a folder")],
