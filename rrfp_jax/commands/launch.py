@@ -41,10 +41,13 @@ from rrfp_jax.launch.output import PREFIXES, Output
 from rrfp_jax.launch.placement import Placement
 from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import RunKey
+from rrfp_jax.network.descriptors import require_descriptors
 from rrfp_jax.network.membership import INTERFACE
 from rrfp_jax.network.routes import await_name
 
 _MAIN = "rrfp_jax.commands.main"
+_FILES_OF_A_RANK = 2
+"""What it prints and its errors."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             await_name(settings.head.host, settings.start_deadline_s, output.say)
         settings.listens_on()
         shared = RunKey.from_environment() if settings.shares_key else None
+        num_started = 0 if settings.supervises else settings.num_processes
+        require_descriptors(_FILES_OF_A_RANK * num_started, "a launcher and its ranks")
     return launch(settings, os.environ, output, shared=shared)
 
 

@@ -14,7 +14,6 @@ from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings, rank_environment
 from rrfp_jax.network import RunKey
-from rrfp_jax.network.descriptors import raise_descriptor_limit
 from rrfp_jax.network.membership import STARTED
 
 _PAUSE_S = 1.0
@@ -30,7 +29,6 @@ def launch(
     Must run on the main thread; returns the exit code of the last attempt. ``shared`` is the key that other hosts know
     too; None where nobody else needs it (``settings.shares_key``), and each attempt makes its own.
     """
-    raise_descriptor_limit()
     environment = {
         **rank_environment(environ, settings.threads),
         STARTED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",

@@ -104,7 +104,7 @@ def test_the_plans_of_a_thousand_units_are_small_and_soon_made() -> None:
 
 
 def test_another_pattern_of_absences_costs_the_loop_little() -> None:
-    """16 stages x 192 microbatches, a fourth of which lack some chunk: what the loop does of it is to begin the step."""
+    """16 stages x 192 microbatches, a fourth of which lack some chunk: the loop has to begin the step, and no more."""
     random.seed(0)
     graph, seconds = chain(16, 192), []
     for stage in range(16):

@@ -217,6 +217,16 @@ def test_bad_arguments_are_refused_in_one_sentence(arguments: list[str], advice:
     assert advice in str(refused.value)
 
 
+def test_too_few_open_files_are_refused_before_anything_starts():
+    command = [sys.executable, "-m", "rrfp_jax.commands.main", "launch", "--processes", "2", "--", "talker"]
+    limited = ["bash", "-c", 'ulimit -n 20; exec "$@"', "bash", *command]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'multiprocess' / 'programs'}"}
+    ended = subprocess.run(limited, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: this process may have 20 files open and needs ")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_the_launcher_loads_no_jax():
     code = (
         "import sys, rrfp_jax.commands.launch; sys.exit(any(name.startswith(('jax', 'flax')) for name in sys.modules))"
