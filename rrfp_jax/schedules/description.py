@@ -101,6 +101,8 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         rows = [located(name, s.i, partial(order.on, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
     else:  # operations go into the finished rows
         stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
+        for s, each in zip(stages, made, strict=True):
+            located(name, s.i, partial(each.check, s, first))
         rows = located(name, None, partial(first.orders, stages, made))
     named = {task.kind for row in rows for task in row}
     unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]

@@ -18,6 +18,7 @@ from rrfp_jax.schedules.language import (
     W,
     block,
     given,
+    like,
     nothing,
     owed,
     quickest,
@@ -230,6 +231,35 @@ MISTAKES: dict[str, tuple[Callable[[Stage], object], list[str]]] = {
         of_stage_1(lambda s: [down for down, _ in [s.chunks]]),
         ["stage 1", "ValueError in line", "test_mistakes.py: not enough values to unpack"],
     ),
+    "a limit of microbatches in words": (
+        of_stage_1(lambda s: rule(B, F).frozen(under_way="2")),
+        ["stage 1", "under_way is '2': give a number"],
+    ),
+    "a limit of activations in words": (
+        of_stage_1(lambda s: rule(B, F).frozen(holding="2")),
+        ["stage 1", "holding is '2': give a number"],
+    ),
+    "keys that cannot be compared": (
+        lambda s: rule(B, F, key=lambda task: (task.microbatch if s.i == 0 or task.microbatch else "0",)).frozen(),
+        ["stage 1", "the keys of B cannot be compared", "give tuples of numbers"],
+    ),
+    "a key that is nothing": (
+        lambda s: rule(B, F, F=lambda task: None if s.i == 1 else (1,)).frozen(),
+        ["stage 1", "the keys of F cannot be compared", "give tuples of numbers"],
+    ),
+    "lengths in words": (
+        lambda s: rule(B, F).frozen(lengths=lambda task: "1" if task.chunk == 1 else 1),
+        ["stage 1", "1F0 would last '1': let lengths give 0 or more"],
+    ),
+    "an error within lengths": (
+        lambda s: rule(B, F).frozen(lengths=lambda task: {0: 1}[task.chunk]),
+        ["stage 1", "KeyError in line", "test_mistakes.py"],
+    ),
+    "two orders to be like": (
+        of_stage_1(lambda s: rule(like(F.rest, s), like(B.rest, s)).frozen()),
+        ["stage 1", "like two orders: keep one of them, or add them with +"],
+    ),
+    "a chunk that is a truth": (of_stage_1(lambda s: F[True].rest), ["stage 1", "F[True] is of no chunk"]),
     "a task that there is not": (of_stage_1(lambda s: given("1F9")), ["stage 1", "1F9 names microbatch 9", "0..3"]),
 }
 

@@ -7,10 +7,8 @@ has been run.
 
 import heapq
 from collections.abc import Callable, Set
-from math import inf
 from typing import Protocol
 
-from rrfp_jax.schedules.language.stage import Mistake
 from rrfp_jax.schedules.validation import dependants
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
@@ -70,8 +68,6 @@ class _Run:
 
     def start(self, task: Task, length: float) -> None:
         stage = self.stage_of[task.chunk]
-        if not 0 <= length < inf:
-            raise Mistake(f"{task} would last {length}: let lengths give 0 or more", stage)
         del self.ready[stage][task]
         self.busy[stage] = True
         heapq.heappush(self.coming, (self.now + length, True, task))

@@ -15,7 +15,7 @@ from typing import Any
 
 from rrfp_jax.schedules.language.list_schedule import list_orders
 from rrfp_jax.schedules.language.order import Order
-from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
 from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
@@ -92,6 +92,9 @@ class Rule:
     ) -> "Frozen":
         """The order in which stages start their tasks in virtual time; see :class:`Frozen`."""
         check_number("hop", hop)
+        for name, limit in (("under_way", under_way), ("holding", holding)):
+            if limit is not None:
+                check_number(name, limit)
         if not callable(lengths):
             raise Mistake(f"lengths is {lengths!r}: give a function of a task, such as EQUAL or s.lengths")
         return Frozen(self, lengths, hop, under_way, holding)
@@ -115,7 +118,10 @@ def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
     words = dict.fromkeys(kinds, key) | keys
     words |= {TaskKind.I: words[TaskKind.B]} if TaskKind.B in words else {}
     found = {kind: _key(given) for kind, given in words.items() if given is not None}
-    row = next((each.row for each in made if each.row), ())
+    rows = [each.row for each in made if each.row]
+    if len(rows) > 1:
+        raise Mistake("the rule is like two orders: keep one of them, or add them with +")
+    row = rows[0] if rows else ()
     places = {task: place for place, task in enumerate(row)}
     found |= dict.fromkeys({task.kind for task in row}, lambda task: (places[task],))
     return Rule(tuple(lane for each in made for lane in each.kinds), pairs[0] if pairs else None, found, row)
@@ -154,19 +160,29 @@ class Frozen(Described):
 
     def orders(self, stages: Sequence[Stage], made: Sequence["Frozen"]) -> list[list[Task]]:
         """The rules of all stages run together."""
-        for stage, frozen in zip(stages, made, strict=True):
-            frozen.check(stage, made[0])
         run = _Run(stages[0].graph, made)
         return list_orders(stages[0].placement, stages[0].graph, run, length=self.lengths, hop=self.hop)
 
     def check(self, stage: Stage, first: "Frozen") -> None:
-        """Raise :class:`Mistake` for a lane that can hold nothing, and for limits that are not those of all stages."""
+        """Raise :class:`Mistake` for a lane that can hold nothing, for limits that are not those of all stages, for
+        lengths that are no numbers, and for keys of which none is the smallest."""
         if (self.hop, self.under_way) != (first.hop, first.under_way):
             raise Mistake("hop and under_way are of the whole pipeline: give all stages the same", stage.i)
         for kinds in self.rule.lanes:
             if kinds != (TaskKind.W,):  # which is there where I is
                 for chunk in stage.chunks:
                     stage.parts(kinds[0], chunk)
+        tasks = list(stage.graph.tasks(stage.chunks))
+        for task in tasks:
+            length = self.lengths(task)
+            if not (is_number(length) and length >= 0):
+                raise Mistake(f"{task} would last {length!r}: let lengths give 0 or more")
+        for kinds in self.rule.lanes:
+            keys = [self.rule.key(task) for task in tasks if task.kind in kinds]
+            try:
+                min(keys, default=())
+            except TypeError as error:
+                raise Mistake(f"the keys of {kinds[0]} cannot be compared ({error}): give tuples of numbers") from error
 
     def remedy(self, missing: Sequence[Task]) -> str:  # noqa: ARG002 - whatever they are
         """Only its limits keep a rule from all tasks."""

@@ -32,6 +32,9 @@ class Described:
         """What helps where it leaves these out."""
         raise NotImplementedError
 
+    def check(self, stage: "Stage", first: Any) -> None:
+        """Raise :class:`Mistake` for what this stage was given; ``first`` is what the first one was."""
+
     def orders(self, stages: Sequence["Stage"], made: Sequence[Any]) -> list[list[Task]]:
         """The orders of all stages, from what each was given; raises :class:`Mistake`. :class:`Order` has them one by
         one."""

@@ -38,7 +38,7 @@ class Stream(Order):
 
     def __getitem__(self, chunk: int) -> "Stream":
         """On this chunk alone."""
-        if not isinstance(chunk, int):
+        if type(chunk) is not int:  # nor a truth
             raise Mistake(f"{self.kind}[{chunk!r}] is of no chunk: give the number of one")
         return replace(self, chunk=chunk)
 
