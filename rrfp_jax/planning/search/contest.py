@@ -27,6 +27,8 @@ def contest(candidates: list[Candidate], judge: Judge, *, should_stop: Callable[
         placed = _sorted(left, judge, num_draws, should_stop)
         left = [one for one in placed[:number] if not _is_behind(one, placed[0], judge, num_draws)]
         lost = [one for one in placed if one not in left] + lost
+        if should_stop():
+            return left + lost
     return _sorted(left, judge, judge.num_draws, should_stop) + lost
 
 

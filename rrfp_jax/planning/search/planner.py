@@ -198,7 +198,8 @@ class _Planning:
         return place == 0 or (place == 1 and self.judge.num_known(one) == self.judge.num_draws)
 
     def _told(self, one: Candidate, num_draws: int | None = None) -> Ranked:
-        """On the first draws, where it lost; None: on all."""
+        """On the first draws, where it lost; None: on all. On few where the user had enough."""
+        num_draws = FEW_DRAWS if self.should_stop() else num_draws
         return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, num_draws))
 
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
@@ -228,11 +229,12 @@ class _Planning:
         return sites.search(SEARCHED_SITES, round(EFFORT * self.wishes.effort), self.seed, self.should_stop)
 
     def _refused(self) -> list[Refused]:
-        """Shapes of which nothing fits."""
+        """Shapes of which nothing fits; where the user had enough, only if that is all there is to tell."""
         fitting = {table.point.shape for table in self.sites.tables if table.has_room}
         fitting |= {one.choice.shape for one in self._hints_tried}
         short = [*self.sites.refused, *(table.point.shape for table in self.sites.tables)]
-        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
+        is_enough = bool(fitting) and self.should_stop()
+        lacking = [] if is_enough else [shape for shape in dict.fromkeys(short) if shape not in fitting]
         changes = Changes(self.book, self.wishes, self.memory_bytes)
         found = self.refused + [changes.refused(shape) for shape in lacking[:MOST_REFUSED]]
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planning.search.contest import FEW_DRAWS
 from rrfp_jax.planning.search.planner import Progress, make_plan
 from rrfp_jax.planning.search.wishes import Wishes
 
@@ -97,6 +98,15 @@ def test_interrupted_with_the_best_so_far() -> None:
     plan = make_plan(a_book(), Wishes(devices=4, stages=(4,), microbatches=(8,)), should_stop=should_stop)
     assert not plan.is_complete
     assert plan.ranking
+
+
+def test_an_end_that_is_asked_for_comes_soon() -> None:
+    book = a_book(noise=Noise.alike(0.3), device_bytes=20_000)
+    plan = make_plan(book, Wishes(devices=4, microbatches=(8,)), should_stop=lambda: True)
+    assert not plan.is_complete
+    assert {len(each.forecast.draws_ms) for each in plan.judged} == {FEW_DRAWS}
+    assert plan.evaluations < 20
+    assert not plan.sensitivities
 
 
 @pytest.mark.parametrize(
