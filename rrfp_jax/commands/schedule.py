@@ -147,7 +147,7 @@ def show(console: Console, shown: Shown, strict: Simulation, ready: Simulation, 
     """What there is to know, as text."""
     table, entry = shown.table, schedule_entry(shown.table.name)
     backward = "I and W" if table.graph.split else "B"
-    console.print(f"{table.name}: {entry.placement}; backward {backward}; source: {entry.source}", soft_wrap=True)
+    console.print(f"{table.name}: {entry.shape.words}; backward {backward}; source: {entry.source}", soft_wrap=True)
     for stage, order in enumerate(table.orders):
         console.print(f"stage {stage}: {' '.join(map(str, order))}", soft_wrap=True)
     if has_picture:

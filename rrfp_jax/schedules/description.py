@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from rrfp_jax.schedules.language.choice import Quickest
 from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.rule import Rule
-from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, some
+from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
 from rrfp_jax.schedules.language.starts import block
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.schedules.users_code import Endless, bounded, in_line, told
+from rrfp_jax.schedules.validation import some
 from rrfp_jax.schedules.with_operations import with_operations
 from rrfp_jax.tasks import Per
 

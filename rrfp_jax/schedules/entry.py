@@ -47,30 +47,14 @@ class ScheduleEntry:
     chunk_parts: Callable[[int], tuple[int, ...]] | None = None
     """Where the chunks are not meant to be equal: their relative sizes for a number of stages."""
 
-    @property
-    def placement(self) -> str:
-        """How chunks go to stages, in words."""
-        return self.shape.words
-
-    @property
-    def chunks_per_stage(self) -> int:
-        """Without the user's word."""
-        return self.shape.chunks_per_stage
-
-    @property
-    def fixed_chunks(self) -> bool:
-        """Whether ``chunks_per_stage`` is the only number possible."""
-        return self.shape.fixed_chunks
-
     def chunks_for(self, request: ScheduleRequest) -> int:
         """The chunks per stage that a request means; raises ValueError if the schedule cannot have them."""
-        asked = request.chunks_per_stage
+        asked, own = request.chunks_per_stage, self.shape.chunks_per_stage
         if asked is None or (self.any_graph and request.placement is not None):
-            return self.chunks_per_stage
-        if self.fixed_chunks and asked != self.chunks_per_stage:
+            return own
+        if self.shape.fixed_chunks and asked != own:
             raise ValueError(
-                f"schedule {self.name!r} has {self.chunks_per_stage} chunks per stage, not {asked}: "
-                f"give chunks_per_stage={self.chunks_per_stage}"
+                f"schedule {self.name!r} has {own} chunks per stage, not {asked}: give chunks_per_stage={own}"
             )
         return asked
 

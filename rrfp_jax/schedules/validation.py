@@ -30,12 +30,18 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
     counts = Counter(task for order in orders for task in order)
     duplicated = [task for task, count in counts.items() if count > 1]
     if duplicated:
-        raise ValueError(f"table {name!r} runs {_some(duplicated)} more than once: keep one entry each")
+        raise ValueError(f"table {name!r} runs {some(duplicated)} more than once: keep one entry each")
     missing = [task for task in graph.tasks() if task not in counts]
     if missing:
         stages = sorted({placement.stage_of_chunk[task.chunk] for task in missing})
-        raise ValueError(f"table {name!r} misses {_some(missing)}: add what is missing to the rows of stages {stages}")
+        raise ValueError(f"table {name!r} misses {some(missing)}: add what is missing to the rows of stages {stages}")
     return _check_execution(name, placement, graph, orders)
+
+
+def some(tasks: Sequence[Task]) -> str:
+    """The first five, and how many more there are."""
+    shown = ", ".join(map(str, tasks[:5]))
+    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more"
 
 
 def peak_in_flight(order: Sequence[Task]) -> int:
@@ -178,8 +184,3 @@ def _why_no_kind(task: Task, graph: PipelineGraph) -> str:
         return f"{task} does not exist, because no gradient reaches chunk {task.chunk}: remove it"
     kinds = "I and W" if task.chunk in graph.split else "B"
     return f"{task} does not exist, because the backward of chunk {task.chunk} runs as {kinds}: write {kinds}"
-
-
-def _some(tasks: Sequence[Task]) -> str:
-    shown = ", ".join(str(task) for task in tasks[:5])
-    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more tasks"

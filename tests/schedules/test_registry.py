@@ -64,7 +64,7 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         entry = schedule_entry(name)
         assert table.name == name
         assert bool(table.graph.split) == bool(entry.split_backward)
-        assert table.placement.num_chunks == 4 * entry.chunks_per_stage
+        assert table.placement.num_chunks == 4 * entry.shape.chunks_per_stage
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_what_a_file_registers_is_known_by_its_name_there_and_nowhere_else(path:
     before = schedule_names()
     for name in ("down-and-up", "both_ways"):
         entry = schedule_entry(f"{path}:{name}")
-        assert (entry.source, entry.chunks_per_stage, entry.any_graph) == ("a test", 2, False)
+        assert (entry.source, entry.shape.chunks_per_stage, entry.any_graph) == ("a test", 2, False)
         table = build_schedule(f"{path}:{name}", REQUEST)
         assert [str(task) for task in table.orders[0][:5]] == ["0F0", "5F0", "5B0", "0B0", "0F1"]
     assert schedule_names() == before

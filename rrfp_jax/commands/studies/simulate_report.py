@@ -27,11 +27,14 @@ def show_names(console: Console) -> None:
     schedules = make_table("schedules", "name", "backward", "chunks per stage", "placement", "needs", "source")
     for name in schedule_names():
         entry = schedule_entry(name)
+        shape = entry.shape
         schedules.add_row(
             name,
             "I + W" if entry.split_backward else "B",
-            f"{entry.chunks_per_stage}" if entry.fixed_chunks else f"{entry.chunks_per_stage} or other",
-            entry.placement,
+            f"{entry.shape.chunks_per_stage}"
+            if entry.shape.fixed_chunks
+            else f"{entry.shape.chunks_per_stage} or other",
+            shape.words,
             entry.constraints,
             entry.source,
         )

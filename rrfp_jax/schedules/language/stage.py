@@ -130,9 +130,3 @@ def check_number(what: str, given: Any) -> None:
     """Raise :class:`Mistake` for anything but a number of 0 or more."""
     if not (is_number(given) and given >= 0):
         raise Mistake(f"{what} is {given!r}: give a number, 0 or more")
-
-
-def some(tasks: Sequence[Task]) -> str:
-    """The first five, and how many more there are."""
-    shown = ", ".join(map(str, tasks[:5]))
-    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more"

@@ -44,7 +44,7 @@ def plain_named_tables(cut: CutModel) -> list[ScheduleTable]:
     """Those of the cut's placement and backward, as one gets them by their names."""
     p, m, found = cut.placement.num_stages, cut.num_microbatches, []
     for name in schedule_names():
-        chunks = KNOWN[name].chunks_per_stage if KNOWN[name].fixed_chunks else cut.placement.num_chunks // p
+        chunks = KNOWN[name].shape.chunks_per_stage if KNOWN[name].shape.fixed_chunks else cut.placement.num_chunks // p
         try:
             table = build_schedule(name, ScheduleRequest(num_stages=p, num_microbatches=m, chunks_per_stage=chunks))
         except ValueError:

@@ -113,7 +113,7 @@ class CaseJob:
     @property
     def size(self) -> int:
         """About how much work it is."""
-        chunks = self.case.entry.chunks_per_stage or schedule_entry(self.case.entry.name).chunks_per_stage
+        chunks = self.case.entry.chunks_per_stage or schedule_entry(self.case.entry.name).shape.chunks_per_stage
         return self.case.num_stages * self.case.num_microbatches * chunks
 
 
