@@ -193,7 +193,9 @@ def test_bits_and_peaks(base: Pipeline) -> None:
 
 @SLOW
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("name", ["1f1b", "1f1b-split", "eager-1f1b", "interleaved-1f1b", "interleaved-1f1b-split"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "1f1b-split", "eager-1f1b", "gpipe", "interleaved-1f1b", "interleaved-1f1b-split"]
+)
 def test_bits_and_peaks_of_all(name: str, remat: str) -> None:
     is_looped = name.startswith("interleaved")
     placement = looped(2, 2) if is_looped else linear(4)
