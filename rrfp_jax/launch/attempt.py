@@ -21,7 +21,7 @@ from functools import partial
 from rrfp_jax.exit_codes import DONE, INTERRUPTED, START_FAILED
 from rrfp_jax.launch.binding import rank_cores
 from rrfp_jax.launch.children import Child
-from rrfp_jax.launch.endings import Endings, meaning
+from rrfp_jax.launch.endings import STOOD_STILL, Endings, meaning
 from rrfp_jax.launch.head import Head, HeadFailed, Launcher, host_head, join_head
 from rrfp_jax.launch.launcher_events import STOPPING, Event, RankEnded, Signalled
 from rrfp_jax.network import Bulletin, RunKey
@@ -219,7 +219,7 @@ class Attempt:
 
     def _give_reason(self, rank: int, reason: str) -> None:
         """The first one stands."""
-        self._reasons.setdefault(rank, "stood still (SIGSTOP)" if self._alive[rank].is_stopped() else reason)
+        self._reasons.setdefault(rank, STOOD_STILL if self._alive[rank].is_stopped() else reason)
 
     def _is_over(self, head: Head) -> bool:
         """No rank runs here, and there is no news to wait for."""

@@ -12,6 +12,8 @@ import signal
 from rrfp_jax import exit_codes as codes
 from rrfp_jax.network.roll_call import Ending, name_ranks
 
+STOOD_STILL = "stood still (SIGSTOP)"
+"""Why a launcher ended a rank that others had taken for lost."""
 ABORTED = codes.SIGNALLED + signal.SIGABRT
 _SAME_TIME_S = 1.0
 _LATE_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
@@ -112,6 +114,9 @@ class Endings:
             )
         assert cause is not None
         ending = self.by_rank[cause]
+        still = [rank for rank, other in self.by_rank.items() if other.by_launcher == STOOD_STILL]
+        if still and ending.code == codes.PEER_LOST:
+            return f"the run failed after {ending.at_s:.1f} s: {name_ranks(still)} {STOOD_STILL}"
         what = "was stopped" if ending.code == codes.PREEMPTED else "failed"
         return f"the run {what} after {ending.at_s:.1f} s: rank {cause} ({_how(ending)})"
 

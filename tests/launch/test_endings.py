@@ -39,6 +39,9 @@ def test_what_the_launcher_ended_is_never_the_cause_while_there_is_another():
     assert "  rank 1: stood still (SIGSTOP): the launcher ended it (code 137, killed by SIGKILL) (by 0.5 s)" in (
         found.summary()
     )
+    assert found.summary()[0] == "the run failed after 1.0 s: rank 1 stood still (SIGSTOP)"
+    found.by_rank[2] = Ending(code=4, at_s=1.2)
+    assert found.summary()[0] == "the run failed after 1.2 s: rank 2 (code 4, a task failed)"
 
 
 def test_nobody_is_blamed_for_what_the_coordination_service_did():
