@@ -179,6 +179,17 @@ def test_clocks_are_compared_with_rank_0s(peers: list[Peers]) -> None:
     assert peers[0].clocks.offset_s == 0.0
 
 
+def test_a_clock_that_goes_wrong_is_measured_again_after_a_minute(peers: list[Peers]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda p: p.clocks.synchronise(deadline_s=PATIENCE_S), peers))
+    clocks, measured_s = peers[1].clocks, peers[1].clocks.offset_s
+    right = clocks._clock
+    for later_s, expected_s in ((50.0, measured_s), (100.0, measured_s - 100.0)):
+        clocks._clock = lambda later_s=later_s: right() + later_s
+        on_loop(peers[1], clocks.refresh)
+        assert eventually(lambda expected_s=expected_s: abs(clocks.offset_s - expected_s) < 0.02)
+
+
 def test_every_rank_knows_how_long_a_message_takes(peers: list[Peers]) -> None:
     assert [each.clocks.round_trip_s for each in peers] == [None] * 3
     with ThreadPoolExecutor(3) as pool:
