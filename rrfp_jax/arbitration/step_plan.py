@@ -109,6 +109,7 @@ class _Removal:
             holds={chunk: self._holds(chunk, masks) for chunk in plan.holds},
             lets_go={node: self._let_go(node, masks) for node in plan.lets_go},
             engines=plan.engines,
+            once=plan.once,
             absent=frozenset(self.removed),
         )
 
