@@ -51,19 +51,23 @@ class Guidance:
         return takes - sum(self._frees(contract.tasks[place]) for place in places_of(freed))
 
     def admits(self, contract: Contract, account: Account, place: int) -> bool:
-        """Whether memory suffices for this task, and then for what is left before it in the row."""
+        """Whether memory suffices for this task, and then for what is left before it in the row.
+
+        For an engine's task, one that is about to end is one that runs: it frees its memory at its place in the row.
+        """
         assert self.limit is not None
         task = contract.tasks[place]
         if not self.takes(task):
             return True
-        row = self._rows[account.step]
-        held = self.held(contract, account, ended=self.operations.lane(task) != COMPUTE) + self.takes(task)
+        row, is_beside = self._rows[account.step], self.operations.lane(task) != COMPUTE
+        over = account.finished if is_beside else account.done
+        held = self.held(contract, account, ended=is_beside) + self.takes(task)
         most = held
         for before in row[: row.index(place)]:
             if not account.started >> before & 1:
                 held += self.takes(contract.tasks[before])
                 most = max(most, held)
-            if not account.done >> before & 1:
+            if not over >> before & 1:
                 held -= self._frees(contract.tasks[before])
         return most <= self.limit
 
