@@ -5,6 +5,8 @@ building another plan costs far more; and it needs nothing but fixed tables, so 
 the step's turn comes. Nodes keep their numbers.
 """
 
+from dataclasses import replace
+
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.plan import FINISHED, NUM_LANES, StagePlan, StepRules
@@ -94,22 +96,15 @@ class _Removal:
             self._forget_readers(chunk, masks)
             if self.rules.ordered and chunk in masks and graph.trains(chunk):
                 self._close_gaps(chunk, masks[chunk])
-        return StagePlan(
-            stage=plan.stage,
-            tasks=plan.tasks,
-            gate_names=plan.gate_names,
+        return replace(
+            plan,
             needs=tuple(self.needs),
             dependents=tuple(self.dependents),
             sends=tuple(self.sends),
             arrivals=self.arrivals,
-            index=plan.index,
-            lanes=plan.lanes,
-            first_microbatch=plan.first_microbatch,
             tasks_per_microbatch=tuple(per_microbatch),
             holds={chunk: self._holds(chunk, masks) for chunk in plan.holds},
             lets_go={node: self._let_go(node, masks) for node in plan.lets_go},
-            engines=plan.engines,
-            once=plan.once,
             absent=frozenset(self.removed),
         )
 
