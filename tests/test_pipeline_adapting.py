@@ -14,7 +14,7 @@ from rrfp_jax.runtime import adapting
 from rrfp_jax.runtime.adapting import latencies_ms
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from rrfp_jax.tasks import Task, chain, linear
 from rrfp_jax.testing import DelayedStage
 from rrfp_jax.timeline import Span, Timeline
 from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, make_pipeline, train
@@ -78,14 +78,18 @@ def test_without_a_better_table_the_present_one_stays(base: Pipeline, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_stage_that_is_held_up_in_every_step_has_the_table_planned_anew(base: Pipeline) -> None:
+def test_stages_that_are_held_up_in_every_step_have_the_table_planned_anew(base: Pipeline) -> None:
+    """Stages so uneven that ZB-H2's rows cost a fifth of the step (20.2% in simulation); what serves even stages does
+    not serve these."""
+    held_up_ms = {"F": (40, 40, 60), "I": (60, 20, 60), "W": (40, 120, 20)}
+
     def delay(step: int, task: Task) -> float:
-        return (0.09 if task.kind is TaskKind.W else 0.03) * (1.3 if task.chunk == 0 else 1.0)
+        return 1e-3 * held_up_ms.get(task.kind, (0, 0, 0))[task.chunk]
 
     options = RuntimeOptions(wrap_stage=lambda stage: DelayedStage(stage, delay))
-    pipeline = base.reordered(Ordering(schedule=table("1f1b-split"), adaptive=True), options=options)
+    pipeline = base.reordered(Ordering(schedule=table("zb-h2"), adaptive=True), options=options)
     train(pipeline, 10)
-    assert rows_of(pipeline.order) != table("1f1b-split").orders
+    assert rows_of(pipeline.order) != table("zb-h2").orders
 
 
 def test_adaptive_has_no_meaning_without_a_table_to_plan() -> None:
