@@ -50,9 +50,21 @@ and where there are no more, the next one ends the process."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs_are_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module has compiled, and what it keeps in caches of its own, goes with it, where there is much of it."""
+def _programs_of_modules_are_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
+    _drop_programs(request)
+
+
+@pytest.fixture(autouse=True)
+def _programs_of_slow_tests_are_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module of some hundred slow tests compiles more than one process can hold."""
+    yield
+    if request.node.get_closest_marker("slow") is not None:
+        _drop_programs(request)
+
+
+def _drop_programs(request: pytest.FixtureRequest) -> None:
+    """What has been compiled, and what a module keeps in caches of its own, goes, where there is much of it."""
     mappings = Path("/proc/self/maps")
     if "jax" not in sys.modules or not mappings.exists() or mappings.read_bytes().count(b"\n") < MOST_MAPPINGS:
         return
