@@ -85,7 +85,9 @@ class DecideNow(NamedTuple):
 class TaskAnnounced(NamedTuple):
     """Another stage has started the task that will send this message; it may belong to a later step.
 
-    An announcement is a favour: it may be lost, late, doubled or false, and costs then no more than time.
+    An announcement is a favour: it may be lost, late, doubled or false, and costs then no more than time. ``time_s`` is
+    when it is heard: a driver that knows it ahead, as a simulation does, may tell a stage that holds nothing before
+    then, and it counts from that time on.
     """
 
     step: int

@@ -52,10 +52,14 @@ cost at most ``patience`` times the usual length of the task held.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from rrfp_jax.arbitration.estimates import Edge, Estimates, learn
 from rrfp_jax.arbitration.events import Message
+from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.tasks import Task
+
+_NEVER_S = inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +102,11 @@ class Foresight:
         self._taken_over = 1 - rules.kept
         self.estimates = Estimates()
         self._early: dict[int, dict[Message, float]] = {}
-        self.begin(-1)
+        self.begin(-1, ())
 
-    def begin(self, step: int) -> None:
-        """A step begins; what was heard of it early counts."""
+    def begin(self, step: int, task_at: Sequence[Task]) -> None:
+        """A step begins, with these tasks in the hint's order; what was heard of it early counts."""
+        self.task_at = task_at
         self.announced_s = self._early.pop(step, {})
         self._given_up: set[Message] = set()
         self._asked_s: dict[Message, float] = {}
@@ -147,22 +152,19 @@ class Foresight:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def hear(self, message: Message, time_s: float) -> None:
-        """An announcement of the present step, of what is not here yet."""
-        if message not in self.announced_s:
-            self.announced_s[message] = time_s
-            if self._asked_s and message in self._asked_s:
-                self._note(message, in_time=time_s <= self._asked_s.pop(message))
+        """An announcement of the present step, of what is not here yet; it counts from its time on."""
+        self.announced_s.setdefault(message, time_s)
 
     def hear_early(self, step: int, message: Message, time_s: float) -> None:
         """An announcement of a later step."""
         self._early.setdefault(step, {}).setdefault(message, time_s)
 
     def arrived(self, message: Message, time_s: float) -> None:
-        heard_s = self.announced_s.pop(message, None)
-        if heard_s is not None:
-            learn(self.estimates.leads_s, message[:3], time_s - heard_s if time_s > heard_s else 0.0, self._taken_over)
-        elif self._asked_s and self._asked_s.pop(message, None) is not None:
-            self._note(message, in_time=False)
+        heard_s = self.announced_s.pop(message, _NEVER_S)
+        if self._asked_s and message in self._asked_s:
+            self._note(message, in_time=heard_s <= min(time_s, self._asked_s.pop(message)))
+        if heard_s <= time_s:
+            learn(self.estimates.leads_s, message[:3], time_s - heard_s, self._taken_over)
 
     def tick(self) -> None:
         """The driver has woken the stage, in time or not."""
@@ -194,36 +196,40 @@ class Foresight:
 
     def choose(
         self,
-        candidates: Sequence[tuple[int, Task]],
+        best: int,
+        heads: Heads,
         missing: Sequence[Message],
         now_s: float,
         free_s: float,
     ) -> int | None:
-        """Which of the candidates to run, or None to hold; then :meth:`wake_at_s` says until when.
+        """Which of the ready tasks to run, or None to hold; then :meth:`wake_at_s` says until when.
 
         Args:
-            candidates: ready, admissible tasks with their positions, the best first.
+            best: the position of the best-ranked task that is ready and admissible.
+            heads: the positions of all that may run instead, ``best`` among them.
             missing: what the next entry lacks; nothing else keeps it from running.
             now_s: the present.
             free_s: when the stage becomes free; not before the present.
         """
-        best, task = candidates[0]
-        if not self.is_awake or not self._given_up.isdisjoint(missing):
-            return best
-        usual_s = self.estimates.usual_s(task)
-        if usual_s is None:
+        if self._asked_s:
+            self._settle(now_s)
+        estimates, task_at = self.estimates, self.task_at
+        usual_s = estimates.durations_s.get(task_at[best][:2]) or estimates.usual_s(task_at[best])
+        is_given_up = self._given_up and not self._given_up.isdisjoint(missing)
+        if usual_s is None or not self.is_awake or is_given_up:
             return best
         since_s = free_s if self.held_since_s is None else self.held_since_s
         expected_s = free_s
         for message in missing:
-            heard_s = self.announced_s.get(message)
-            if heard_s is None:
+            heard_s = self.announced_s.get(message, _NEVER_S)
+            if heard_s > now_s:
                 return self._choose_unheard(best, usual_s, message, now_s, since_s)
-            expected_s = max(expected_s, heard_s + (self.estimates.lead_s(message) or 0.0))
+            lead_s = estimates.leads_s.get(message[:3]) or estimates.lead_s(message) or 0.0
+            expected_s = max(expected_s, heard_s + lead_s)
         wait_s = self.rules.fit * (expected_s - free_s)
         if wait_s > 0:
-            for position, other in candidates:
-                length_s = self.estimates.usual_s(other)
+            for position in sorted(head for head in heads if head is not None):  # ``best`` is the first
+                length_s = estimates.usual_s(task_at[position])
                 if length_s is not None and length_s <= wait_s:
                     return position
         until_s = since_s + self.rules.patience * usual_s
@@ -235,7 +241,7 @@ class Foresight:
 
     def _choose_unheard(self, best: int, usual_s: float, message: Message, now_s: float, since_s: float) -> int | None:
         """Rule 3; what was not announced in time is learnt, whether the stage waited for it or not."""
-        lead_s = self.estimates.lead_s(message)
+        lead_s = self.estimates.leads_s.get(message[:3]) or self.estimates.lead_s(message)
         if lead_s is None or usual_s <= self.rules.fit * lead_s:
             return best
         until_s = since_s + self.rules.notice * (usual_s - lead_s)
@@ -246,7 +252,7 @@ class Foresight:
         self._asked_s.setdefault(message, until_s)
         if self.estimates.notices.get(message[:3], 1.0) < self.rules.worth:
             return best
-        self._hold(since_s, until_s)
+        self._hold(since_s, min(until_s, self.announced_s.get(message, _NEVER_S)))
         return None
 
     def _hold(self, since_s: float, until_s: float) -> None:
@@ -258,6 +264,13 @@ class Foresight:
             return None
         self._told_wake_s = self._wake_s
         return self._wake_s
+
+    def _settle(self, now_s: float) -> None:
+        """Learn from the announcements that were waited for and have been heard by now."""
+        heard = [(self.announced_s.get(message, _NEVER_S), message) for message in self._asked_s]
+        for heard_s, message in sorted(heard):
+            if heard_s <= now_s:
+                self._note(message, in_time=heard_s <= self._asked_s.pop(message))
 
     def _note(self, message: Message, *, in_time: bool) -> None:
         edge: Edge = message[:3]

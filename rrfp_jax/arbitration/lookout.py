@@ -4,6 +4,8 @@ A part of :class:`rrfp_jax.arbitration.arbiter.StageArbiter`, apart because it r
 nothing but the foresight's; the rules are in :mod:`rrfp_jax.arbitration.foresight`.
 """
 
+from collections.abc import Sequence
+
 from rrfp_jax.arbitration.events import Instruction, Message, TaskAnnounced, WakeAt
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Heads
@@ -29,14 +31,14 @@ class Lookout(StageState):
             if is_ahead and all(message != early.message for early in self._early.get(step, ())):
                 foresight.hear_early(step, message, time_s)
             return False
-        if message not in self._arrived and message in self._ranked.plan.arrivals:
+        if message in self._ranked.plan.arrivals and message not in self._arrived:
             foresight.hear(message, time_s)
         return foresight.held_since_s is not None
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
         ranked, waiting, place = self._ranked, self._waiting, foresight.next
-        at, tasks = ranked.at, ranked.plan.tasks
+        at = ranked.at
         while waiting[at[place]] < 0:
             place += 1
         foresight.next = place
@@ -50,10 +52,8 @@ class Lookout(StageState):
         due = self._due
         if len(self._running) > (due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
-        free_s = self._now_s if due is None else max(self._now_s, foresight.expected_end_s(tasks[due]))
-        candidates = [(head, tasks[at[head]]) for head in heads if head is not None]
-        candidates.sort()  # ``best`` is the first
-        chosen = foresight.choose(candidates, missing, self._now_s, free_s)
+        free_s = self._now_s if due is None else max(self._now_s, foresight.expected_end_s(ranked.plan.tasks[due]))
+        chosen = foresight.choose(best, heads, missing, self._now_s, free_s)
         if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
             out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
         return chosen
@@ -65,10 +65,12 @@ class Lookout(StageState):
             place += 1
         return place
 
-    def _missing(self, position: int) -> list[Message]:
+    def _missing(self, position: int) -> Sequence[Message]:
         """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
         node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
-        missing = [message for message in plan.messages_for.get(node, ()) if message not in arrived]
+        missing = plan.messages_for.get(node, ())
+        if not arrived.isdisjoint(missing):
+            missing = tuple(message for message in missing if message not in arrived)
         if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
-            return []
+            return ()
         return missing

@@ -184,7 +184,7 @@ class StageState:
         self._tasks_left = sum(plan.tasks_per_microbatch)
         self._num_started = 0
         if self._foresight is not None:
-            self._foresight.begin(-1 if self.step is None else self.step)
+            self._foresight.begin(-1 if self.step is None else self.step, ranked.task_at)
 
     def _new_window(self, plan: StagePlan) -> Window | Reserve:
         ends, first = plan.tasks_per_microbatch, plan.first_microbatch

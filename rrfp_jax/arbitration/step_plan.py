@@ -16,7 +16,18 @@ from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
-    __slots__ = ("absent", "at", "evaluates", "forwards_of", "in_lanes", "microbatch_at", "plan", "position", "weights")
+    __slots__ = (
+        "absent",
+        "at",
+        "evaluates",
+        "forwards_of",
+        "in_lanes",
+        "microbatch_at",
+        "plan",
+        "position",
+        "task_at",
+        "weights",
+    )
 
     def __init__(
         self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
@@ -29,7 +40,8 @@ class StepPlan:
         for place, node in enumerate(self.at):
             position[node] = place
         self.position = tuple(position)
-        self.microbatch_at = tuple(plan.tasks[node].microbatch for node in self.at)
+        self.task_at = tuple(plan.tasks[node] for node in self.at)
+        self.microbatch_at = tuple(task.microbatch for task in self.task_at)
         self.in_lanes: tuple[list[int], ...] = tuple([] for _ in range(NUM_LANES))
         """The positions of each lane's tasks, ascending."""
         for place, node in enumerate(self.at):
@@ -56,7 +68,7 @@ class StepPlan:
     def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         twin = object.__new__(StepPlan)
         twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
-        twin.at, twin.position = self.at, self.position
+        twin.at, twin.position, twin.task_at = self.at, self.position, self.task_at
         twin.microbatch_at, twin.forwards_of, twin.in_lanes = self.microbatch_at, self.forwards_of, self.in_lanes
         return twin
 

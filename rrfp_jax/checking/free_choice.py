@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rrfp_jax.arbitration import Foresight, ForesightRules, Message
+from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.checking.packets import Choice
 from rrfp_jax.tasks import Task
 
@@ -90,12 +91,13 @@ class FreeForesight(Foresight):
 
     def choose(
         self,
-        candidates: Sequence[tuple[int, Task]],
+        best: int,  # noqa: ARG002
+        heads: Heads,
         missing: Sequence[Message],  # noqa: ARG002
         now_s: float,
         free_s: float,  # noqa: ARG002
     ) -> int | None:
-        tasks = {task: position for position, task in candidates}
+        tasks = {self.task_at[position]: position for position in sorted(head for head in heads if head is not None)}
         choice = self.rules.script.ask((*([] if now_s >= TICK_S else [None]), *tasks))
         if choice is not None:
             return tasks[choice]

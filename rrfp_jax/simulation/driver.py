@@ -6,11 +6,9 @@ carries out what they instruct; it decides nothing about the order. With just-in
 task is about to end, when a stage's own timer expects it to. Times are milliseconds inside and seconds in the record.
 """
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 
 from rrfp_jax.arbitration import (
     Announce,
@@ -136,7 +134,6 @@ class _Stage:
     """A stage's device, host and record."""
 
     __slots__ = (
-        "announced",
         "answers",
         "arbiter",
         "dispatched",
@@ -155,8 +152,6 @@ class _Stage:
         self, arbiter: StageArbiter, times: StageTimes, timer: DecisionTimer | None, record_events: bool
     ) -> None:
         self.arbiter, self.times = arbiter, times
-        self.announced: list[tuple[float, Event]] = []
-        """What it will hear, and when, the soonest first."""
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
@@ -239,13 +234,8 @@ class _Driver:
             raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
 
     def deliver(self, index: int, event: Event) -> None:
-        """Tell an arbiter something, after what was announced to it by now, and carry out its instructions."""
+        """Tell an arbiter something, and carry out its instructions."""
         stage = self.stages[index]
-        if stage.announced:
-            self._tell_announced(index, stage)
-        self._tell(index, stage, event)
-
-    def _tell(self, index: int, stage: _Stage, event: Event) -> None:
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
@@ -285,7 +275,7 @@ class _Driver:
     # -- foresight ---------------------------------------------------------------------------------------------------
 
     def _announce(self, index: int, instruction: Announce) -> None:
-        """Keep an announcement for its stage, which hears of it with the next event, or in time where it holds."""
+        """Tell its stage, ahead of the time from which the announcement counts, or at that time where it holds."""
         step, message, target = instruction
         if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
@@ -293,38 +283,22 @@ class _Driver:
         if lasts_ms is None:
             lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
-        announced, heard = stage.announced, (at_ms, record(TaskAnnounced, (step, at_ms / 1e3, message)))
-        if announced and announced[-1][0] > at_ms:
-            insort(announced, heard, key=itemgetter(0))
-        else:
-            announced.append(heard)
+        event = record(TaskAnnounced, (step, at_ms / 1e3, message))
         if stage.holds:
-            self.queue.post_arrival(at_ms, self._hear, target)
+            self.queue.post_arrival(at_ms, self.deliver, target, event)
+            return
+        answer = stage.arbiter.handle(event)
+        assert not answer
+        if stage.log is not None:
+            stage.log.append((event, ()))
 
     def _wake_at(self, index: int, stage: _Stage, instruction: WakeAt) -> None:
         self.queue.post(instruction.time_s * 1e3, self._tick, index, ClockTick(*instruction))
         stage.holds = True
-        for at_ms, _ in stage.announced:
-            self.queue.post_arrival(at_ms, self._hear, index)
 
     def _tick(self, index: int, tick: ClockTick) -> None:
         if self.stages[index].holds:
             self.deliver(index, tick)
-
-    def _hear(self, index: int) -> None:
-        self._tell_announced(index, self.stages[index])
-
-    def _tell_announced(self, index: int, stage: _Stage) -> None:
-        announced, now_ms, handle, log = stage.announced, self.queue.now_ms, stage.arbiter.handle, stage.log
-        while announced and announced[0][0] <= now_ms:
-            event = announced.pop(0)[1]
-            if stage.holds:
-                self._tell(index, stage, event)
-            else:
-                answer = handle(event)
-                assert not answer
-                if log is not None:
-                    log.append((event, ()))
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 

@@ -260,10 +260,29 @@ def test_waits_that_keep_being_in_vain_are_given_up_and_taken_up_again():
     stage, answer = after_f0(knowing(durations={F0: 4}, lead=1, notice=0.29))
     assert answer == ["run 0F1"]
     assert stage.announce(3.0, 0) == []  # within the notice that was not taken: it would have been worth it
+    stage.gradient(4.0, 0)
     assert stage.learnt.notices[GRADIENT] == pytest.approx(0.29 + 0.3 * 0.71)
     late, _ = after_f0(knowing(durations={F0: 4}, lead=1, notice=0.29))
     assert late.announce(5.5, 0) == []
+    late.gradient(5.9, 0)
     assert late.learnt.notices[GRADIENT] == pytest.approx(0.29 * 0.7)
+
+
+def test_an_announcement_told_ahead_counts_from_its_time_on():
+    estimates = knowing(durations={F0: 4}, lead=1)
+    stage, answer = after_f0(estimates, heard_s=3.5)
+    assert answer == ["wake 3.5"]  # not in sight yet, and rule 3 would wait until 5
+    assert stage.tick(3.5) == ["wake 14"]
+    ahead, answer = after_f0(estimates, heard_s=6.0)
+    assert answer == ["wake 5"]
+    assert ahead.tick(5.0) == ["run 0F1"]
+
+
+def test_what_arrives_before_its_announcement_teaches_no_lead():
+    stage, _ = after_f0(knowing(durations={F0: 4}, lead=1, notice=0.29), heard_s=6.0)
+    stage.gradient(2.5, 0)
+    assert stage.learnt.leads_s == {GRADIENT: 1}
+    assert stage.learnt.notices[GRADIENT] == pytest.approx(0.29 * 0.7)
 
 
 def test_four_waits_in_vain_are_enough():
