@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -119,7 +120,12 @@ def peers() -> Iterator[list[Peers]]:
         yield [Peers(network, layout) for network in made]
 
 
-def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path, peers: list[Peers]) -> None:
+def test_a_rank_that_writes_slowly_is_waited_for(
+    tmp_path: Path, peers: list[Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For more than half an hour, on the clock by which ranks wait."""
+    fast = SimpleNamespace(monotonic=lambda: 1500 * time.monotonic())
+    monkeypatch.setattr("rrfp_jax.waiting.time", fast)
     ranks = Ranks(tmp_path, list(peers))
     write = ranks.members[1]._writer.write
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,6 +154,24 @@ def test_a_peer_that_never_answers_fails_the_connecting_by_the_deadline() -> Non
         node.start(loop, {1: PeerAddress(heartbeats=place, messages=place)})
         with pytest.raises(ConnectionError, match="rank 1: silent for 1"):
             node.network.wait_connected(3 * DEADLINE_S)
+        node.network.close()
+
+
+def test_a_signal_is_noticed_while_a_peer_is_waited_for() -> None:
+    node = Node(0, 2, RunKey.generate(), NetworkSettings(silence_deadline_s=30.0))
+    other = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    handler_before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with socket.create_server(("127.0.0.1", 0)) as mute, running_loop() as loop:
+        place = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        node.start(loop, {1: PeerAddress(heartbeats=place, messages=place)})
+        started_s = time.monotonic()
+        try:
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                node.network.wait_connected(6.0)
+        finally:
+            signal.signal(signal.SIGINT, handler_before)
+        assert time.monotonic() - started_s < 5
         node.network.close()
 
 

@@ -1,10 +1,13 @@
 """The driver's own promises: closing, misuse, and an executor that fails on the event loop."""
 
 import asyncio
+import random
 import threading
 import time
+import tracemalloc
 from collections import deque
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from rrfp_jax.arbitration import HINTS, Agreement, Dispatch, Message, StageArbit
 from rrfp_jax.network import LoopThread
 from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.executor import Launched, StageOutcome
-from rrfp_jax.tasks import Task, chain, linear
+from rrfp_jax.tasks import Task, absences, chain, linear
 
 AT_COMPLETION = Dispatch()
 JUST_IN_TIME = Dispatch(just_in_time=True, certain=True)
@@ -66,6 +69,7 @@ def make_runtime(
     num_microbatches: int = 2,
     loop: LoopThread | None = None,
     way: Dispatch = AT_COMPLETION,
+    peers: Any = None,
 ) -> PipelineRuntime:
     graph, placement = chain(len(stages), num_microbatches), linear(len(stages))
     arbiters = [
@@ -90,6 +94,7 @@ def make_runtime(
         progress_deadline_s=deadline_s,
         just_in_time=way.just_in_time,
         loop=loop,
+        peers=peers,
     )
 
 
@@ -230,4 +235,32 @@ def test_wake_ups_are_never_lost(way: Dispatch) -> None:
     runtime._completions = Interrupted()
     for step in range(20):
         assert runtime.submit(step, {}).result(timeout=20).step == step
+    runtime.close()
+
+
+def test_patterns_of_absent_pairs_leave_nothing_behind() -> None:
+    """Every step lacks other microbatches: what was worked out for one is not kept for the next."""
+    chance, num_stages, num_microbatches = random.Random(0), 4, 32
+    stages = [CountingStage() for _ in range(num_stages)]
+    runtime = make_runtime(stages, num_microbatches=num_microbatches)
+    held_bytes = []
+    tracemalloc.start()
+    for step in range(120):
+        pairs = {(chunk, m) for m in chance.sample(range(num_microbatches), 12) for chunk in range(num_stages)}
+        runtime.submit(step, {}, absences(pairs)).result(timeout=20)
+        for stage in stages:
+            stage.ran.clear()
+        held_bytes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    runtime.close()
+    assert max(held_bytes[100:]) < max(held_bytes[20:40]) + (1 << 19)
+
+
+def test_clocks_are_compared_as_long_as_a_runtime_lives() -> None:
+    refreshed = threading.Semaphore(0)
+    peers = SimpleNamespace(
+        rank=0, tell=None, attach=lambda _: None, detach=lambda: None, clocks=SimpleNamespace(refresh=refreshed.release)
+    )
+    runtime = make_runtime([CountingStage()], deadline_s=0.2, peers=peers)
+    assert all(refreshed.acquire(timeout=10) for _ in range(3))
     runtime.close()

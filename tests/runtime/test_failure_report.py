@@ -1,9 +1,13 @@
 """One report from what all ranks say."""
 
+import signal
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rrfp_jax.network import LoopThread
 from rrfp_jax.network.plain import pack, unpack
@@ -60,6 +64,24 @@ def test_the_error_is_waited_for_however_long_the_loop_is_busy() -> None:
     loop.loop.call_soon_threadsafe(time.sleep, 2.5)
     loop.loop.call_soon_threadsafe(report.begin, Failure(TaskFailed, "it failed", [state(0)]))
     assert isinstance(report.wait(), TaskFailed)
+    loop.close()
+
+
+def test_a_signal_is_noticed_while_the_report_is_waited_for() -> None:
+    loop = LoopThread()
+    report = FailureReport(loop.loop, None, 10.0, list, lambda _: None)
+    late = Failure(TaskFailed, "it failed", [state(0)])
+    loop.loop.call_soon_threadsafe(loop.loop.call_later, 6.0, report.begin, late)
+    other = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    handler_before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_s = time.monotonic()
+    try:
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            report.wait()
+    finally:
+        signal.signal(signal.SIGINT, handler_before)
+    assert time.monotonic() - start_s < 5
     loop.close()
 
 

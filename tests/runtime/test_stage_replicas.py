@@ -19,7 +19,7 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import LaunchBarrier, StageReplicas
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from rrfp_jax.tasks import Task, TaskKind, chain, looped
 
 PATIENCE_S = 20.0
 
@@ -99,17 +99,26 @@ def test_a_broken_barrier_lets_everybody_go() -> None:
         meet(barrier, "later", 1, dict)
 
 
-def make_stage(programs: Any, num_microbatches: int, replica: int = 0, replicas: StageReplicas | None = None) -> Any:
-    """A stage of one chunk with emulated programs."""
+def make_stage(
+    programs: Any,
+    num_microbatches: int,
+    replica: int = 0,
+    replicas: StageReplicas | None = None,
+    *,
+    num_chunks: int = 1,
+) -> Any:
+    """A stage with emulated programs, the same for all of its chunks."""
     num_replicas = 1 if replicas is None else 2
-    graph = replicated_graph(chain(1, num_microbatches), num_replicas)
-    copies = Replication(num_chunks=1, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    graph = replicated_graph(chain(num_chunks, num_microbatches), num_replicas)
+    copies = Replication(num_chunks=num_chunks, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    placement = replicated_placement(looped(1, num_chunks), num_replicas)
+    chunks = placement.chunks_of_stage[replica]
     stage = ProgramStage(
         graph,
-        replicated_placement(linear(1), num_replicas),
+        placement,
         replica,
-        programs={replica: programs},
-        states={replica: ChunkState({}, (), {})},
+        programs=dict.fromkeys(chunks, programs),
+        states={chunk: ChunkState({}, (), {}) for chunk in chunks},
         update_rules=UpdateRules(),
         step_rules=StepRules(lockstep=replicas is not None),
         copies=copies,
@@ -144,17 +153,22 @@ def test_a_task_that_fails_lets_the_other_replicas_go(when: str) -> None:
     assert str(waiting.end().error) == "a forward failed"
 
 
-def test_a_report_may_be_made_while_losses_come_in() -> None:
-    """The event loop reads what the compute thread writes: here a forward ends between any two lines of the reader."""
-    outputs = np.float32(1), np.float32(2)
-    stage = make_stage(programs_with(lambda *_, **__: (tuple(map(np.asarray, outputs)), ())), 40)
-    microbatches = iter(range(40))
+@pytest.mark.parametrize("what", ["losses", "norms"])
+def test_a_report_may_be_made_while_others_add_to_it(what: str) -> None:
+    """The event loop reads what the compute thread writes: here a task ends between any two lines of the reader."""
+    outputs, norm, count = (np.asarray(np.float32(1)), np.asarray(np.float32(2))), np.float32(3), 40
+    programs = programs_with(lambda *_, **__: (outputs, ()))
+    programs.updates = SimpleNamespace(reduce=lambda accumulators, shared: (accumulators, norm))
+    if what == "losses":
+        stage, tasks = make_stage(programs, count), iter([Task(TaskKind.F, 0, m) for m in range(count)])
+    else:
+        stage, tasks = make_stage(programs, 1, num_chunks=count), iter([Task(TaskKind.R, c) for c in range(count)])
     for _ in range(4):
-        stage.launch(0, Task(TaskKind.F, 0, next(microbatches))).wait()
+        stage.launch(0, next(tasks)).wait()
 
     def meanwhile(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith("program_stage.py") and (m := next(microbatches, None)) is not None:
-            stage.launch(0, Task(TaskKind.F, 0, m)).wait()
+        if frame.f_code.co_filename.endswith("program_stage.py") and (task := next(tasks, None)) is not None:
+            stage.launch(0, task).wait()
         return meanwhile
 
     before = sys.gettrace()
@@ -163,6 +177,8 @@ def test_a_report_may_be_made_while_losses_come_in() -> None:
         report = StageReport.from_plain(stage.payload(0, Message(MessageKind.REPORT, 0, 0)))
     finally:
         sys.settrace(before)
-    num_reported = len(report.losses)
-    assert num_reported > 4
-    assert sorted(report.losses) == [(m, 0, 1.0, 2.0) for m in range(num_reported)]
+    told, other = (report.losses, report.squared_norms)[:: 1 if what == "losses" else -1]
+    assert len(told) > 4
+    assert not other
+    number = range(len(told))
+    assert sorted(told) == ([(m, 0, 1.0, 2.0) for m in number] if what == "losses" else [(c, 3.0) for c in number])

@@ -1,6 +1,8 @@
 """Arrays of every kind arrive through every transport as the receiving program wants them."""
 
+import gc
 import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -358,3 +360,18 @@ def test_pipelines_follow_each_other_on_one_network(selection: str) -> None:
             same(ranks[1].next()[3], value)
         assert ranks[1].none_came()
         assert [rank.network.traffic().num_dropped for rank in ranks.ranks if rank.network is not None] == [0, 0]
+
+
+@each_way
+def test_what_was_worked_out_for_a_pipeline_goes_with_it(selection: str) -> None:
+    """Also what is cut and fetched: a process may have many pipelines, one after another, and holds the last one's."""
+    value = jax.device_put(jnp.arange(4096.0), jax.devices()[0])
+    with connected(PAIR, single_edge(value), selection) as ranks:
+        known: list[weakref.ref[EdgePlan]] = []
+        for _ in range(3):
+            ranks.send(0, 1, value)
+            same(ranks[1].next()[3], value)
+            known += [weakref.ref(rank.transport._ways.of(ACTIVATION).plan) for rank in ranks.ranks]
+            for rank in ranks.ranks:
+                rank.renew()
+        assert eventually(lambda: gc.collect() >= 0 and not any(plan() for plan in known))
