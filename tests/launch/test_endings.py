@@ -52,6 +52,10 @@ def test_nobody_is_blamed_for_what_the_coordination_service_did():
         "the run failed after 1.1 s: the coordination service (code 137, killed by SIGKILL), without which JAX aborts "
         "all ranks"
     )
+    blamed_each_other = endings((0, 5, 1.2), (1, 5, 1.1), (2, 5, 1.2))
+    blamed_each_other.service = found.service
+    assert blamed_each_other.code() == 134
+    assert blamed_each_other.summary()[0] == found.summary()[0]
     earlier = endings((0, 4, 0.5), (1, 134, 1.1))
     earlier.service = found.service
     assert earlier.code() == 4

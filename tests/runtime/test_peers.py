@@ -213,9 +213,9 @@ def test_what_cannot_travel_does_not_keep_a_rank_from_giving_up(peers: list[Peer
 
 def test_a_gathering_larger_than_any_header_comes_to_all(peers: list[Peers]) -> None:
     with ThreadPoolExecutor(3) as pool:
-        brought = list(pool.map(lambda p: p.gather("large", str(p.rank) * 1_000_000), peers))
+        brought = list(pool.map(lambda p: p.gather("large", str(p.rank) * 2_000_000), peers))
     assert all(
-        {rank: len(data) for rank, data in each.items()} == dict.fromkeys(range(3), 1_000_000) for each in brought
+        {rank: len(data) for rank, data in each.items()} == dict.fromkeys(range(3), 2_000_000) for each in brought
     )
 
 
