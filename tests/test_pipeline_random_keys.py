@@ -10,6 +10,7 @@ import pytest
 
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, microbatch_key
+from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.tasks import linear
 from tests.pipelines import make_pipeline
 
@@ -20,7 +21,7 @@ BATCH = {"x": np.linspace(-1.0, 1.0, NUM_MICROBATCHES * WIDTH, dtype=np.float32)
 
 
 def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
-    kept = jax.random.bernoulli(key, 0.5, (WIDTH,))
+    kept = True if key is None else jax.random.bernoulli(key, 0.5, (WIDTH,))
     return jnp.sum(jnp.square(jnp.where(kept, leaves["x"] * params["dropped"]["w"], 0.0) - 1.0)), jnp.float32(WIDTH)
 
 
@@ -55,23 +56,30 @@ def expected() -> list[float]:
     return losses
 
 
-def train(pipeline: Pipeline, state: PipelineState, num_steps: int) -> tuple[PipelineState, list[float]]:
+def train(
+    pipeline: Pipeline, state: PipelineState, num_steps: int, *, evaluates: bool
+) -> tuple[PipelineState, list[float]]:
+    pipeline.prepare(BATCH, evaluation=EvaluationShapes(buckets=[{"x": BATCH["x"][0]}]) if evaluates else None)
     losses = []
     for _ in range(num_steps):
+        if evaluates:
+            pipeline.evaluate(state, BATCH)
         state, metrics = pipeline.step(state, BATCH)
         losses.append(metrics.result().loss)
     return state, losses
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(("data", "evaluates"), [(1, False), (1, True), (2, False)])
 def test_steps_and_microbatches_of_keys_are_those_of_the_run_also_after_a_resume(
-    expected: list[float], data: int
+    expected: list[float], data: int, evaluates: bool
 ) -> None:
+    """Also where evaluations come between."""
     same = {"placement": linear(1), "data": data, "optimizer": optax.sgd(LEARNING_RATE), "seed": SEED}
     with make_pipeline([CHUNK], **same) as pipeline:
-        state, losses = train(pipeline, pipeline.init(jax.random.key(0)), RESUMED_AT)
+        state, losses = train(pipeline, pipeline.init(jax.random.key(0)), RESUMED_AT, evaluates=evaluates)
         states = [held for _, held in pipeline.chunk_states(state)]
         with pipeline.reordered() as resumed:
-            losses += train(resumed, resumed.restore(states, RESUMED_AT), NUM_STEPS - RESUMED_AT)[1]
+            state = resumed.restore(states, RESUMED_AT)
+            losses += train(resumed, state, NUM_STEPS - RESUMED_AT, evaluates=evaluates)[1]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert len({round(loss, 4) for loss in losses}) == NUM_STEPS
