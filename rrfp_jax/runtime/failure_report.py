@@ -75,9 +75,20 @@ class Failure:
         )
 
     def is_complete(self, layout: Layout, rank: int) -> bool:
-        """Whether nobody is left to be heard, and this rank's own network has judged what another says of losses."""
-        is_judged = not self.claims or bool(self.lost)
+        """Whether nobody is left to be heard, and this rank's own network has judged what another says of losses.
+
+        A rank that fell silent and was heard all the same is no judgement: the network broke, and soon says where.
+        """
+        is_judged = not self.claims or bool(self.lost.keys() - self.heard.keys())
         return is_judged and len({rank, *self.heard, *self.lost}) == layout.num_ranks
+
+    def answer(self, rank: int) -> None:
+        """This rank lives: if another takes it for lost, what broke is between the two."""
+        if rank in self.claims and not self.lost.keys() - self.heard.keys():
+            assert self.origin is not None
+            one, other = sorted((rank, self.origin))
+            self.summary = f"rank {one} and rank {other} lost sight of each other"
+            self.claims.clear()
 
     def error(self, layout: Layout | None) -> RunFailed:
         """The error with the whole report."""
@@ -213,6 +224,8 @@ class FailureReport:
         if self.error is None:
             assert self.failing is not None
             self._tell()
+            if self._peers is not None:
+                self.failing.answer(self._peers.rank)
             self.error = self.failing.error(None if self._peers is None else self._peers.layout)
             self._complete.set()
             self._ended(self.error)

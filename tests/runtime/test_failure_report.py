@@ -155,6 +155,29 @@ def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
         assert report.error.report.lost_ranks == ()
 
 
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_a_rank_never_quotes_that_it_was_lost_itself(is_judged: bool) -> None:
+    """What ranks 2 and 3 say no longer reaches 0 and 1, whose news still come; this is rank 2's report."""
+    text = "ranks 0-1 and ranks 2-3 lost sight of each other: the network between HOST0 and HOST1"
+    peers: Any = SimpleNamespace(rank=2, layout=LAYOUT, announce=lambda news: None)
+    loop: Any = SimpleNamespace(call_later=lambda *_: None)
+    report = FailureReport(loop, peers, 8.0, list, lambda error: None)
+    for rank in (0, 1, 3):
+        states = {each: [state(each)] for each in (0, 1, 3)}
+        lost = lost_rank(LAYOUT, 2, "silent for 4.0 s", [])
+        report.heard(lost.news(states, lost.lost, rank))
+    for rank in (0, 1):
+        report.lost(rank, "silent for 3.6 s")
+    assert report.error is None, "the network may yet say what broke"
+    if is_judged:
+        report.broken(text)
+    else:
+        report._end()
+    assert isinstance(report.error, PeerLost)
+    assert report.error.report.summary == (text if is_judged else "rank 0 and rank 2 lost sight of each other")
+    assert report.error.report.lost_ranks == ()
+
+
 def test_what_another_says_of_losses_is_quoted_and_gives_way_to_what_was_seen_here() -> None:
     """Rank 0 no longer hears rank 2, which this rank 3 does; rank 3 no longer hears rank 0."""
     news = over_the_wire(lost_rank(LAYOUT, 2, "silent for 4.4 s", [state(0)]), 0)
