@@ -169,8 +169,15 @@ def test_ranks_that_do_not_come_together(fault: str, sayings: dict[int, str]) ->
         assert not launcher.living()
     assert time.monotonic() - started_s < START_S + 4 + 2 * SLACK_S  # the grace time for the one that never came
     for rank, saying in sayings.items():
-        assert saying in rank_text(launcher, rank)
+        if not (fault == "key" and _came_too_late(launcher, rank)):
+            assert saying in rank_text(launcher, rank), launcher.text
     assert "Traceback" not in launcher.text
+
+
+def _came_too_late(launcher: Launched, rank: int) -> bool:
+    """Whether a rank was still on its way when rank 1 had ended: then the launcher says why, and ends it."""
+    said = rf"rank 1 ended with code 6 before all ranks had come: ranks? [^:]*\b{rank}\b[^:]*, not there yet"
+    return any(re.search(said, line) for line in launcher.own_lines())
 
 
 def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> None:
