@@ -118,11 +118,19 @@ def simulate(
 
 
 def simulated_steps_ms(
-    arbiters: Sequence[StageArbiter], costs: Costs, *, machine: Machine = Machine(), num_steps: int
+    arbiters: Sequence[StageArbiter],
+    costs: Costs,
+    *,
+    machine: Machine = Machine(),
+    num_steps: int,
+    starts_ms: Sequence[float] = (),
 ) -> Iterator[float]:
-    """:attr:`Simulation.step_ms` of such a run, each step simulated when it is asked for; nothing else is kept."""
-    driver = _Driver(arbiters, costs, machine, num_steps, keeps_record=False)
-    before_ms = 0.0
+    """:attr:`Simulation.step_ms` of such a run, each step simulated when it is asked for; nothing else is kept.
+
+    ``starts_ms``: when each stage starts the first step, the last of them as a step before it ends; empty: all at 0.
+    """
+    driver = _Driver(arbiters, costs, machine, num_steps, keeps_record=False, starts_ms=starts_ms)
+    before_ms = max(starts_ms, default=0.0)
     for step in range(num_steps):
         driver.run_step(step)
         end_ms = driver.step_ends_ms[step]
@@ -179,6 +187,7 @@ class _Driver:
         record_events: bool = False,
         keeps_record: bool = True,
         absent: Sequence[Absences] = (),
+        starts_ms: Sequence[float] = (),
     ) -> None:
         graph = arbiters[0].graph
         durations = for_graph(costs.durations_ms, graph)
@@ -217,8 +226,8 @@ class _Driver:
             ),
         )
 
-        for stage in range(len(self.stages)):
-            self.queue.post(0.0, self._start_step, stage, 0)
+        for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
+            self.queue.post(start_ms, self._start_step, stage, 0)
 
     def run(self) -> None:
         """All steps."""

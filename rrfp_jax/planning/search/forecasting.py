@@ -9,9 +9,11 @@ from rrfp_jax.planning.search.records import Forecast
 from rrfp_jax.planning.search.step_bound import step_bound_ms
 
 
-def forecast(one: Candidate, book: CostBook, judge: Judge, num_draws: int | None = None) -> Forecast:
-    """By the draws that nothing was chosen by, all or the first of them."""
-    times = judge.times(one, num_draws or judge.num_draws, HELD_OUT)
+def forecast(
+    one: Candidate, book: CostBook, judge: Judge, num_draws: int | None = None, which: int = HELD_OUT
+) -> Forecast:
+    """By these draws, all or the first of them."""
+    times = judge.times(one, num_draws or judge.num_draws, which)
     draws_ms, shape, cut = times.draws_ms, one.choice.shape, one.choice.cut
     step_ms, number = float(draws_ms.mean()), len(draws_ms)
     sd_ms = float(draws_ms.std(ddof=1)) if number > 1 else 0.0

@@ -15,7 +15,7 @@ from rrfp_jax.arbitration import StepRules
 from rrfp_jax.planning.costs import CutModel, Noise
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.objective import Draws, Objective
-from rrfp_jax.planning.search.strict_times import Walk, strict_times_ms
+from rrfp_jax.planning.search.strict_times import Walk, starts_ms, strict_times_ms
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import simulated_steps_ms
 from rrfp_jax.simulation.jitter import Durations
@@ -69,10 +69,14 @@ class Judge:
         """On how many of the draws to choose by it was judged."""
         return len(self._known[id(one), TRAINING][1].draws_ms) if (id(one), TRAINING) in self._known else 0
 
-    def difference(self, before: Candidate, one: Candidate, num_draws: int) -> tuple[float, float]:
+    def difference(
+        self, before: Candidate, one: Candidate, num_draws: int, which: int = TRAINING
+    ) -> tuple[float, float]:
         """How much longer a sample takes with ``one`` than with the one before it, and what may lie between two that
         are alike: the standard error, at least rounding."""
-        draws_ms = [self.times(each, num_draws).draws_ms / each.choice.shape.batch_size for each in (before, one)]
+        draws_ms = [
+            self.times(each, num_draws, which).draws_ms / each.choice.shape.batch_size for each in (before, one)
+        ]
         values = [float(self.objective.of(each)) for each in draws_ms]
         error = self.objective.error_of_difference(draws_ms[0], draws_ms[1], self.seed)
         return values[1] - values[0], max(error, values[0] * ROUNDING)
@@ -129,11 +133,19 @@ class Judge:
 
 
 def _simulated_ms(one: Candidate, steps_ms: Durations) -> Iterator[float]:
-    """The intervals of these steps; the first one is simulated twice, and counts when its durations are known."""
+    """The intervals of these steps. Where stages have foresight, the first one is simulated twice, and counts when its
+    durations are known; all others leave nothing to the next step, so that each is as if one had gone before."""
     cut = one.choice.cut
-    twice = np.concatenate([steps_ms[:1], steps_ms])
+    learns = one.order.foresight is not None
+    durations_ms = np.concatenate([steps_ms[:1], steps_ms]) if learns else steps_ms
     rules = StepRules(lockstep=one.choice.shape.data > 1)
-    costs = cut.simulated_costs(twice)
-    run = simulated_steps_ms(one.order.arbiters(rules), costs, machine=cut.machine, num_steps=len(twice))
-    next(run)
+    run = simulated_steps_ms(
+        one.order.arbiters(rules),
+        cut.simulated_costs(durations_ms),
+        machine=cut.machine,
+        num_steps=len(durations_ms),
+        starts_ms=starts_ms(cut),
+    )
+    if learns:
+        next(run)
     return run

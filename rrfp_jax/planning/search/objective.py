@@ -30,6 +30,11 @@ class Objective:
             raise ValueError(f"objective {text!r} is unknown: give mean, p95, or mean+1sd with any number for the 1")
         return cls(deviations=float(found[1]))
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the mean alone, of whose error few draws tell."""
+        return not self.is_p95 and not self.deviations
+
     def of(self, draws_ms: Draws) -> NDArray[np.float64]:
         """Of step times along the last axis."""
         if self.is_p95:
@@ -48,7 +53,7 @@ class Objective:
         number = len(one_ms)
         if number < 2:
             return 0.0
-        if not self.is_p95 and not self.deviations:
+        if self.is_mean:
             return float((other_ms - one_ms).std(ddof=1) / np.sqrt(number))
         picks = np.random.default_rng(seed).integers(0, number, (_RESAMPLES, number))
         return float((self.of(other_ms[picks]) - self.of(one_ms[picks])).std(ddof=1))

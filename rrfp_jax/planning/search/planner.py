@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
-from rrfp_jax.planning.search.contest import FEW_DRAWS, MORE_DRAWS, contest
+from rrfp_jax.planning.search.contest import FEW_DRAWS, contest
 from rrfp_jax.planning.search.forecasting import forecast
-from rrfp_jax.planning.search.judging import ROUNDING, Judge
+from rrfp_jax.planning.search.judging import HELD_OUT, ROUNDING, TRAINING, Judge
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
 from rrfp_jax.planning.search.reasons import Reasons
 from rrfp_jax.planning.search.records import Plan, Ranked, Refused, Sensitivity
@@ -155,8 +153,8 @@ class _Planning:
     def _ranked(self, best: list[Candidate]) -> Plan:
         distinct = _distinct(best)
         top = distinct[: self.wishes.top]
-        told_by = [None if self._is_close(one, place) else MORE_DRAWS for place, one in enumerate(top)]
-        ranking = [self._told(one, number) for one, number in zip(top, told_by, strict=True)]
+        close = top[: 1 + self._has_close_second(top)]
+        ranking = [self._told(one, one in close) for one in top]
         reasons = Reasons(
             book=self.book,
             wishes=self.wishes,
@@ -172,13 +170,13 @@ class _Planning:
         changes = self._sensitivities(top)
         return Plan(
             ranking=tuple(ranking),
-            is_decided=self._is_decided(ranking),
+            is_decided=self._is_decided(top, len(close) > 1),
             refused=tuple(self._refused()),
             sensitivities=tuple(changes),
             bottleneck=bottleneck(changes),
-            even=self._told(even[0]) if even else None,
-            named=self._told(named[0]) if named else None,
-            judged=(*ranking, *(self._told(one, FEW_DRAWS) for one in distinct[self.wishes.top :])),
+            even=self._told(even[0], even[0] in close) if even else None,
+            named=self._told(named[0], named[0] in close) if named else None,
+            judged=(*ranking, *(self._told(one) for one in distinct[self.wishes.top :])),
             objective=self.wishes.objective,
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
@@ -193,14 +191,18 @@ class _Planning:
         if self.book.noise.is_none:
             yield "the costs do not say how durations vary, so all times are those of a step without noise"
 
-    def _is_close(self, one: Candidate, place: int) -> bool:
-        """Whether it is the first, or a second that was not clearly behind."""
-        return place == 0 or (place == 1 and self.judge.num_known(one) == self.judge.num_draws)
+    def _has_close_second(self, top: list[Candidate]) -> bool:
+        """Whether the second was judged on all draws, as it was not clearly behind."""
+        return len(top) > 1 and self.judge.num_known(top[1]) == self.judge.num_draws
 
-    def _told(self, one: Candidate, num_draws: int | None = None) -> Ranked:
-        """On the first draws, where it lost; None: on all. On few where the user had enough."""
-        num_draws = FEW_DRAWS if self.should_stop() else num_draws
-        return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, num_draws))
+    def _told(self, one: Candidate, is_close: bool = False) -> Ranked:
+        """By draws that nothing was chosen by where it came close, else by those by which it lost. By few where the
+        user had enough."""
+        which = HELD_OUT if is_close else TRAINING
+        number = self.judge.num_draws if is_close else max(FEW_DRAWS, self.judge.num_known(one))
+        if self.should_stop():
+            number = FEW_DRAWS
+        return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, number, which))
 
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
         if not top or not self.wishes.sensitivities:
@@ -240,17 +242,15 @@ class _Planning:
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())
 
-    def _is_decided(self, ranking: list[Ranked]) -> bool:
+    def _is_decided(self, top: list[Candidate], is_close: bool) -> bool:
         """Whether the first is ahead of the second by more than the error of their difference."""
-        if len(ranking) < 2:
-            return bool(ranking)
-        draws = [np.array(each.forecast.draws_ms or (each.forecast.step_ms,)) for each in ranking[:2]]
-        number = min(map(len, draws))
-        one, other = (
-            of_steps[:number] / each.choice.shape.batch_size for of_steps, each in zip(draws, ranking, strict=False)
-        )
-        ahead = float(self.judge.objective.of(other) - self.judge.objective.of(one))
-        return ahead > self.judge.objective.error_of_difference(one, other, self.seed)
+        if len(top) < 2:
+            return bool(top)
+        number = max(FEW_DRAWS, self.judge.num_known(top[1]))
+        if self.should_stop():
+            number = FEW_DRAWS
+        ahead, error = self.judge.difference(top[0], top[1], number, HELD_OUT if is_close else TRAINING)
+        return ahead > error
 
     def _tell(self, doing: str, done: int, total: int) -> None:
         best = self.sites.best

@@ -74,7 +74,8 @@ class Forecast:
     mfu: float | None = None
     """Operations of the model over what the devices' peak allows; None: not known."""
     draws_ms: tuple[float, ...] = ()
-    """Step times of each draw, the same noise for every choice."""
+    """Step times of each draw: of those that nothing was chosen by for the first of a ranking, and a second that came
+    close; of those by which they lost for all others."""
 
     @property
     def gap(self) -> float:
@@ -135,8 +136,8 @@ class Plan:
     named: Ranked | None = None
     """The best named order on its best cut."""
     judged: tuple[Ranked, ...] = ()
-    """All whose step time was forecast on the same draws, the ranking among them: what a picture of step time against
-    memory shows. Fewer draws may stand behind those that lost early."""
+    """All whose step time was forecast, the ranking among them: what a picture of step time against memory shows. Fewer
+    draws may stand behind those that lost early."""
     objective: str = "mean"
     """``mean``, ``p95``, or ``mean+Ksd``."""
     evaluations: int = 0

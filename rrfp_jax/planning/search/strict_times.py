@@ -67,8 +67,8 @@ def strict_times_ms(cut: CutModel, walk: Walk, durations_ms: Durations) -> Times
         [[links.transfer_ms(kind, a, b) for b in stages] for a in stages]
         for kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT)
     ]
-    reduce_ms, update_ms = once_per_step_ms(cut)
-    free: list[Any] = [update_ms[stage] + _depth(stage) * links.control_ms for stage in stages]
+    reduce_ms, _ = once_per_step_ms(cut)
+    free: list[Any] = starts_ms(cut)
     ends: list[Any] = []
     for stage, kind, chunk, microbatch, message, waits in walk.entries:
         start = free[stage]
@@ -79,6 +79,12 @@ def strict_times_ms(cut: CutModel, walk: Walk, durations_ms: Durations) -> Times
         ends.append(free[stage])
     reported = [np.atleast_1d(end + of_stage) for end, of_stage in zip(free, reduce_ms, strict=True)]
     return _verdict(reported, links.control_ms)
+
+
+def starts_ms(cut: CutModel) -> list[float]:
+    """When each stage has ended a step, from its verdict on: then it starts the next one."""
+    _, update_ms = once_per_step_ms(cut)
+    return [of_stage + _depth(stage) * cut.links.control_ms for stage, of_stage in enumerate(update_ms)]
 
 
 def once_per_step_ms(cut: CutModel) -> tuple[list[float], list[float]]:
