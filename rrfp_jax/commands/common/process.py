@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
+from rrfp_jax.commands.common.memory import keep_freed_blocks
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
@@ -54,6 +55,8 @@ def enter(
     """
     check_plugin(platform)
     _use_flags(xla_flags)
+    if platform == "cpu":
+        keep_freed_blocks()
     with ending_at_once():
         from rrfp_jax.runtime.process import Process
 
