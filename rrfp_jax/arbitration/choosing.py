@@ -19,7 +19,13 @@ class Choosing(Lookout, Transitions):
     def _dispatch(self, out: list[Instruction]) -> None:
         if self._engines is not None:
             self._dispatch_beside(self._engines, out)
-        while (len(self._running) < self._capacity or self._counts_on(out)) and any(self._ready.lanes):
+        while len(self._running) < self._capacity or self._counts_on(out):
+            if not any(self._ready.lanes):
+                promised = self._promised_next() if self._promises.made else None
+                if promised is None:
+                    return
+                self._start(self._ranked.at[promised], promised, out)
+                continue
             heads = self._heads()
             position, state = self.consumption.choose(self._hint_state, heads)
             if self._certainty is not None and self._due is not None and not self._is_told:
@@ -97,6 +103,9 @@ class Choosing(Lookout, Transitions):
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan
         lane, task = plan.lanes[node], plan.tasks[node]
+        if self._waiting[node]:
+            self._promises.awaiting[node] = self._waiting[node]
+            self._make_ready(node, out)
         if lane:
             self._ready.remove(lane, position)
         elif self._ahead is not None:
@@ -117,7 +126,8 @@ class Choosing(Lookout, Transitions):
         foresight = self._foresight
         if foresight is not None:
             foresight.start(task, position, self._now_s)
-            if foresight.is_awake and plan.sends[node] and (self._certainty is None or self._due is None):
+            is_first = self._certainty is None or self._due is None
+            if foresight.is_awake and plan.sends[node] and is_first and node not in self._promises.awaiting:
                 self._announce(node, out)
 
     def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:

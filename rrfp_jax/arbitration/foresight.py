@@ -177,6 +177,10 @@ class Foresight:
         if self.held_since_s is not None:
             self.release()
 
+    def begun(self, task: Task, time_s: float) -> None:
+        """The last input of a task that was handed over before has come."""
+        self._started_s[task] = time_s
+
     def release(self) -> None:
         """Nothing is held any more: a task starts, or an engine has taken the memory that those held need."""
         self.held_since_s = self._wake_s = self._told_wake_s = None
@@ -238,6 +242,10 @@ class Foresight:
             return best
         self._hold(since_s, until_s)
         return None
+
+    def awaits(self, position: int) -> bool:  # noqa: ARG002 - free choice asks which
+        """Whether to hand over the next entry, at this position, before its promised inputs are there."""
+        return self.is_awake
 
     def _choose_unheard(self, best: int, usual_s: float, message: Message, now_s: float, since_s: float) -> int | None:
         """Rule 3; what was not announced in time is learnt, whether the stage waited for it or not."""

@@ -58,8 +58,13 @@ def _check_counts(arbiter: "StageArbiter") -> None:
         if left != FINISHED:
             for dependent in plan.dependents[node] if left != DUE else others(plan, plan.dependents[node]):
                 missing[dependent] += 1
+    awaiting = dict.fromkeys(arbiter._promises.awaiting, 0)
     for message in plan.arrivals.keys() - arbiter._arrived:
-        missing[plan.arrivals[message]] += 1
+        node = plan.arrivals[message]
+        (awaiting if node in awaiting else missing)[node] += 1
+    assert awaiting == arbiter._promises.awaiting
+    assert all(lacks and waiting[node] in (RUNNING, DUE) for node, lacks in awaiting.items())
+    assert arbiter._promises.made <= plan.arrivals.keys() - arbiter._arrived
     counted = [max(left, 0) for left in waiting]
     assert counted == missing, [plan.name(n) for n in range(plan.num_nodes) if counted[n] != missing[n]]
 

@@ -12,6 +12,7 @@ from rrfp_jax.arbitration.events import InputArrived, Message
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import StagePlan, StepRules
+from rrfp_jax.arbitration.promises import Promises
 from rrfp_jax.arbitration.read_ahead import AheadBound, ReadAhead
 from rrfp_jax.arbitration.ready_set import ReadySet
 from rrfp_jax.arbitration.regime import Regime
@@ -59,6 +60,7 @@ class StageState:
         self._resting: Foresight | None = None
         """The foresight of training, during an evaluation."""
         self._early: dict[int, tuple[InputArrived, ...]] = {}
+        self._promises = Promises()
         self._weights: tuple[int, ...] = ()
         self._begin(self._full)
 
@@ -73,6 +75,7 @@ class StageState:
         twin._window = self._window.copy()
         twin._running = self._running.copy()
         twin._early = self._early.copy()
+        twin._promises = self._promises.copy()
         twin._engines = self._engines and self._engines.copy()
         twin._footprint = self._footprint and self._footprint.copy()
         twin._ahead = self._ahead and self._ahead.copy()
@@ -127,6 +130,7 @@ class StageState:
         if twin.evaluates:
             twin._change(evaluates=False)
         twin._early, twin._prepared, twin._weights = {}, twin._full, ()
+        twin._promises = Promises()
         twin._foresight = twin._foresight and twin._foresight.fresh(estimates or Estimates())
         twin._begin(twin._full)
         return twin
@@ -135,7 +139,7 @@ class StageState:
         """This one, fresh, in the place of another that is between steps: it knows what the other has ended, has learnt
         and has been sent early."""
         twin = self.fresh(former.step, former.estimates())
-        twin._early = former._early.copy()
+        twin._early, twin._promises = former._early.copy(), former._promises.copy()
         return twin
 
     def estimates(self) -> Estimates | None:
@@ -148,7 +152,7 @@ class StageState:
         early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
         seen = self._foresight and self._foresight.key(is_active=self.is_active)
         if not self.is_active:
-            return (self.step, early, seen)
+            return (self.step, early, seen, self._promises.key())
         return (
             self.step,
             early,
@@ -161,6 +165,7 @@ class StageState:
             self._hint_state,
             tuple(self._running),
             self._is_told,
+            self._promises.key(),
         )
 
     def _begin(self, ranked: StepPlan) -> None:
@@ -168,6 +173,7 @@ class StageState:
         plan = ranked.plan
         self._waiting = list(plan.needs)
         self._arrived: set[Message] = set()
+        self._promises.begin(self.step, plan.arrivals)
         self._ready = ReadySet(len(self.read_ahead))
         self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
         self._engines = Engines(len(plan.engines)) if plan.engines else None

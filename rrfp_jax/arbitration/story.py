@@ -10,6 +10,7 @@ from rrfp_jax.arbitration.events import (
     Event,
     GroupHeard,
     InputArrived,
+    InputPromised,
     Instruction,
     MemberReceived,
     Message,
@@ -111,8 +112,8 @@ def of_event(event: Event) -> str:
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):
         return f"member {event.member} said: {_note(event.note)}"
-    if isinstance(event, TaskAnnounced):
-        return f"the {event.message} was announced"
+    if isinstance(event, TaskAnnounced | InputPromised):
+        return f"the {event.message} was {'promised' if isinstance(event, InputPromised) else 'announced'}"
     if isinstance(event, ClockTick):
         return "the clock ticked"
     return f"{event.task} was about to end" if isinstance(event, DecideNow) else f"{event.task} finished"

@@ -3,6 +3,7 @@
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.engines import NOTHING, engine_of
 from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send, record
+from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import FINISHED, followers, others
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.self_report import SelfReport
@@ -29,9 +30,36 @@ class Transitions(SelfReport):
             self._ahead.hear(message)
         if self._foresight is not None:
             self._foresight.arrived(message, event.time_s)
+        if self._promises.made:
+            self._promises.made.discard(message)
+        if node in self._promises.awaiting:
+            self._input_came(node, out)
+            return
         self._waiting[node] -= 1
         if not self._waiting[node]:
             self._make_ready(node, out)
+
+    def _input_came(self, node: int, out: list[Instruction]) -> None:
+        """An input of a task that was handed over before; with the last one the device begins it."""
+        awaiting, foresight = self._promises.awaiting, self._foresight
+        awaiting[node] -= 1
+        if awaiting[node]:
+            return
+        del awaiting[node]
+        assert foresight is not None
+        foresight.begun(self._ranked.plan.tasks[node], self._now_s)
+        if foresight.is_awake and (self._certainty is None or self._running[0] == node):
+            self._announce(node, out)
+
+    def _take_as_arrived(self, node: int) -> None:
+        """A task has ended, and word of its inputs is still on its way: they were there."""
+        del self._promises.awaiting[node]
+        assert self._foresight is not None
+        for message in self._ranked.plan.messages_for[node]:
+            if message not in self._arrived:
+                self._arrived.add(message)
+                self._promises.made.discard(message)
+                self._foresight.arrived(message, self._now_s)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
         plan = self._ranked.plan
@@ -40,6 +68,8 @@ class Transitions(SelfReport):
         if node is None or left not in _RUNNING_OR_DUE:
             what = f"{task} finished without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if node in self._promises.awaiting:
+            self._take_as_arrived(node)
         if self._engines is not None and plan.lanes[node] < 0:
             self._engines.running[engine_of(plan.lanes[node])] = NOTHING
         else:
@@ -48,14 +78,20 @@ class Transitions(SelfReport):
             self._running.remove(node)
             if self._foresight is not None:
                 self._foresight.finish(task, self._now_s)
-                if self._certainty is not None and self._running and self._foresight.is_awake:
-                    self._announce(self._running[0], out)
+                self._begin_next(self._foresight, out)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
                 self._free(node)
         dependents = plan.dependents[node]
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
+
+    def _begin_next(self, foresight: Foresight, out: list[Instruction]) -> None:
+        """The device begins what is behind a task that has ended, where its inputs are there."""
+        running = self._running
+        is_announced = self._certainty is None or not foresight.is_awake
+        if running and not is_announced and running[0] not in self._promises.awaiting:
+            self._announce(running[0], out)
 
     def _announce(self, node: int, out: list[Instruction]) -> None:
         """The device begins a task: say what it will send, where foresight is awake."""

@@ -89,6 +89,9 @@ class FreeForesight(Foresight):
     def key(self, *, is_active: bool) -> Hashable:
         return is_active and (self.is_holding, self._told_wake_s is None)
 
+    def awaits(self, position: int) -> bool:
+        return self.rules.script.ask((None, self.task_at[position])) is not None
+
     def choose(
         self,
         best: int,  # noqa: ARG002

@@ -14,16 +14,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
+from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
+from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.compute import ComputeThread, StageThreads
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import HandsAhead, StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.late_delivery import LateDelivery
 from rrfp_jax.runtime.launching import LaunchAndWait
@@ -41,6 +42,8 @@ from rrfp_jax.timeline import Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
 _CHECKS_PER_DEADLINE = 8
+_CAUSE_WITHIN_S = 1.0
+"""How long a task that fails before its input was delivered waits to be the cause itself."""
 _STOP_TIMEOUT_S = 5.0
 _STOP_AFTER_FAILURE_S = 0.5
 """A program that hangs, or waits for a process that is lost, does not end."""
@@ -100,6 +103,8 @@ class PipelineRuntime:
         self.transport = make_transport(self._late or self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, StageThreads] = {}
+        self._hand_ahead: dict[int, HandsAhead] = {}
+        """Stages that are wholly here and whose outputs can be promised to each other."""
         self._engines: list[ComputeThread] = []
         """The threads of engines beside compute."""
         self._completions: deque[_Completion | _Due] = deque()
@@ -119,12 +124,15 @@ class PipelineRuntime:
         name, done = f"rrfp-stage-{stage}", partial(self._completed, stage)
         thread: StageThreads
         if just_in_time:
-            thread = LaunchAndWait(name, executor.launch, done, decide=partial(self._due, stage))
+            rule = timing_rule(looks_ahead=arbiter.foresight_rules is not None)
+            thread = LaunchAndWait(name, executor.launch, done, decide=partial(self._due, stage), rule=rule)
         elif arbiter.dispatch_ahead:
             thread = LaunchAndWait(name, executor.launch, done)
         else:
             thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread
+        if just_in_time and self._late is None and self._is_here(stage) and getattr(executor, "hands_ahead", False):
+            self._hand_ahead[stage] = cast(HandsAhead, executor)
         beside = lanes_beside(arbiter.graph)
         engines = {lane: ComputeThread(f"{name}-{lane}", executor.launch, done) for lane in sorted({*beside.values()})}
         self._engines += engines.values()
@@ -133,6 +141,7 @@ class PipelineRuntime:
             executor,
             self.transport,
             submit=thread.submit if not beside else partial(_submit, beside, engines, thread),
+            submit_awaiting=partial(self._submit_awaiting, stage),
             ended=self._stage_ended,
             announce=self._announce,
             wake_later=self._wake_later,
@@ -229,6 +238,8 @@ class PipelineRuntime:
             return not any(thread.is_alive() for thread in self._all_threads())
         for thread in self._all_threads():
             thread.ask_to_stop()
+        for actor in self._actors.values():
+            actor.give_up()
         until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._ending.failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._all_threads()]
         left_loop = threading.Event()
@@ -301,8 +312,27 @@ class PipelineRuntime:
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._pump(self._actors[stage].receive, step, message, payload)
 
+    def _is_here(self, stage: int) -> bool:
+        """Whether a stage has no part in another process."""
+        return self._peers is None or [*self._peers.layout.ranks_of(stage)] == [self._peers.rank]
+
+    def _submit_awaiting(self, stage: int, instruction: RunTask, missing: Sequence[Message]) -> AwaitedInputs:
+        """Hand a task over that lacks inputs which other stages here are about to launch."""
+        step, thread, own = instruction.step, self._threads[stage], self._hand_ahead[stage]
+        assert isinstance(thread, LaunchAndWait)
+        stage_of = self._actors[stage].arbiter.placement.stage_of_chunk
+        makers = [(message, self._hand_ahead[stage_of[message.source]]) for message in missing]
+        inputs = AwaitedInputs([partial(own.fetch, step, m, partial(maker.ahead, step, m)) for m, maker in makers])
+        thread.submit(instruction, inputs)
+        return inputs
+
     def _announce(self, stage: int, step: int, message: Message) -> None:
-        """Have a stage hear that what will send this message has started."""
+        """Have a stage hear that what will send this message has started; it is promised where it can be fetched."""
+        if stage in self._hand_ahead:
+            source = self._actors[stage].arbiter.placement.stage_of_chunk[message.source]
+            if source in self._hand_ahead:
+                self._pump(self._actors[stage].promised, step, message)
+                return
         if self._peers is not None and self._peers.layout.ranks_of(stage)[0] != self._peers.rank:
             self._peers.announce_task(stage, step, message)
         else:
@@ -320,10 +350,17 @@ class PipelineRuntime:
             stage, instruction, start_s, end_s, error = item
             if error is None:
                 self._pump(self._actors[stage].completed, instruction, start_s, end_s)
+            elif self._actors[stage].arbiter.awaits_input(instruction.task):
+                # what makes its input has failed, too, and is about to say so
+                self._loop.call_later(_CAUSE_WITHIN_S, self._task_failed, stage, instruction, error)
             else:
-                step = self._steps.name(instruction.step)
-                what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
-                self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+                self._task_failed(stage, instruction, error)
+
+    def _task_failed(self, stage: int, instruction: RunTask, error: BaseException) -> None:
+        if self._ending.failing is None:
+            step = self._steps.name(instruction.step)
+            what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
+            self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
     def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
         thread = self._threads[stage]

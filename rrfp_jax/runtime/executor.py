@@ -39,6 +39,22 @@ class StageOutcome(NamedTuple):
     """And in host memory, where operations put it there."""
 
 
+class HandsAhead(Protocol):
+    """What an executor offers besides, where devices wait for inputs by themselves: its outputs can be handed on as
+    their tasks are launched."""
+
+    hands_ahead: bool
+    """Whether it does."""
+
+    def ahead(self, step: int, message: Message) -> Any:
+        """What :meth:`StageExecutor.payload` will return for a stage of this process, and still will; None before its
+        task was launched, and after it was handed out. On any thread."""
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        """Take a message's content before it is delivered, from the stage that makes it, and the delivery for a second
+        one; tells whether it is here now. On the compute thread."""
+
+
 class StageExecutor(Protocol):
     """The work of one stage."""
 

@@ -119,6 +119,8 @@ class ProgramStage:
         self._below = children(stage, placement.num_stages, step_rules.tree_degree)
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Elsewhere other stages get a view of a value, for which it must be there."""
+        self.hands_ahead = self._posts_at_once
+        self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
         self._enqueue: dict[TaskKind, Callable[[int, int, int], _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,

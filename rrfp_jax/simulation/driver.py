@@ -17,6 +17,7 @@ from rrfp_jax.arbitration import (
     DecisionTimer,
     Event,
     FinishStep,
+    InputPromised,
     Instruction,
     RunTask,
     Send,
@@ -24,7 +25,9 @@ from rrfp_jax.arbitration import (
     StepStarted,
     TaskAnnounced,
     TaskFinished,
+    TimingRule,
     WakeAt,
+    timing_rule,
 )
 from rrfp_jax.arbitration.events import record
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
@@ -51,8 +54,12 @@ class Machine:
     """Of the host per task: from the choice of a task to its start, if the device is free by then."""
     agreement_ms: float = 0.0
     """Of a tensor-parallel group per task: the ranks agree on it before the host hands it over."""
-    just_in_time: Callable[[], DecisionTimer] | None = None
-    """Makes each stage's timer, which says when to decide what follows a task; None: at its end."""
+    just_in_time: Callable[[TimingRule], DecisionTimer] | None = None
+    """Makes each stage's timer, from the rule that suits the stage: it says when to decide what follows a task. None:
+    at its end."""
+    awaits_inputs: bool = False
+    """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there:
+    what is announced is promised (:class:`rrfp_jax.arbitration.InputPromised`)."""
 
     def __post_init__(self) -> None:
         if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
@@ -60,9 +67,10 @@ class Machine:
                 f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
                 "must not be negative"
             )
-        if self.just_in_time is not None and self.communication is not Communication.ASYNC:
+        if self.communication is not Communication.ASYNC and (self.just_in_time is not None or self.awaits_inputs):
+            what = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
             raise ValueError(
-                f"just-in-time dispatch has no meaning with {self.communication} communication, in which a stage sends "
+                f"{what} no meaning with {self.communication} communication, in which a stage sends "
                 "before it goes on: leave it out, or take async"
             )
 
@@ -136,6 +144,7 @@ class _Stage:
     __slots__ = (
         "answers",
         "arbiter",
+        "awaits_input",
         "dispatched",
         "holds",
         "host_free_ms",
@@ -155,6 +164,8 @@ class _Stage:
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
+        self.awaits_input = False
+        """Whether its device waits for an input of the task that is next."""
         self.holds = False
         """Whether it has asked to be woken and has started nothing since."""
         self.idle: tuple[int, IdleReason] | None = None
@@ -190,7 +201,9 @@ class _Driver:
             _Stage(
                 arbiter,
                 times.of_another_stage(),
-                machine.just_in_time() if machine.just_in_time else None,
+                machine.just_in_time(timing_rule(looks_ahead=arbiter.foresight_rules is not None))
+                if machine.just_in_time
+                else None,
                 record_events,
             )
             for arbiter in arbiters
@@ -250,7 +263,9 @@ class _Driver:
                 self._wake_at(index, stage, instruction)
             elif type(instruction) is FinishStep:
                 self._finish_step(index, instruction)
-        if not stage.dispatched and self._keeps_record:
+        if stage.awaits_input:
+            self._start_task(index, stage)
+        if self._keeps_record and (stage.awaits_input or not stage.dispatched):
             self._note_idle(index, stage)
 
     def is_computing(self, index: int) -> bool:
@@ -283,6 +298,10 @@ class _Driver:
         if lasts_ms is None:
             lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
+        if self.machine.awaits_inputs:
+            at_ms = max(at_ms, self.stages[index].host_free_ms)  # its launch has ended by then
+            self.queue.post_arrival(at_ms, self.deliver, target, InputPromised(step, at_ms / 1e3, message))
+            return
         event = record(TaskAnnounced, (step, at_ms / 1e3, message))
         if stage.holds:
             self.queue.post_arrival(at_ms, self.deliver, target, event)
@@ -317,6 +336,9 @@ class _Driver:
     def _start_task(self, index: int, stage: _Stage) -> None:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
+        stage.awaits_input = stage.arbiter.awaits_input(task)
+        if stage.awaits_input:
+            return
         start_ms = max(now_ms, host_ready_ms)
         if stage.idle is not None:
             self._set_idle(index, stage, None)
