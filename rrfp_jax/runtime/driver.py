@@ -274,7 +274,7 @@ class PipelineRuntime:
             clock_offset_s=0.0 if self._peers is None else self._peers.clocks.offset_s,
         )
 
-    # -- on the event loop: steps ------------------------------------------------------------------------------------
+    # -- steps: on the event loop, and in turns ----------------------------------------------------------------------
 
     def _leave_loop(self, left: threading.Event) -> None:
         if self._peers is not None:
