@@ -16,14 +16,20 @@ from rrfp_jax.tasks import Task
 class Choosing(Lookout, Transitions):
     """An arbiter as far as it chooses."""
 
+    __slots__ = ()
+
     def _dispatch(self, out: list[Instruction]) -> None:
         if self._engines is not None:
             self._dispatch_beside(self._engines, out)
-        while (len(self._running) < self._capacity or self._counts_on(out)) and any(self._ready.lanes):
+        choose = self.consumption.choose
+        certainty = self._certainty
+        while (len(self._running) < self._capacity or (certainty is not None and self._counts_on(out))) and any(
+            self._ready.lanes
+        ):
             heads = self._heads()
-            position, state = self.consumption.choose(self._hint_state, heads)
-            if self._certainty is not None and self._due is not None and not self._is_told:
-                sure = self._certainty.choice(self.consumption.choose, self._hint_state, self._waiting)
+            position, state = choose(self._hint_state, heads)
+            if certainty is not None and self._due is not None and not self._is_told:
+                sure = certainty.choice(choose, self._hint_state, self._waiting)
                 if position is None or position != sure:
                     return
             foresight = self._foresight
@@ -116,9 +122,9 @@ class Choosing(Lookout, Transitions):
         out.append(record(RunTask, (self.step, task)))
         foresight = self._foresight
         if foresight is not None:
-            foresight.start(task, position, self._now_s)
-            if foresight.is_awake and plan.sends[node] and (self._certainty is None or self._due is None):
-                self._announce(node, out)
+            sends = foresight.start(position, self._now_s)
+            if sends and (self._certainty is None or self._due is None):
+                self._announce(sends, out)
 
     def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:
         """Start an F of a stage with bounds of read-ahead."""

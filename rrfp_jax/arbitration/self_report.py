@@ -20,6 +20,8 @@ _TAKEN = MessageKind.TAKEN
 class SelfReport(StageState):
     """An arbiter as far as reports see it."""
 
+    __slots__ = ()
+
     def _choose(self) -> Choice:
         """What the hint alone would run next."""
         raise NotImplementedError
@@ -72,7 +74,7 @@ class SelfReport(StageState):
     def _untaken(self, ahead: ReadAhead) -> dict[int, tuple[Message, ...]]:
         """For each ready F that only its chunk's read-ahead restrains, the word of its readers that is missing."""
         plan = self._ranked.plan
-        told = [m for m in plan.arrivals if m.kind is _TAKEN and m not in self._arrived]
+        told = [m for m, number in plan.arrivals.items() if m.kind is _TAKEN and number not in self._arrived]
         restrained = {}
         for chunk, number in ahead.number.items():
             reserve = ahead.reserves[number]

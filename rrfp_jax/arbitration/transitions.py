@@ -2,7 +2,7 @@
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.engines import NOTHING, engine_of
-from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send, record
+from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, Message, MessageKind, Send, record
 from rrfp_jax.arbitration.plan import FINISHED, followers, others
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.self_report import SelfReport
@@ -16,19 +16,22 @@ _TAKEN = MessageKind.TAKEN
 class Transitions(SelfReport):
     """An arbiter as far as things happen to it."""
 
+    __slots__ = ()
+
     def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
-        message, arrived = event.message, self._arrived
-        node = self._ranked.plan.arrivals.get(message)
-        if node is None:
+        message, arrived, plan = event.message, self._arrived, self._ranked.plan
+        number = plan.arrivals.get(message)
+        if number is None:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
-        if message in arrived:
+        if number in arrived:
             return
-        arrived.add(message)
+        arrived.add(number)
         if self._ahead is not None and message.kind is _TAKEN:
             self._ahead.hear(message)
         if self._foresight is not None:
-            self._foresight.arrived(message, event.time_s)
+            self._foresight.arrived(number, event.time_s)
+        node = plan.awaited_by[number]
         self._waiting[node] -= 1
         if not self._waiting[node]:
             self._make_ready(node, out)
@@ -47,9 +50,9 @@ class Transitions(SelfReport):
                 self._settle_due(node, task)
             self._running.remove(node)
             if self._foresight is not None:
-                self._foresight.finish(task, self._now_s)
-                if self._certainty is not None and self._running and self._foresight.is_awake:
-                    self._announce(self._running[0], out)
+                self._foresight.finish(self._ranked.position[node], self._now_s)
+                if self._certainty is not None and self._running:
+                    self._announce(self._foresight.announcements(self._ranked.position[self._running[0]]), out)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
@@ -57,11 +60,10 @@ class Transitions(SelfReport):
         dependents = plan.dependents[node]
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
 
-    def _announce(self, node: int, out: list[Instruction]) -> None:
-        """The device begins a task: say what it will send, where foresight is awake."""
-        for message, stage in self._ranked.plan.sends[node]:
-            if message.kind is not _TAKEN:
-                out.append(record(Announce, (self.step, message, stage)))
+    def _announce(self, sends: tuple[tuple[Message, int], ...], out: list[Instruction]) -> None:
+        """The device begins a task: say what it will send."""
+        for message, stage in sends:
+            out.append(record(Announce, (self.step, message, stage)))
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""
