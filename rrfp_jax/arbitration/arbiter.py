@@ -88,6 +88,8 @@ from rrfp_jax.arbitration.window import check_weights
 class StageArbiter(Choosing):
     """Decides what one stage runs next."""
 
+    __slots__ = ()
+
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
         if type(event) is TaskAnnounced and not self._hear_announcement(event):

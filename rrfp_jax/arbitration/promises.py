@@ -24,7 +24,7 @@ could have come without promises. A promise that is lost or late costs time only
 driver, as an arrival of what is not there would be.
 """
 
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 from rrfp_jax.arbitration.events import Message
 
@@ -35,8 +35,8 @@ class Promises:
     __slots__ = ("_early", "awaiting", "made")
 
     def __init__(self) -> None:
-        self.made: set[Message] = set()
-        """Of the present step; none of them has arrived."""
+        self.made: set[int] = set()
+        """Their numbers in the present step; none of them has arrived."""
         self.awaiting: dict[int, int] = {}
         """For each node that was handed over before its inputs: how many are still to come."""
         self._early: dict[int, set[Message]] = {}
@@ -47,10 +47,10 @@ class Promises:
         twin._early = {step: made.copy() for step, made in self._early.items()}
         return twin
 
-    def begin(self, step: int | None, expected: Container[Message]) -> None:
+    def begin(self, step: int | None, numbers: Mapping[Message, int]) -> None:
         """A step begins, which waits for these messages."""
         early = () if step is None else self._early.pop(step, ())
-        self.made = {message for message in early if message in expected}
+        self.made = {numbers[message] for message in early if message in numbers}
         self.awaiting = {}
 
     def hear_early(self, step: int, message: Message) -> None:
@@ -62,7 +62,7 @@ class Promises:
         if step in self._early:
             self._early[step].discard(message)
 
-    def cover(self, missing: Iterable[Message]) -> bool:
+    def cover(self, missing: Iterable[int]) -> bool:
         """Whether all of these are promised."""
         return bool(self.made) and self.made.issuperset(missing)
 

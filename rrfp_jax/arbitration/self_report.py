@@ -22,6 +22,8 @@ _TAKEN = MessageKind.TAKEN
 class SelfReport(StageState):
     """An arbiter as far as reports see it."""
 
+    __slots__ = ()
+
     def _choose(self) -> Choice:
         """What the hint alone would run next."""
         raise NotImplementedError
@@ -69,8 +71,10 @@ class SelfReport(StageState):
         """Those of a task that was handed over before they were here."""
         if not self.awaits_input(task):
             return ()
-        plan = self._ranked.plan
-        return [message for message in plan.messages_for[plan.index[task]] if message not in self._arrived]
+        plan, foresight = self._ranked.plan, self._foresight
+        assert foresight is not None
+        inputs = foresight.outlook.inputs_of[plan.index[task]]
+        return [plan.messages[number] for number in inputs if number not in self._arrived]
 
     def held(self) -> frozenset[int]:
         """The microbatches that the stage holds."""
@@ -88,7 +92,7 @@ class SelfReport(StageState):
     def _untaken(self, ahead: ReadAhead) -> dict[int, tuple[Message, ...]]:
         """For each ready F that only its chunk's read-ahead restrains, the word of its readers that is missing."""
         plan = self._ranked.plan
-        told = [m for m in plan.arrivals if m.kind is _TAKEN and m not in self._arrived]
+        told = [m for m, number in plan.arrivals.items() if m.kind is _TAKEN and number not in self._arrived]
         restrained = {}
         for chunk, number in ahead.number.items():
             reserve = ahead.reserves[number]

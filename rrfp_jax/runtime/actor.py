@@ -1,9 +1,9 @@
 """A stage actor: the shell that feeds events to its arbiter and carries out the instructions.
 
-Everything here runs on the event loop. Tasks run on the actor's compute thread; their completions come back as events.
+Everything here is called in turns (:mod:`rrfp_jax.runtime.turns`): one call at a time, on any thread, and none may
+block. Tasks run on the actor's compute thread; their completions come back as events.
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,8 +49,8 @@ AnnounceTo = Callable[[int, int, Message], None]
 """Called with a stage, the step and the message whose task has started, for that stage to hear of."""
 SubmitAwaiting = Callable[[RunTask, Sequence[Message]], AwaitedInputs]
 """Called with an instruction and the inputs that it lacks still, to hand it to the stage's thread."""
-WakeLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-"""Called with a time (``time.perf_counter``) and what to call then, on the event loop."""
+WakeLater = Callable[[float, Callable[[], None]], None]
+"""Called with a time (``time.perf_counter``) and what to call then."""
 
 
 class StageActor:
@@ -80,8 +80,8 @@ class StageActor:
         self._submit_awaiting = submit_awaiting
         self._awaited: dict[Task, AwaitedInputs] = {}
         """Of tasks that were handed over before all their inputs were delivered."""
-        self._wake: asyncio.TimerHandle | None = None
-        """Ends the present hold; a task that starts has ended it."""
+        self._wake: WakeAt | None = None
+        """What ends the present hold; a task that starts has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
@@ -130,12 +130,13 @@ class StageActor:
 
     def give_up(self) -> None:
         """The run ends: no thread is to wait for an input any more."""
-        for inputs in self._awaited.values():
+        for inputs in [*self._awaited.values()]:
             inputs.give_up()
 
     def _woken(self, asked: WakeAt) -> None:
-        self._wake = None
-        self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
+        if asked is self._wake:
+            self._wake = None
+            self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         lane = self._beside.get(instruction.task.kind)
@@ -168,15 +169,15 @@ class StageActor:
             if isinstance(instruction, RunTask):
                 self._hand_over(instruction)
                 if instruction.task.kind not in self._beside:
-                    self._wake_no_more()
+                    self._wake = None
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, Announce):
                 announced.append(instruction)
             elif isinstance(instruction, WakeAt):
-                self._wake_no_more()
-                self._wake = self._wake_later(instruction.time_s, partial(self._woken, instruction))
+                self._wake = instruction
+                self._wake_later(instruction.time_s, partial(self._woken, instruction))
             elif isinstance(instruction, FinishStep):
                 ended = True
             else:
@@ -196,11 +197,6 @@ class StageActor:
             return
         assert self._submit_awaiting is not None
         self._awaited[instruction.task] = self._submit_awaiting(instruction, missing)
-
-    def _wake_no_more(self) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

@@ -2,8 +2,8 @@
 
 One implementation runs the compiled programs of real chunks (:mod:`rrfp_jax.runtime.program_stage`), another emulates
 them (:mod:`rrfp_jax.testing.emulated_stage`). ``launch`` is called on the stage's compute thread, and what it returns
-is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.compute`). Everything else is called on the
-event loop and must return within microseconds.
+is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.compute`). Everything else is called in
+turns (:mod:`rrfp_jax.runtime.turns`), one call at a time, and must return within microseconds.
 """
 
 from collections.abc import Callable

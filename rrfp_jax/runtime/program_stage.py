@@ -53,7 +53,7 @@ class _Step:
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
     losses: list[tuple[int, int, Loss]] = field(default_factory=list)
-    """(microbatch, chunk, loss), appended once they are complete, and read on the loop."""
+    """(microbatch, chunk, loss), appended once they are complete, and read in turns."""
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
     """(chunk, squared norm), likewise."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class ProgramStage:
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
-    # -- on the event loop -------------------------------------------------------------------------------------------
+    # -- in turns ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch)

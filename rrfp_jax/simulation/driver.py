@@ -9,6 +9,7 @@ task is about to end, when a stage's own timer expects it to. Times are millisec
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rrfp_jax.arbitration import (
     Announce,
@@ -218,7 +219,8 @@ class _Driver:
         self._senders_wait = machine.communication is not Communication.ASYNC
         """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
         self._may_lose = machine.links.announce_loss > 0
-        self._announcements_ms: dict[tuple[int, int], float] = {}
+        self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
+        """How long announcements take, by sending and receiving stage."""
         self.transfers = make_transfers(
             machine.communication,
             Surroundings(
@@ -229,6 +231,14 @@ class _Driver:
                 is_computing=self.is_computing,
             ),
         )
+
+        self._carry_out: dict[type[Instruction], Callable[[int, Any], None]] = {
+            RunTask: self._dispatch,
+            Send: self.transfers.send,
+            Announce: self._announce,
+            WakeAt: self._wake_at,
+            FinishStep: self._finish_step,
+        }
 
         for stage in range(len(self.stages)):
             self.queue.post(0.0, self._start_step, stage, 0)
@@ -252,17 +262,9 @@ class _Driver:
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
+        carry_out = self._carry_out
         for instruction in instructions:
-            if type(instruction) is RunTask:
-                self._dispatch(index, stage, instruction)
-            elif type(instruction) is Send:
-                self.transfers.send(index, instruction)
-            elif type(instruction) is Announce:
-                self._announce(index, instruction)
-            elif type(instruction) is WakeAt:
-                self._wake_at(index, stage, instruction)
-            elif type(instruction) is FinishStep:
-                self._finish_step(index, instruction)
+            carry_out[type(instruction)](index, instruction)
         if stage.awaits_input:
             self._start_task(index, stage)
         if self._keeps_record and (stage.awaits_input or not stage.dispatched):
@@ -294,9 +296,9 @@ class _Driver:
         step, message, target = instruction
         if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
-        lasts_ms = self._announcements_ms.get((index, target))
+        lasts_ms = self._announcements_ms[index].get(target)
         if lasts_ms is None:
-            lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
+            lasts_ms = self._announcements_ms[index][target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
         if self.machine.awaits_inputs:
             at_ms = max(at_ms, self.stages[index].host_free_ms)  # its launch has ended by then
@@ -306,14 +308,13 @@ class _Driver:
         if stage.holds:
             self.queue.post_arrival(at_ms, self.deliver, target, event)
             return
-        answer = stage.arbiter.handle(event)
-        assert not answer
+        stage.arbiter.handle(event)  # which has no answer: the stage holds nothing
         if stage.log is not None:
             stage.log.append((event, ()))
 
-    def _wake_at(self, index: int, stage: _Stage, instruction: WakeAt) -> None:
-        self.queue.post(instruction.time_s * 1e3, self._tick, index, ClockTick(*instruction))
-        stage.holds = True
+    def _wake_at(self, index: int, instruction: WakeAt) -> None:
+        self.queue.post(instruction.time_s * 1e3, self._tick, index, record(ClockTick, instruction))
+        self.stages[index].holds = True
 
     def _tick(self, index: int, tick: ClockTick) -> None:
         if self.stages[index].holds:
@@ -321,7 +322,8 @@ class _Driver:
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+    def _dispatch(self, index: int, instruction: RunTask) -> None:
+        stage = self.stages[index]
         if self._beside and instruction.task.kind in self._beside:
             self._run_beside(index, stage, instruction)
             return
