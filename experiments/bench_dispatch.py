@@ -5,7 +5,8 @@ Loss is how much longer a step takes than with a host that takes no time and dec
 for the host. Just in time, certain choices are handed over early, and the others by a rule of the timer; *timer alone*
 hands over none early but by it. *Known ends* is just-in-time with a timer that knows how long each task will take: what
 it loses, no rule can save, most of it where a stage is idle and its next input finds the host asleep. *Slower links*
-show that: a host that takes no time, and messages that take as long as it took.
+show that: a host that takes no time, and messages that take as long as it took. *Before the input* is what saves it
+where devices wait for inputs by themselves: as *by default*, which is just in time by the rule that suits the order.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +73,8 @@ class KnownEnds(DecisionTimer):
 
     __slots__ = ("_durations_ms", "_num_ended")
 
-    def __init__(self, durations_ms: Durations) -> None:
-        super().__init__()
+    def __init__(self, durations_ms: Durations, rule: TimingRule) -> None:
+        super().__init__(rule)
         self._durations_ms, self._num_ended = durations_ms, dict[Task, int]()
 
     def delay_s(self, task: Task) -> float:
@@ -94,10 +95,16 @@ class _Case:
         self.free_ms = self._run_ms(Machine(), Dispatch())
 
     def longer(
-        self, host_ms: float, timer: Callable[[], DecisionTimer] | None = None, *, ahead: int = 0, certain: bool = False
+        self,
+        host_ms: float,
+        timer: Callable[[TimingRule], DecisionTimer] | None = None,
+        *,
+        ahead: int = 0,
+        certain: bool = False,
+        awaits_inputs: bool = False,
     ) -> float:
         """By how many percent a step takes longer than where the host is free and decides at each end."""
-        machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer)
+        machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer, awaits_inputs=awaits_inputs)
         return self._percent(machine, Dispatch(ahead=ahead, certain=certain))
 
     def longer_by_links(self, latency_ms: float) -> float:
@@ -165,6 +172,8 @@ def _ways() -> dict[str, Way]:
     ways: dict[str, Way] = {"at the end": _at_the_end, "1 ahead": _ahead, "known ends": _known_ends}
     ways["slower links"] = _slower_links
     ways["timer alone"] = partial(_just_in_time, TimingRule(), certain=False)
+    ways["by default"] = _by_default
+    ways["before the input"] = partial(_by_default, awaits_inputs=True)
     return ways | {name: partial(_just_in_time, rule) for name, rule in RULES_TO_COMPARE.items()}
 
 
@@ -185,8 +194,14 @@ def _slower_links(case: _Case) -> Loss:
     return Loss(case.longer_by_links(HOST_MS), 0.0)
 
 
+def _by_default(case: _Case, *, awaits_inputs: bool = False) -> Loss:
+    """Just in time, by the rule that suits the order."""
+    ways: dict[str, Any] = {"certain": True, "awaits_inputs": awaits_inputs}
+    return Loss(case.longer(HOST_MS, DecisionTimer, **ways), case.longer(0.0, Believing, **ways))
+
+
 def _just_in_time(rule: TimingRule, case: _Case, *, certain: bool = True) -> Loss:
-    timers = partial(DecisionTimer, rule), partial(Believing, rule)
+    timers = (lambda _: DecisionTimer(rule)), (lambda _: Believing(rule))
     return Loss(case.longer(HOST_MS, timers[0], certain=certain), case.longer(0.0, timers[1], certain=certain))
 
 

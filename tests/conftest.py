@@ -6,7 +6,6 @@ tests of ``tests/accelerators`` take JAX as it is: ``make test-gpu`` sets ``RRFP
 
 import gc
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +17,7 @@ from tests import environment
 if "RRFP_ACCELERATOR" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
 environment.prepare()
-# What tests compile is compiled once per session, for all workers, ranks and devices, and kept for no other.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if not IS_WORKER:
-    os.environ["RRFP_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="rrfp-tests-")
 # Pictures are drawn into files only.
 os.environ["MPLBACKEND"] = "Agg"
 
@@ -36,12 +32,30 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+COMPILED_BYTES = 2 << 30
+_temporary = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests compile is compiled once, for all workers, ranks and devices, and kept in pytest's cache.
+
+    An entry is found by the whole program and all that it was compiled with; ``--cache-clear`` has all compiled anew.
+    """
+    if IS_WORKER:
+        return
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        os.environ["RRFP_COMPILE_CACHE"] = str(config.cache.mkdir("compiled"))
+    else:
+        config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="rrfp-tests-", ignore_cleanup_errors=True)
+        os.environ["RRFP_COMPILE_CACHE"] = config.stash[_temporary].name
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once() -> None:
     if "jax" in sys.modules:  # the tests that are collected use it
         from rrfp_jax.runtime.compile_cache import use_compile_cache
 
-        use_compile_cache()
+        use_compile_cache(max_bytes=COMPILED_BYTES)
 
 
 MOST_MAPPINGS = 20_000
@@ -81,6 +95,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    if not IS_WORKER:
-        shutil.rmtree(os.environ["RRFP_COMPILE_CACHE"], ignore_errors=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _temporary in config.stash:
+        config.stash[_temporary].cleanup()

@@ -6,6 +6,7 @@ from rrfp_jax.arbitration.consumption import ready as ready
 from rrfp_jax.arbitration.consumption import strict as strict
 from rrfp_jax.arbitration.decision_timer import DecisionTimer as DecisionTimer
 from rrfp_jax.arbitration.decision_timer import TimingRule as TimingRule
+from rrfp_jax.arbitration.decision_timer import timing_rule as timing_rule
 from rrfp_jax.arbitration.dispatch import Dispatch as Dispatch
 from rrfp_jax.arbitration.dispatch import dispatch_of as dispatch_of
 from rrfp_jax.arbitration.estimates import Estimates as Estimates
@@ -16,6 +17,7 @@ from rrfp_jax.arbitration.events import Event as Event
 from rrfp_jax.arbitration.events import FinishStep as FinishStep
 from rrfp_jax.arbitration.events import GroupHeard as GroupHeard
 from rrfp_jax.arbitration.events import InputArrived as InputArrived
+from rrfp_jax.arbitration.events import InputPromised as InputPromised
 from rrfp_jax.arbitration.events import Instruction as Instruction
 from rrfp_jax.arbitration.events import MemberReceived as MemberReceived
 from rrfp_jax.arbitration.events import MemberStarted as MemberStarted

@@ -40,6 +40,11 @@ A stage that hands over certain choices early (:mod:`rrfp_jax.arbitration.certai
 start, and behind it starts what is certain only, until it is told that the task is about to end: then anything. One
 with engines beside compute waits for the word.
 
+Before the input
+----------------
+Where devices wait for inputs by themselves, a driver may promise an input whose making has begun; a stage that would
+hold for it hands over the task that it waits for (:mod:`rrfp_jax.arbitration.promises`).
+
 Beside compute
 --------------
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.tasks.operations`), the stage runs one task on
@@ -69,6 +74,7 @@ from rrfp_jax.arbitration.events import (
     FinishStep,
     GroupHeard,
     InputArrived,
+    InputPromised,
     Instruction,
     StepStarted,
     TaskAnnounced,
@@ -81,6 +87,8 @@ from rrfp_jax.arbitration.window import check_weights
 
 class StageArbiter(Choosing):
     """Decides what one stage runs next."""
+
+    __slots__ = ()
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
@@ -108,6 +116,8 @@ class StageArbiter(Choosing):
             return self.is_holding
         elif isinstance(event, DecideNow):
             return self._decide_now(event.task, out)
+        elif isinstance(event, InputPromised):
+            return self._hear_promise(event)
         elif isinstance(event, StepStarted):
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started twice")
         elif isinstance(event, GroupHeard):
@@ -119,6 +129,8 @@ class StageArbiter(Choosing):
         if isinstance(event, GroupHeard):
             self._refuse(event)
         is_over = self.step is not None and event.step <= self.step
+        if isinstance(event, InputPromised):
+            return not is_over and self._hear_promise(event)
         if isinstance(event, ClockTick | TaskAnnounced) or (isinstance(event, DecideNow) and is_over):
             return False
         if isinstance(event, TaskFinished | DecideNow):
@@ -133,6 +145,7 @@ class StageArbiter(Choosing):
             return False
         if isinstance(event, InputArrived):
             self._early[event.step] = (*self._early.get(event.step, ()), event)
+            self._promises.arrived_early(event.step, event.message)
             return False
         if self.is_active or (self.step is not None and event.step != self.step + 1):
             when = "within" if self.is_active else "after"

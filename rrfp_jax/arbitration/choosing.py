@@ -16,14 +16,24 @@ from rrfp_jax.tasks import Task
 class Choosing(Lookout, Transitions):
     """An arbiter as far as it chooses."""
 
+    __slots__ = ()
+
     def _dispatch(self, out: list[Instruction]) -> None:
         if self._engines is not None:
             self._dispatch_beside(self._engines, out)
-        while (len(self._running) < self._capacity or self._counts_on(out)) and any(self._ready.lanes):
+        choose = self.consumption.choose
+        certainty = self._certainty
+        while len(self._running) < self._capacity or (certainty is not None and self._counts_on(out)):
+            if not any(self._ready.lanes):
+                promised = self._promised_next() if self._promises.made else None
+                if promised is None:
+                    return
+                self._start(self._ranked.at[promised], promised, out)
+                continue
             heads = self._heads()
-            position, state = self.consumption.choose(self._hint_state, heads)
-            if self._certainty is not None and self._due is not None and not self._is_told:
-                sure = self._certainty.choice(self.consumption.choose, self._hint_state, self._waiting)
+            position, state = choose(self._hint_state, heads)
+            if certainty is not None and self._due is not None and not self._is_told:
+                sure = certainty.choice(choose, self._hint_state, self._waiting)
                 if position is None or position != sure:
                     return
             foresight = self._foresight
@@ -97,6 +107,9 @@ class Choosing(Lookout, Transitions):
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         plan = self._ranked.plan
         lane, task = plan.lanes[node], plan.tasks[node]
+        if self._waiting[node]:
+            self._promises.awaiting[node] = self._waiting[node]
+            self._make_ready(node, out)
         if lane:
             self._ready.remove(lane, position)
         elif self._ahead is not None:
@@ -116,9 +129,10 @@ class Choosing(Lookout, Transitions):
         out.append(record(RunTask, (self.step, task)))
         foresight = self._foresight
         if foresight is not None:
-            foresight.start(task, position, self._now_s)
-            if foresight.is_awake and plan.sends[node] and (self._certainty is None or self._due is None):
-                self._announce(node, out)
+            sends = foresight.start(position, self._now_s)
+            is_first = self._certainty is None or self._due is None
+            if sends and is_first and node not in self._promises.awaiting:
+                self._announce(sends, out)
 
     def _start_beside(self, ahead: ReadAhead, forward: Task, position: int) -> None:
         """Start an F of a stage with bounds of read-ahead."""

@@ -1,10 +1,11 @@
 """What a stage learns for its foresight, on its own clock alone: moving averages that outlive the steps."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from rrfp_jax.arbitration.events import Message, MessageKind
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.arbitration.events import MessageKind
+from rrfp_jax.tasks import TaskKind
 
 TaskKey = tuple[TaskKind, int]
 """Kind and chunk."""
@@ -24,31 +25,39 @@ class Estimates:
     notices: dict[Edge, float] = field(default_factory=dict)
     """The share of waits for an announcement that were not in vain."""
 
-    def copy(self) -> "Estimates":
-        return Estimates(durations_s=self.durations_s.copy(), leads_s=self.leads_s.copy(), notices=self.notices.copy())
 
-    def usual_s(self, task: Task) -> float | None:
-        """What such a task usually takes; as long as the longest other one, if it has not run yet; None: none has."""
-        usual = self.durations_s.get(task[:2])
-        return usual if usual is not None else max(self.durations_s.values(), default=None)
+class Averages(Generic[K]):
+    """Moving averages of what has numbers: those of ``keys`` in their order, and behind them what else is known.
 
-    def lead_s(self, message: Message) -> float | None:
-        """From its announcement to its arrival; None if nothing has ever been announced here.
+    ``kept`` is how much one more observation leaves of an average. Most events teach one and most choices ask for some,
+    so they lie in a list.
+    """
 
-        Of an edge that is new it is the least that its kind of message has had on other edges, or 0: where a stage
-        waits for its first gradient, that is better than to expect none.
-        """
-        lead = self.leads_s.get(message[:3])
-        if lead is None and self.leads_s:
-            lead = min((known for edge, known in self.leads_s.items() if edge[0] is message.kind), default=0.0)
-        return lead
+    __slots__ = ("_known", "_share", "keys", "values")
 
-    def key(self) -> tuple[frozenset[object], ...]:
-        """All of it as a hashable value."""
-        return tuple(frozenset(one.items()) for one in (self.durations_s, self.leads_s, self.notices))
+    def __init__(self, keys: Iterable[K], known: Mapping[K, float], kept: float) -> None:
+        self._share = 1 - kept
+        self.keys = tuple(dict.fromkeys((*keys, *known)))
+        self.values = [known.get(key) for key in self.keys]
+        """By number; None: not known."""
+        self._known = [self.keys.index(key) for key in known]
+        """The numbers of the known ones, in the order in which they were first learnt."""
 
+    def copy(self) -> "Averages[K]":
+        twin: Averages[K] = object.__new__(type(self))
+        twin.keys, twin._share = self.keys, self._share
+        twin.values, twin._known = self.values.copy(), self._known.copy()
+        return twin
 
-def learn(averages: dict[K, float], key: K, observed: float, share: float) -> None:
-    """Move an average by this share of the way; the first observation is the average itself."""
-    before = averages.get(key)
-    averages[key] = observed if before is None else before + share * (observed - before)
+    def learn(self, number: int, observed: float) -> None:
+        """One more observation; the first one is the average itself."""
+        before = self.values[number]
+        if before is None:
+            self.values[number] = observed
+            self._known.append(number)
+        else:
+            self.values[number] = before + self._share * (observed - before)
+
+    def known(self) -> dict[K, float]:
+        """What is known, as plain data."""
+        return {self.keys[number]: value for number in self._known if (value := self.values[number]) is not None}

@@ -95,6 +95,18 @@ class TaskAnnounced(NamedTuple):
     message: Message
 
 
+class InputPromised(NamedTuple):
+    """What makes this input was handed to its device, and a task that is handed over now takes it as it will be: the
+    device waits for it by itself. It may belong to a later step, be lost, late or doubled, but must not be false.
+
+    It is an announcement too; what follows from it is in :mod:`rrfp_jax.arbitration.promises`.
+    """
+
+    step: int
+    time_s: float
+    message: Message
+
+
 class ClockTick(NamedTuple):
     """The time that :class:`WakeAt` asked for has come. Ticks may come early or in vain, but the one in time must come.
 
@@ -150,7 +162,7 @@ class GroupHeard(NamedTuple):
     note: Note
 
 
-Event = StepStarted | InputArrived | TaskFinished | DecideNow | TaskAnnounced | ClockTick | GroupHeard
+Event = StepStarted | InputArrived | TaskFinished | DecideNow | TaskAnnounced | InputPromised | ClockTick | GroupHeard
 
 
 class RunTask(NamedTuple):

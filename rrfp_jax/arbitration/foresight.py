@@ -54,12 +54,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rrfp_jax.arbitration.estimates import Edge, Estimates, learn
+from rrfp_jax.arbitration.estimates import Averages, Edge, Estimates, TaskKey
 from rrfp_jax.arbitration.events import Message
 from rrfp_jax.arbitration.hints import Heads
-from rrfp_jax.tasks import Task
+from rrfp_jax.arbitration.outlook import Outlook
 
-_NEVER_S = inf
+NEVER_S = inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,61 +89,97 @@ class ForesightRules:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a part between 0 and 1")
 
-    def make(self) -> "Foresight":
-        """What one stage keeps under these rules."""
-        return Foresight(self)
+    def make(self, outlook: Outlook, estimates: Estimates | None = None) -> "Foresight":
+        """What one stage keeps under these rules, if it knows no more than this."""
+        return Foresight(self, outlook, estimates or Estimates())
 
 
 class Foresight:
-    """What one stage has heard and learnt, and its holds. Times are seconds on the stage's own clock."""
+    """What one stage has heard and learnt, and its holds. Times are seconds on the stage's own clock.
 
-    def __init__(self, rules: ForesightRules) -> None:
+    Messages and positions are numbers, as in :class:`rrfp_jax.arbitration.outlook.Outlook`.
+    """
+
+    __slots__ = (
+        "_announces",
+        "_asked_s",
+        "_durations_s",
+        "_early",
+        "_given_up",
+        "_last_end_s",
+        "_leads_s",
+        "_notices",
+        "_started_s",
+        "_told_wake_s",
+        "_wake_s",
+        "heard_s",
+        "held_since_s",
+        "is_awake",
+        "next",
+        "outlook",
+        "rules",
+    )
+
+    def __init__(self, rules: ForesightRules, outlook: Outlook, estimates: Estimates) -> None:
         self.rules = rules
-        self._taken_over = 1 - rules.kept
-        self.estimates = Estimates()
+        self._durations_s = Averages[TaskKey](outlook.kinds, estimates.durations_s, rules.kept)
+        self._leads_s = Averages[Edge](outlook.edges, estimates.leads_s, rules.kept)
+        self._notices = Averages[Edge](outlook.edges, estimates.notices, rules.worth_kept)
         self._early: dict[int, dict[Message, float]] = {}
-        self.begin(-1, ())
+        self.begin(-1, outlook)
 
-    def begin(self, step: int, task_at: Sequence[Task]) -> None:
-        """A step begins, with these tasks in the hint's order; what was heard of it early counts."""
-        self.task_at = task_at
-        self.announced_s = self._early.pop(step, {})
-        self._given_up: set[Message] = set()
-        self._asked_s: dict[Message, float] = {}
-        self._started_s: dict[Task, float] = {}
+    def begin(self, step: int, outlook: Outlook) -> None:
+        """A step begins, with these tasks and messages; what was heard of it early counts."""
+        self.outlook = outlook
+        self.heard_s = [NEVER_S] * len(outlook.edge_of)
+        """When each message was announced, if it is not here yet."""
+        for message, time_s in self._early.pop(step, {}).items():
+            if message in outlook.arrivals:
+                self.heard_s[outlook.arrivals[message]] = time_s
+        self._given_up: set[int] = set()
+        self._asked_s: dict[int, float] = {}
+        self._started_s = [NEVER_S] * len(outlook.kind_at)
+        """When the task at each position started, if it runs."""
         self._last_end_s = 0.0  # tasks of steps before have ended before any of this one starts
         self.held_since_s: float | None = None
         self._wake_s: float | None = None
         self._told_wake_s: float | None = None
         self.next = 0
         """No position before this one is left to start; where a task at this one is ready, it is the next entry."""
-        durations = self.estimates.durations_s.values()
-        self.is_awake = not durations or sum(durations) / len(durations) >= self.rules.shortest_s
+        durations_s = self._durations_s.known().values()
+        self.is_awake = not durations_s or sum(durations_s) / len(durations_s) >= self.rules.shortest_s
+        self._announces = outlook.announces if self.is_awake else ((),) * len(outlook.announces)
 
     def copy(self) -> "Foresight":
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.estimates = self.estimates.copy()
+        for name in Foresight.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._durations_s, twin._leads_s = self._durations_s.copy(), self._leads_s.copy()
+        twin._notices = self._notices.copy()
         twin._early = {step: heard.copy() for step, heard in self._early.items()}
-        twin.announced_s, twin._given_up = self.announced_s.copy(), self._given_up.copy()
-        twin._asked_s, twin._started_s = self._asked_s.copy(), self._started_s.copy()
+        twin.heard_s, twin._started_s = self.heard_s.copy(), self._started_s.copy()
+        twin._asked_s, twin._given_up = self._asked_s.copy(), self._given_up.copy()
         return twin
 
     def fresh(self, estimates: Estimates) -> "Foresight":
         """One that knows nothing but these averages."""
-        twin = self.rules.make()
-        twin.estimates = estimates.copy()
-        return twin
+        return self.rules.make(self.outlook, estimates)
+
+    def estimates(self) -> Estimates:
+        """What was learnt so far, as plain data."""
+        return Estimates(
+            durations_s=self._durations_s.known(), leads_s=self._leads_s.known(), notices=self._notices.known()
+        )
 
     def key(self, *, is_active: bool) -> Hashable:
         """All that the future depends on, times included: between steps far less than within one."""
         early = frozenset((step, *heard) for step, of_step in self._early.items() for heard in of_step.items())
+        averages = [tuple(some.values) for some in (self._durations_s, self._leads_s, self._notices)]
         if not is_active:
-            return (early, self.estimates.key())
-        dicts = (self.announced_s, self._asked_s, self._started_s)
+            return (early, *averages)
         values = (self.held_since_s, self._wake_s, self._told_wake_s, self._last_end_s, self.is_awake)
-        given_up = frozenset(self._given_up)
-        return (early, self.estimates.key(), given_up, values, *(frozenset(one.items()) for one in dicts))
+        sets = (frozenset(self._given_up), frozenset(self._asked_s.items()))
+        return (early, *averages, values, tuple(self.heard_s), tuple(self._started_s), *sets)
 
     @property
     def is_holding(self) -> bool:
@@ -151,46 +187,77 @@ class Foresight:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def hear(self, message: Message, time_s: float) -> None:
+    def hear(self, number: int, time_s: float) -> None:
         """An announcement of the present step, of what is not here yet; it counts from its time on."""
-        self.announced_s.setdefault(message, time_s)
+        if self.heard_s[number] == NEVER_S:
+            self.heard_s[number] = time_s
 
     def hear_early(self, step: int, message: Message, time_s: float) -> None:
         """An announcement of a later step."""
         self._early.setdefault(step, {}).setdefault(message, time_s)
 
-    def arrived(self, message: Message, time_s: float) -> None:
-        heard_s = self.announced_s.pop(message, _NEVER_S)
-        if self._asked_s and message in self._asked_s:
-            self._note(message, in_time=heard_s <= min(time_s, self._asked_s.pop(message)))
+    def arrived(self, number: int, time_s: float) -> None:
+        heard_s = self.heard_s[number]
+        if self._asked_s and number in self._asked_s:
+            self._note(number, in_time=heard_s <= min(time_s, self._asked_s.pop(number)))
         if heard_s <= time_s:
-            learn(self.estimates.leads_s, message[:3], time_s - heard_s, self._taken_over)
+            self._leads_s.learn(self.outlook.edge_of[number], time_s - heard_s)
+        self.heard_s[number] = NEVER_S
 
     def tick(self) -> None:
         """The driver has woken the stage, in time or not."""
         self._told_wake_s = None
 
-    def start(self, task: Task, position: int, time_s: float) -> None:
-        self._started_s[task] = time_s
+    def start(self, position: int, time_s: float) -> tuple[tuple[Message, int], ...]:
+        """The task at this position starts; gives its announcements."""
+        self._started_s[position] = time_s
         if position == self.next:
             self.next = position + 1
         if self.held_since_s is not None:
             self.release()
+        return self._announces[position]
+
+    def announcements(self, position: int) -> tuple[tuple[Message, int], ...]:
+        """What to say as the task at this position begins, to which stages; nothing while foresight sleeps."""
+        return self._announces[position]
+
+    def begun(self, position: int, time_s: float) -> None:
+        """The last input of the task at this position, which was handed over before, has come."""
+        self._started_s[position] = time_s
 
     def release(self) -> None:
         """Nothing is held any more: a task starts, or an engine has taken the memory that those held need."""
         self.held_since_s = self._wake_s = self._told_wake_s = None
 
-    def finish(self, task: Task, time_s: float) -> None:
+    def finish(self, position: int, time_s: float) -> None:
         """The task has really ended; it took the device from its start, or from the end of the one before it."""
-        started_s, last_end_s = self._started_s.pop(task), self._last_end_s
+        started_s, last_end_s = self._started_s[position], self._last_end_s
+        self._started_s[position], self._last_end_s = NEVER_S, time_s
         taken_s = time_s - (started_s if started_s > last_end_s else last_end_s)
-        self._last_end_s = time_s
-        learn(self.estimates.durations_s, task[:2], taken_s, self._taken_over)
+        self._durations_s.learn(self.outlook.kind_at[position], taken_s)
 
-    def expected_end_s(self, task: Task) -> float:
+    def expected_end_s(self, position: int) -> float:
         """Of a running task, as far as anything is known."""
-        return max(self._started_s[task], self._last_end_s) + (self.estimates.usual_s(task) or 0.0)
+        return max(self._started_s[position], self._last_end_s) + (self._usual_s(position) or 0.0)
+
+    def _usual_s(self, position: int) -> float | None:
+        """What such a task usually takes; as long as the longest other one, if it has not run yet; None: none has."""
+        durations_s = self._durations_s.values
+        usual_s = durations_s[self.outlook.kind_at[position]]
+        return usual_s if usual_s is not None else max((d for d in durations_s if d is not None), default=None)
+
+    def _lead_s(self, number: int) -> float | None:
+        """From a message's announcement to its arrival; None if nothing has ever been announced here.
+
+        Of an edge that is new it is the least that its kind of message has had on other edges, or 0: where a stage
+        waits for its first gradient, that is better than to expect none.
+        """
+        edge = self.outlook.edge_of[number]
+        lead_s = self._leads_s.values[edge]
+        if lead_s is not None:
+            return lead_s
+        kind, leads_s = self._leads_s.keys[edge][0], self._leads_s.known()
+        return min((lead_s for other, lead_s in leads_s.items() if other[0] is kind), default=0.0 if leads_s else None)
 
     # -- what to do --------------------------------------------------------------------------------------------------
 
@@ -198,7 +265,7 @@ class Foresight:
         self,
         best: int,
         heads: Heads,
-        missing: Sequence[Message],
+        missing: Sequence[int],
         now_s: float,
         free_s: float,
     ) -> int | None:
@@ -213,25 +280,26 @@ class Foresight:
         """
         if self._asked_s:
             self._settle(now_s)
-        estimates, task_at = self.estimates, self.task_at
-        usual_s = estimates.durations_s.get(task_at[best][:2]) or estimates.usual_s(task_at[best])
+        usual_s = self._durations_s.values[self.outlook.kind_at[best]] or self._usual_s(best)
         is_given_up = self._given_up and not self._given_up.isdisjoint(missing)
         if usual_s is None or not self.is_awake or is_given_up:
             return best
         since_s = free_s if self.held_since_s is None else self.held_since_s
         expected_s = free_s
-        for message in missing:
-            heard_s = self.announced_s.get(message, _NEVER_S)
+        for number in missing:
+            heard_s = self.heard_s[number]
             if heard_s > now_s:
-                return self._choose_unheard(best, usual_s, message, now_s, since_s)
-            lead_s = estimates.leads_s.get(message[:3]) or estimates.lead_s(message) or 0.0
-            expected_s = max(expected_s, heard_s + lead_s)
+                return self._choose_unheard(best, usual_s, number, now_s, since_s)
+            lead_s = self._leads_s.values[self.outlook.edge_of[number]] or self._lead_s(number)
+            arrives_s = heard_s + (lead_s or 0.0)
+            expected_s = arrives_s if arrives_s > expected_s else expected_s
         wait_s = self.rules.fit * (expected_s - free_s)
         if wait_s > 0:
-            for position in sorted(head for head in heads if head is not None):  # ``best`` is the first
-                length_s = estimates.usual_s(task_at[position])
-                if length_s is not None and length_s <= wait_s:
-                    return position
+            if usual_s <= wait_s:
+                return best
+            fits = self._first_that_fits(heads, wait_s)
+            if fits is not None:
+                return fits
         until_s = since_s + self.rules.patience * usual_s
         if now_s >= until_s:
             self._given_up.update(missing)
@@ -239,20 +307,35 @@ class Foresight:
         self._hold(since_s, until_s)
         return None
 
-    def _choose_unheard(self, best: int, usual_s: float, message: Message, now_s: float, since_s: float) -> int | None:
+    def awaits(self, position: int) -> bool:  # noqa: ARG002 - free choice asks which
+        """Whether to hand over the next entry, at this position, before its promised inputs are there."""
+        return self.is_awake
+
+    def _first_that_fits(self, heads: Heads, wait_s: float) -> int | None:
+        """The best-ranked of these tasks that usually takes no longer than this wait."""
+        first: int | None = None
+        for head in heads:
+            if head is not None and (first is None or head < first):
+                length_s = self._durations_s.values[self.outlook.kind_at[head]] or self._usual_s(head)
+                if length_s is not None and length_s <= wait_s:
+                    first = head
+        return first
+
+    def _choose_unheard(self, best: int, usual_s: float, number: int, now_s: float, since_s: float) -> int | None:
         """Rule 3; what was not announced in time is learnt, whether the stage waited for it or not."""
-        lead_s = self.estimates.leads_s.get(message[:3]) or self.estimates.lead_s(message)
+        lead_s = self._leads_s.values[self.outlook.edge_of[number]] or self._lead_s(number)
         if lead_s is None or usual_s <= self.rules.fit * lead_s:
             return best
         until_s = since_s + self.rules.notice * (usual_s - lead_s)
         if now_s >= until_s:
-            if self._asked_s.pop(message, None) is not None:
-                self._note(message, in_time=False)
+            if self._asked_s.pop(number, None) is not None:
+                self._note(number, in_time=False)
             return best
-        self._asked_s.setdefault(message, until_s)
-        if self.estimates.notices.get(message[:3], 1.0) < self.rules.worth:
+        self._asked_s.setdefault(number, until_s)
+        share = self._notices.values[self.outlook.edge_of[number]]
+        if share is not None and share < self.rules.worth:
             return best
-        self._hold(since_s, min(until_s, self.announced_s.get(message, _NEVER_S)))
+        self._hold(since_s, min(until_s, self.heard_s[number]))
         return None
 
     def _hold(self, since_s: float, until_s: float) -> None:
@@ -267,12 +350,12 @@ class Foresight:
 
     def _settle(self, now_s: float) -> None:
         """Learn from the announcements that were waited for and have been heard by now."""
-        heard = [(self.announced_s.get(message, _NEVER_S), message) for message in self._asked_s]
-        for heard_s, message in sorted(heard):
-            if heard_s <= now_s:
-                self._note(message, in_time=heard_s <= self._asked_s.pop(message))
+        heard_s = self.heard_s
+        for number in sorted([n for n in self._asked_s if heard_s[n] <= now_s], key=lambda n: (heard_s[n], n)):
+            self._note(number, in_time=heard_s[number] <= self._asked_s.pop(number))
 
-    def _note(self, message: Message, *, in_time: bool) -> None:
-        edge: Edge = message[:3]
-        self.estimates.notices.setdefault(edge, 1.0)
-        learn(self.estimates.notices, edge, float(in_time), 1 - self.rules.worth_kept)
+    def _note(self, number: int, *, in_time: bool) -> None:
+        edge = self.outlook.edge_of[number]
+        if self._notices.values[edge] is None:
+            self._notices.learn(edge, 1.0)
+        self._notices.learn(edge, float(in_time))

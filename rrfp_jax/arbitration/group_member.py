@@ -92,5 +92,5 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
     def _knows(self, event: InputArrived) -> bool:
         """Whether this event of the present step or a later one has been taken in before."""
         if self._is_current(event.step):
-            return event.message in self._arrived
+            return self._ranked.plan.arrivals.get(event.message) in self._arrived
         return any(early.message == event.message for early in self._early.get(event.step, ()))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.footprint import Footprint, memory_effect
-from rrfp_jax.arbitration.foresight import Foresight
+from rrfp_jax.arbitration.foresight import NEVER_S, Foresight
 from rrfp_jax.arbitration.plan import FINISHED, others
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
@@ -58,8 +58,13 @@ def _check_counts(arbiter: "StageArbiter") -> None:
         if left != FINISHED:
             for dependent in plan.dependents[node] if left != DUE else others(plan, plan.dependents[node]):
                 missing[dependent] += 1
-    for message in plan.arrivals.keys() - arbiter._arrived:
-        missing[plan.arrivals[message]] += 1
+    awaiting = dict.fromkeys(arbiter._promises.awaiting, 0)
+    for number in plan.arrivals.values():
+        node = plan.awaited_by[number]
+        (awaiting if node in awaiting else missing)[node] += number not in arbiter._arrived
+    assert awaiting == arbiter._promises.awaiting
+    assert all(lacks and waiting[node] in (RUNNING, DUE) for node, lacks in awaiting.items())
+    assert arbiter._promises.made <= {*plan.arrivals.values()} - arbiter._arrived
     counted = [max(left, 0) for left in waiting]
     assert counted == missing, [plan.name(n) for n in range(plan.num_nodes) if counted[n] != missing[n]]
 
@@ -109,7 +114,7 @@ def _check_read_ahead(arbiter: "StageArbiter", ahead: ReadAhead) -> None:
         if node is not None:
             return node in plan.absent or waiting[node] in (FINISHED, DUE)
         message = Message(MessageKind.TAKEN, reader, chunk, m)
-        return message not in plan.arrivals or message in arbiter._arrived
+        return message not in plan.arrivals or plan.arrivals[message] in arbiter._arrived
 
     for bound in arbiter.read_ahead:
         chunk, number = bound.chunk, ahead.number[bound.chunk]
@@ -152,7 +157,7 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
 def _check_foresight(arbiter: "StageArbiter", foresight: Foresight) -> None:
     """Nothing is in sight that is here, no position is skipped that is left; only a free stage with work holds."""
     waiting = arbiter._waiting
-    assert foresight.announced_s.keys().isdisjoint(arbiter._arrived)
+    assert all(foresight.heard_s[number] == NEVER_S for number in arbiter._arrived)
     assert all(waiting[node] < 0 for node in arbiter._ranked.at[: foresight.next])
     if foresight.is_holding:
         assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])

@@ -6,7 +6,7 @@ nothing but the foresight's; the rules are in :mod:`rrfp_jax.arbitration.foresig
 
 from collections.abc import Sequence
 
-from rrfp_jax.arbitration.events import Instruction, Message, TaskAnnounced, WakeAt
+from rrfp_jax.arbitration.events import InputPromised, Instruction, TaskAnnounced, WakeAt, record
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.read_ahead import ReadAhead
@@ -16,27 +16,60 @@ from rrfp_jax.arbitration.stage_state import StageState
 class Lookout(StageState):
     """An arbiter as far as foresight sees it."""
 
+    __slots__ = ()
+
     def _admits(self, position: int) -> bool:
         """Whether the F at this position may start as far as memory goes."""
         raise NotImplementedError
 
-    def _hear_announcement(self, event: TaskAnnounced) -> bool:
+    def _hear_announcement(self, event: TaskAnnounced | InputPromised) -> bool:
         """Take in what only foresight hears; tells whether it may end a hold."""
         foresight = self._foresight
         if foresight is None:
             return False
-        step, time_s, message = event
-        if step != self.step or not self.is_active:
+        if event.step != self.step or not self.is_active:
+            step, time_s, message = event
             is_ahead = self.step is None or step > self.step
             if is_ahead and all(message != early.message for early in self._early.get(step, ())):
                 foresight.hear_early(step, message, time_s)
             return False
-        if message in self._ranked.plan.arrivals and message not in self._arrived:
-            foresight.hear(message, time_s)
+        number = self._ranked.plan.arrivals.get(event.message)
+        if number is not None and number not in self._arrived:
+            foresight.hear(number, event.time_s)
         return foresight.held_since_s is not None
 
+    def _hear_promise(self, event: InputPromised) -> bool:
+        """Take in what only foresight uses; tells whether the stage may have something to do."""
+        self._hear_announcement(event)
+        step, _, message = event
+        if step != self.step or not self.is_active:
+            if all(message != early.message for early in self._early.get(step, ())):
+                self._promises.hear_early(step, message)
+            return False
+        number = self._ranked.plan.arrivals.get(message)
+        if number is None or number in self._arrived:
+            return False
+        self._promises.made.add(number)
+        return self._foresight is not None
+
+    def _promised_next(self) -> int | None:
+        """The next entry, where nothing is ready, if it lacks nothing but what is promised."""
+        foresight, due = self._foresight, self._due
+        is_early = self._certainty is not None and due is not None and not self._is_told
+        if foresight is None or is_early or len(self._running) > (due is not None):
+            return None
+        at, waiting, place = self._ranked.at, self._waiting, foresight.next
+        while place < len(at) and (waiting[at[place]] < 0 or self._is_restrained(at[place])):
+            place += 1
+        missing = self._missing(place) if place < len(at) else ()
+        return place if missing and self._promises.cover(missing) and foresight.awaits(place) else None
+
+    def _is_restrained(self, node: int) -> bool:
+        return self._ahead is not None and not self._ahead.admits(self._ranked.plan.tasks[node])
+
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
-        """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing."""
+        """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing; or
+        what is in sight itself, where the device waits for its inputs."""
         ranked, waiting, place = self._ranked, self._waiting, foresight.next
         at = ranked.at
         while waiting[at[place]] < 0:
@@ -52,10 +85,13 @@ class Lookout(StageState):
         due = self._due
         if len(self._running) > (due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
-        free_s = self._now_s if due is None else max(self._now_s, foresight.expected_end_s(ranked.plan.tasks[due]))
-        chosen = foresight.choose(best, heads, missing, self._now_s, free_s)
+        now_s = self._now_s
+        free_s = now_s if due is None else max(now_s, foresight.expected_end_s(ranked.position[due]))
+        chosen = foresight.choose(best, heads, missing, now_s, free_s)
+        if chosen is None and self._promises.cover(missing) and foresight.awaits(place):
+            return place
         if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
-            out.append(WakeAt(self.step, wake_s))  # type: ignore[arg-type]
+            out.append(record(WakeAt, (self.step, wake_s)))
         return chosen
 
     def _unrestrained(self, ahead: ReadAhead, place: int) -> int:
@@ -65,12 +101,13 @@ class Lookout(StageState):
             place += 1
         return place
 
-    def _missing(self, position: int) -> Sequence[Message]:
-        """The inputs from elsewhere that the entry at this position lacks; none if it lacks anything else."""
-        node, plan, arrived = self._ranked.at[position], self._ranked.plan, self._arrived
-        missing = plan.messages_for.get(node, ())
+    def _missing(self, position: int) -> Sequence[int]:
+        """The numbers of the messages that the entry at this position lacks; none if it lacks anything else."""
+        ranked, arrived = self._ranked, self._arrived
+        node = ranked.at[position]
+        missing: Sequence[int] = self._foresight.outlook.inputs_of[node]  # type: ignore[union-attr]
         if not arrived.isdisjoint(missing):
-            missing = tuple(message for message in missing if message not in arrived)
-        if len(missing) != self._waiting[node] or (not plan.lanes[node] and not self._admits(position)):
+            missing = tuple(number for number in missing if number not in arrived)
+        if len(missing) != self._waiting[node] or (not ranked.plan.lanes[node] and not self._admits(position)):
             return ()
         return missing

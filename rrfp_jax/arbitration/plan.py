@@ -79,7 +79,11 @@ class StagePlan:
     sends: tuple[tuple[tuple[Message, int], ...], ...]
     """What each node sends when it finishes, and to which stages."""
     arrivals: dict[Message, int]
-    """The node that waits for each message."""
+    """The number of each message that comes from elsewhere."""
+    messages: tuple[Message, ...]
+    """The message of each number, also those that the step lacks."""
+    awaited_by: tuple[int, ...]
+    """The node that waits for each message, by its number."""
     index: dict[Task, int]
     lanes: tuple[int, ...]
     """The ready lane of each task; below 0 for those of an engine beside compute (:func:`engine_of`)."""
@@ -110,14 +114,6 @@ class StagePlan:
         """A node's name in messages to people."""
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
-    @cached_property
-    def messages_for(self) -> dict[int, tuple[Message, ...]]:
-        """For each node that waits for messages, which."""
-        found: dict[int, tuple[Message, ...]] = {}
-        for message, node in self.arrivals.items():
-            found[node] = (*found.get(node, ()), message)
-        return found
-
     def prerequisites(self, node: int) -> tuple[int | Message, ...]:
         """The nodes and messages that ``node`` waits for."""
         return self._prerequisites[node]
@@ -129,8 +125,8 @@ class StagePlan:
         for other, nodes in enumerate(self.dependents):
             for node in nodes:
                 before[node].append(other)
-        for message, node in self.arrivals.items():
-            before[node].append(message)
+        for message, number in self.arrivals.items():
+            before[self.awaited_by[number]].append(message)
         return tuple(map(tuple, before))
 
 

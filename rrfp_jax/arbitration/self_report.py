@@ -4,6 +4,8 @@ A part of :class:`rrfp_jax.arbitration.arbiter.StageArbiter`, apart because it r
 nothing. Its words are those of :mod:`rrfp_jax.arbitration.story`.
 """
 
+from collections.abc import Sequence
+
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.engines import Engines
 from rrfp_jax.arbitration.events import Message, MessageKind
@@ -20,14 +22,16 @@ _TAKEN = MessageKind.TAKEN
 class SelfReport(StageState):
     """An arbiter as far as reports see it."""
 
+    __slots__ = ()
+
     def _choose(self) -> Choice:
         """What the hint alone would run next."""
         raise NotImplementedError
 
     def idle_reason(self) -> IdleReason | None:
-        """Why the stage has nothing to run; None while it runs a task."""
+        """Why the stage runs nothing; None while it runs a task."""
         if self._running:
-            return None
+            return IdleReason.INPUT if self._running[0] in self._promises.awaiting else None
         if not self.is_active or not self._tasks_left:
             return IdleReason.DRAIN
         if self._engines is not None and self._waits_for_engine(self._engines):
@@ -58,21 +62,37 @@ class SelfReport(StageState):
         nodes = self._running if self._engines is None else [*self._running, *self._engines.nodes()]
         return tuple(self._ranked.plan.tasks[node] for node in nodes)
 
+    def awaits_input(self, task: Task) -> bool:
+        """Whether a task was handed over before its inputs, and some are still to come."""
+        awaiting = self._promises.awaiting
+        return bool(awaiting) and self._ranked.plan.index[task] in awaiting
+
+    def awaited_inputs(self, task: Task) -> Sequence[Message]:
+        """Those of a task that was handed over before they were here."""
+        if not self.awaits_input(task):
+            return ()
+        plan, foresight = self._ranked.plan, self._foresight
+        assert foresight is not None
+        inputs = foresight.outlook.inputs_of[plan.index[task]]
+        return [plan.messages[number] for number in inputs if number not in self._arrived]
+
     def held(self) -> frozenset[int]:
         """The microbatches that the stage holds."""
         return frozenset(self._window.held)
 
     def waiting(self) -> list[Waiting]:
-        """Every task and gate of the present step that has not run, with what it lacks; for the wait-for report."""
+        """Every task and gate of the present step that has not begun, with what it lacks; for the wait-for report."""
         if not self.is_active:
             return []
         restrained = {} if self._ahead is None else self._untaken(self._ahead)
-        return story.waiting_nodes(self._ranked.plan, self._waiting, self._arrived, restrained)
+        plan, waiting, arrived = self._ranked.plan, self._waiting, self._arrived
+        handed_over = [story.describe(plan, node, waiting, arrived) for node in self._promises.awaiting]
+        return handed_over + story.waiting_nodes(plan, waiting, arrived, restrained)
 
     def _untaken(self, ahead: ReadAhead) -> dict[int, tuple[Message, ...]]:
         """For each ready F that only its chunk's read-ahead restrains, the word of its readers that is missing."""
         plan = self._ranked.plan
-        told = [m for m in plan.arrivals if m.kind is _TAKEN and m not in self._arrived]
+        told = [m for m, number in plan.arrivals.items() if m.kind is _TAKEN and number not in self._arrived]
         restrained = {}
         for chunk, number in ahead.number.items():
             reserve = ahead.reserves[number]

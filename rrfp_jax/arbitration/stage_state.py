@@ -8,10 +8,11 @@ from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.engines import Engines
 from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.evaluation import evaluation_setup
-from rrfp_jax.arbitration.events import InputArrived, Message
+from rrfp_jax.arbitration.events import InputArrived
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import StagePlan, StepRules
+from rrfp_jax.arbitration.promises import Promises
 from rrfp_jax.arbitration.read_ahead import AheadBound, ReadAhead
 from rrfp_jax.arbitration.ready_set import ReadySet
 from rrfp_jax.arbitration.regime import Regime
@@ -23,7 +24,59 @@ from rrfp_jax.tasks import Absences, PipelineGraph, Task
 
 
 class StageState:
-    """An arbiter as far as it only remembers; what changes it is in the classes that inherit from this one."""
+    """An arbiter as far as it only remembers; what changes it is in the classes that inherit from this one.
+
+    Its attributes are slots: events ask for many of them, and so does each of its methods.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_arrived",
+        "_capacity",
+        "_certainty",
+        "_due",
+        "_early",
+        "_engines",
+        "_evaluation",
+        "_follows_row",
+        "_footprint",
+        "_foresight",
+        "_full",
+        "_has_other_takers",
+        "_hint_state",
+        "_is_told",
+        "_left",
+        "_now_s",
+        "_num_started",
+        "_prepared",
+        "_promises",
+        "_ranked",
+        "_ready",
+        "_resting",
+        "_row",
+        "_row_tasks",
+        "_running",
+        "_tasks_left",
+        "_training",
+        "_waiting",
+        "_weights",
+        "_window",
+        "capacity",
+        "certain_ahead",
+        "consumption",
+        "dispatch_ahead",
+        "evaluates",
+        "evaluation_batches",
+        "footprint",
+        "graph",
+        "is_active",
+        "limit",
+        "placement",
+        "read_ahead",
+        "rules",
+        "stage",
+        "step",
+    )
 
     graph: PipelineGraph
     """Of training, but during a step that evaluates; so it is with the other rules of a step."""
@@ -53,19 +106,23 @@ class StageState:
         self._now_s = 0.0
         self._training = Regime(setup)
         self._evaluation = Regime(evaluation_setup(setup), evaluates=True) if setup.evaluation_batches else None
-        self.__dict__.update(vars(self._training))
+        self._go_by(self._training)
         self._prepared = self._full
-        self._foresight = None if setup.foresight is None else setup.foresight.make()
+        self._foresight = None if setup.foresight is None else setup.foresight.make(self._full.outlook)
         self._resting: Foresight | None = None
         """The foresight of training, during an evaluation."""
         self._early: dict[int, tuple[InputArrived, ...]] = {}
+        self._promises = Promises()
         self._weights: tuple[int, ...] = ()
         self._begin(self._full)
 
     def copy(self) -> Self:
         """An independent arbiter in the same state; fixed tables are shared."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        for name in StageState.__slots__:
+            setattr(twin, name, getattr(self, name))
+        if hasattr(self, "__dict__"):  # what a class beside these adds
+            twin.__dict__.update(self.__dict__)
         twin._waiting = self._waiting.copy()
         twin._arrived = self._arrived.copy()
         twin._ready = self._ready.copy()
@@ -73,6 +130,7 @@ class StageState:
         twin._window = self._window.copy()
         twin._running = self._running.copy()
         twin._early = self._early.copy()
+        twin._promises = self._promises.copy()
         twin._engines = self._engines and self._engines.copy()
         twin._footprint = self._footprint and self._footprint.copy()
         twin._ahead = self._ahead and self._ahead.copy()
@@ -104,9 +162,13 @@ class StageState:
             raise ValueError(f"stage {self.stage} was not made for steps that evaluate: prepare it for them")
         return self._evaluation
 
+    def _go_by(self, regime: Regime) -> None:
+        for name, value in vars(regime).items():
+            setattr(self, name, value)
+
     def _change(self, *, evaluates: bool) -> None:
         """Go by the rules of the other kind of steps."""
-        self.__dict__.update(vars(self._regime(evaluates)))
+        self._go_by(self._regime(evaluates))
         self.evaluates = evaluates
         self._foresight, self._resting = self._resting, self._foresight
 
@@ -127,6 +189,7 @@ class StageState:
         if twin.evaluates:
             twin._change(evaluates=False)
         twin._early, twin._prepared, twin._weights = {}, twin._full, ()
+        twin._promises = Promises()
         twin._foresight = twin._foresight and twin._foresight.fresh(estimates or Estimates())
         twin._begin(twin._full)
         return twin
@@ -135,20 +198,20 @@ class StageState:
         """This one, fresh, in the place of another that is between steps: it knows what the other has ended, has learnt
         and has been sent early."""
         twin = self.fresh(former.step, former.estimates())
-        twin._early = former._early.copy()
+        twin._early, twin._promises = former._early.copy(), former._promises.copy()
         return twin
 
     def estimates(self) -> Estimates | None:
         """What the stage has learnt for its foresight so far; None if it has none."""
         foresight = self._foresight or self._resting
-        return None if foresight is None else foresight.estimates.copy()
+        return None if foresight is None else foresight.estimates()
 
     def key(self) -> Hashable:
         """The state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
         early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
         seen = self._foresight and self._foresight.key(is_active=self.is_active)
         if not self.is_active:
-            return (self.step, early, seen)
+            return (self.step, early, seen, self._promises.key())
         return (
             self.step,
             early,
@@ -161,13 +224,16 @@ class StageState:
             self._hint_state,
             tuple(self._running),
             self._is_told,
+            self._promises.key(),
         )
 
     def _begin(self, ranked: StepPlan) -> None:
         self._ranked = ranked
         plan = ranked.plan
         self._waiting = list(plan.needs)
-        self._arrived: set[Message] = set()
+        self._arrived: set[int] = set()
+        """The numbers of the messages that are here."""
+        self._promises.begin(self.step, plan.arrivals)
         self._ready = ReadySet(len(self.read_ahead))
         self._ahead = ReadAhead(self.read_ahead, plan, self.graph) if self.read_ahead else None
         self._engines = Engines(len(plan.engines)) if plan.engines else None
@@ -184,7 +250,7 @@ class StageState:
         self._tasks_left = sum(plan.tasks_per_microbatch)
         self._num_started = 0
         if self._foresight is not None:
-            self._foresight.begin(-1 if self.step is None else self.step, ranked.task_at)
+            self._foresight.begin(-1 if self.step is None else self.step, ranked.outlook)
 
     def _new_window(self, plan: StagePlan) -> Window | Reserve:
         ends, first = plan.tasks_per_microbatch, plan.first_microbatch

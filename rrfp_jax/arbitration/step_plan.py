@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Message, MessageKind
+from rrfp_jax.arbitration.outlook import Outlook
 from rrfp_jax.arbitration.plan import FINISHED, NUM_LANES, StagePlan, StepRules
 from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
 
@@ -17,6 +18,7 @@ class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
     __slots__ = (
+        "_outlook",
         "absent",
         "at",
         "evaluates",
@@ -33,6 +35,7 @@ class StepPlan:
         self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
     ) -> None:
         self.plan, self.absent, self.evaluates = plan, absent, evaluates
+        self._outlook: Outlook | None = None
         self.weights: tuple[int, ...] = ()
         """What each microbatch weighs, for the event that starts the step."""
         self.at = consumption.order(plan)
@@ -52,6 +55,13 @@ class StepPlan:
             if not plan.lanes[node]:
                 self.forwards_of.setdefault(plan.tasks[node].microbatch, []).append(place)
 
+    @property
+    def outlook(self) -> Outlook:
+        """Made when it is first asked for: only foresight does."""
+        if self._outlook is None:
+            self._outlook = Outlook(self.plan, self.task_at)
+        return self._outlook
+
     def without(self, absent: Absences, graph: PipelineGraph, rules: StepRules, consumption: Consumption) -> "StepPlan":
         """The plan of a step without these pairs of ``graph``, on which this full plan was built."""
         if not absent:
@@ -67,6 +77,7 @@ class StepPlan:
 
     def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         twin = object.__new__(StepPlan)
+        twin._outlook = self._outlook if plan is self.plan else None
         twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
         twin.at, twin.position, twin.task_at = self.at, self.position, self.task_at
         twin.microbatch_at, twin.forwards_of, twin.in_lanes = self.microbatch_at, self.forwards_of, self.in_lanes
@@ -146,9 +157,7 @@ class _Removal:
         for received, other, sent in neighbours:
             kind = graph.input_gradient_kind(chunk) if sent is MessageKind.GRADIENT else TaskKind.F
             for m in bits(left & masks.get(other, 0)):
-                node = self.arrivals.pop(Message(received, other, chunk, m), None)
-                if node is not None:
-                    self.needs[node] -= 1
+                self._forget(Message(received, other, chunk, m))
                 sender = index.get(Task(kind, chunk, m))
                 if sender is not None:
                     told = Message(sent, chunk, other, m)
@@ -159,13 +168,17 @@ class _Removal:
         graph, index, absent = self.graph, self.plan.index, masks.get(chunk, 0)
         for s in graph.successors(chunk) if graph.reads_ahead(chunk) else ():
             for m in bits(absent | masks.get(s, 0)):
-                gate = self.arrivals.pop(Message(MessageKind.TAKEN, s, chunk, m), None)
-                if gate is not None:
-                    self.needs[gate] -= 1
+                self._forget(Message(MessageKind.TAKEN, s, chunk, m))
         for p in filter(graph.reads_ahead, graph.predecessors(chunk)):
             for m in bits(graph.present(chunk) & ~absent & masks.get(p, 0)):
                 node, told = index[Task(TaskKind.F, chunk, m)], Message(MessageKind.TAKEN, chunk, p, m)
                 self.sends[node] = tuple(send for send in self.sends[node] if send[0] != told)
+
+    def _forget(self, message: Message) -> None:
+        """Nothing waits for this message any more, if anything did."""
+        number = self.arrivals.pop(message, None)
+        if number is not None:
+            self.needs[self.plan.awaited_by[number]] -= 1
 
     def _let_go(self, node: int, masks: dict[int, int]) -> tuple[int, ...]:
         m = self.plan.tasks[node].microbatch

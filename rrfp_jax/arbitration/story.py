@@ -1,6 +1,6 @@
 """Explaining a stage to people: events and instructions in words, what each task waits for, illegal transitions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from rrfp_jax.arbitration.events import (
@@ -10,6 +10,7 @@ from rrfp_jax.arbitration.events import (
     Event,
     GroupHeard,
     InputArrived,
+    InputPromised,
     Instruction,
     MemberReceived,
     Message,
@@ -50,11 +51,12 @@ class IllegalTransition(RuntimeError):
 
 
 def waiting_nodes(
-    plan: StagePlan, waiting: Sequence[int], arrived: set[Message], restrained: Mapping[int, tuple[Message, ...]]
+    plan: StagePlan, waiting: Sequence[int], arrived: Set[int], restrained: Mapping[int, tuple[Message, ...]]
 ) -> list[Waiting]:
     """Every unfinished node of a stage with what it lacks, in the plan's order.
 
-    ``restrained``: ready tasks that may not start before some of these messages.
+    ``arrived``: the numbers of the messages that are here; ``restrained``: ready tasks that may not start before some
+    of these messages.
     """
     nodes = (describe(plan, node, waiting, arrived) for node in range(plan.num_nodes) if waiting[node] >= 0)
     if not restrained:
@@ -63,12 +65,12 @@ def waiting_nodes(
     return [node._replace(missing_messages=words.get(node.what, node.missing_messages)) for node in nodes]
 
 
-def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: set[Message]) -> Waiting:
+def describe(plan: StagePlan, node: int, waiting: Sequence[int], arrived: Set[int]) -> Waiting:
     """What one node still waits for."""
     messages, local = [], []
     for prerequisite in plan.prerequisites(node):
         if isinstance(prerequisite, Message):
-            if prerequisite not in arrived:
+            if plan.arrivals[prerequisite] not in arrived:
                 messages.append(prerequisite)
         elif not is_done(plan, prerequisite, node, waiting):
             local.append(plan.name(prerequisite))
@@ -82,7 +84,7 @@ def is_done(plan: StagePlan, prerequisite: int, node: int, waiting: Sequence[int
     return left == FINISHED or (left == DUE and follows_in_queue(plan, node))
 
 
-def tell(plan: StagePlan, waiting: Sequence[int], arrived: set[Message], microbatch: int) -> str:
+def tell(plan: StagePlan, waiting: Sequence[int], arrived: Set[int], microbatch: int) -> str:
     """The story of one microbatch on this stage, one line per task; -1 tells of the tasks of the step's end."""
     lines = []
     for node, task in plan.present():
@@ -111,8 +113,8 @@ def of_event(event: Event) -> str:
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):
         return f"member {event.member} said: {_note(event.note)}"
-    if isinstance(event, TaskAnnounced):
-        return f"the {event.message} was announced"
+    if isinstance(event, TaskAnnounced | InputPromised):
+        return f"the {event.message} was {'promised' if isinstance(event, InputPromised) else 'announced'}"
     if isinstance(event, ClockTick):
         return "the clock ticked"
     return f"{event.task} was about to end" if isinstance(event, DecideNow) else f"{event.task} finished"

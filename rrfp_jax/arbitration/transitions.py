@@ -2,7 +2,8 @@
 
 from rrfp_jax.arbitration import story
 from rrfp_jax.arbitration.engines import NOTHING, engine_of
-from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, MessageKind, Send, record
+from rrfp_jax.arbitration.events import Announce, InputArrived, Instruction, Message, MessageKind, Send, record
+from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.plan import FINISHED, followers, others
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.self_report import SelfReport
@@ -16,22 +17,53 @@ _TAKEN = MessageKind.TAKEN
 class Transitions(SelfReport):
     """An arbiter as far as things happen to it."""
 
+    __slots__ = ()
+
     def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
-        message, arrived = event.message, self._arrived
-        node = self._ranked.plan.arrivals.get(message)
-        if node is None:
+        message, arrived, plan = event.message, self._arrived, self._ranked.plan
+        number = plan.arrivals.get(message)
+        if number is None:
             what = f"{message} arrived, and nothing here waits for it"
             raise story.illegal(what, self.stage, self.step, message, self.tell(message.microbatch))
-        if message in arrived:
+        if number in arrived:
             return
-        arrived.add(message)
+        arrived.add(number)
         if self._ahead is not None and message.kind is _TAKEN:
             self._ahead.hear(message)
         if self._foresight is not None:
-            self._foresight.arrived(message, event.time_s)
+            self._foresight.arrived(number, event.time_s)
+        if self._promises.made:
+            self._promises.made.discard(number)
+        node = plan.awaited_by[number]
+        if node in self._promises.awaiting:
+            self._input_came(node, out)
+            return
         self._waiting[node] -= 1
         if not self._waiting[node]:
             self._make_ready(node, out)
+
+    def _input_came(self, node: int, out: list[Instruction]) -> None:
+        """An input of a task that was handed over before; with the last one the device begins it."""
+        awaiting, foresight = self._promises.awaiting, self._foresight
+        awaiting[node] -= 1
+        if awaiting[node]:
+            return
+        del awaiting[node]
+        assert foresight is not None
+        position = self._ranked.position[node]
+        foresight.begun(position, self._now_s)
+        if self._certainty is None or self._running[0] == node:
+            self._announce(foresight.announcements(position), out)
+
+    def _take_as_arrived(self, node: int) -> None:
+        """A task has ended, and word of its inputs is still on its way: they were there."""
+        del self._promises.awaiting[node]
+        assert self._foresight is not None
+        for number in self._foresight.outlook.inputs_of[node]:
+            if number not in self._arrived:
+                self._arrived.add(number)
+                self._promises.made.discard(number)
+                self._foresight.arrived(number, self._now_s)
 
     def _finish_task(self, task: Task, out: list[Instruction]) -> None:
         plan = self._ranked.plan
@@ -40,6 +72,8 @@ class Transitions(SelfReport):
         if node is None or left not in _RUNNING_OR_DUE:
             what = f"{task} finished without having been started"
             raise story.illegal(what, self.stage, self.step, task, self.tell(task.microbatch))
+        if node in self._promises.awaiting:
+            self._take_as_arrived(node)
         if self._engines is not None and plan.lanes[node] < 0:
             self._engines.running[engine_of(plan.lanes[node])] = NOTHING
         else:
@@ -47,9 +81,9 @@ class Transitions(SelfReport):
                 self._settle_due(node, task)
             self._running.remove(node)
             if self._foresight is not None:
-                self._foresight.finish(task, self._now_s)
-                if self._certainty is not None and self._running and self._foresight.is_awake:
-                    self._announce(self._running[0], out)
+                self._foresight.finish(self._ranked.position[node], self._now_s)
+                if self._certainty is not None and self._running:
+                    self._begin_next(self._foresight, self._running[0], out)
         if task.microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
@@ -57,11 +91,15 @@ class Transitions(SelfReport):
         dependents = plan.dependents[node]
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
 
-    def _announce(self, node: int, out: list[Instruction]) -> None:
-        """The device begins a task: say what it will send, where foresight is awake."""
-        for message, stage in self._ranked.plan.sends[node]:
-            if message.kind is not _TAKEN:
-                out.append(record(Announce, (self.step, message, stage)))
+    def _begin_next(self, foresight: Foresight, node: int, out: list[Instruction]) -> None:
+        """The device begins what is behind a task that has ended, where its inputs are there."""
+        if node not in self._promises.awaiting:
+            self._announce(foresight.announcements(self._ranked.position[node]), out)
+
+    def _announce(self, sends: tuple[tuple[Message, int], ...], out: list[Instruction]) -> None:
+        """The device begins a task: say what it will send."""
+        for message, stage in sends:
+            out.append(record(Announce, (self.step, message, stage)))
 
     def _settle_due(self, node: int, task: Task) -> None:
         """A task ends while one is due: the due one itself, or one that was handed over before it."""

@@ -62,12 +62,16 @@ class Admission:
 
     def may_hold(self, contract: Contract, account: Account) -> bool:
         """Whether the row's next entry, those apart that read-ahead restrains, lacks nothing but packets."""
-        entries = self.guidance.entries_left(contract, account)
-        place = next((p for p in entries if self.may_run_ahead(contract, account, contract.tasks[p])), None)
+        place = self.next_entry(contract, account)
         if place is None or account.missing(contract.needs[place]) or not self.admits(contract, account, place):
             return False
         lacks_packets = bool(contract.needs[place].packets & ~account.delivered)
         return lacks_packets or (self.is_member and bool(contract.needs[place].packets))
+
+    def next_entry(self, contract: Contract, account: Account) -> int | None:
+        """The first of the row that has not started and that read-ahead does not restrain."""
+        entries = self.guidance.entries_left(contract, account)
+        return next((p for p in entries if self.may_run_ahead(contract, account, contract.tasks[p])), None)
 
     def held(self, contract: Contract, account: Account) -> set[int]:
         """The microbatches that have started here and not ended."""

@@ -190,7 +190,8 @@ class PlaceAutomaton:
     def _possible_ends(self, state: int, in_flight: int) -> list[TaskFinished]:
         step = self._accounts[state].step
         running = self._judge.may_end(self._accounts[state])
-        return [TaskFinished(step, 0.0, task) for task in running if not self._judge.joins(step, task) & ~in_flight]
+        there = in_flight | self.delivered[state]
+        return [TaskFinished(step, 0.0, task) for task in running if not self._judge.joins(step, task) & ~there]
 
     def _possible_decisions(self, state: int) -> list[DecideNow]:
         decision = self._judge.decision(self._accounts[state])

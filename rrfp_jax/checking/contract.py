@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Agreement, InputArrived, Message, MessageKind
+from rrfp_jax.arbitration import Agreement, InputArrived, InputPromised, Message, MessageKind
 from rrfp_jax.checking.operations import Operations
 from rrfp_jax.checking.packets import Packets
 from rrfp_jax.checking.setting import Setting
@@ -60,6 +60,10 @@ class Contract(NamedTuple):
     """The F among the tasks."""
     weights: tuple[int, ...]
     """What each microbatch weighs; empty: they are counted."""
+    promises: dict[tuple[Message, int], int]
+    """For what is announced, by message and receiving stage, the packet that says so, where inputs are promised."""
+    promised_by: dict[int, int]
+    """For the packets that the place receives: the packet that promises each."""
     taken: dict[int, dict[int, Needs]]
     """For each chunk that runs F only for others, and each of its microbatches: what must come before nobody waits for
     its output any more."""
@@ -285,6 +289,16 @@ class _StepDemands:
             ),
             forwards=task_bits({t for t in tasks if t.kind is TaskKind.F}),
             weights=self.setting.start_of(self.step).weights,
+            promises={
+                (message, receiver): self._promise_of(message, receiver)
+                for (message, receiver), (sender, _, _) in self.sends.items()
+                if sender == stage and self._is_promised(message)
+            },
+            promised_by={
+                self._packet(message, place): self._promise_of(message, stage)
+                for message in self.received[stage]
+                if self._is_promised(message)
+            },
             taken={
                 c: {m: self._taken(c, m, task_bits, packet_bits) for m in self.graph.microbatches(c)}
                 for c in self.placement.chunks_of_stage[stage]
@@ -300,6 +314,12 @@ class _StepDemands:
         here = {Task(TaskKind.F, c, m) for c in (chunk, *readers) if stage_of[c] == stage_of[chunk]}
         words = {Message(MessageKind.TAKEN, s, chunk, m) for s in readers if stage_of[s] != stage_of[chunk]}
         return Needs(task_bits(here), 0, packet_bits(words))
+
+    def _is_promised(self, message: Message) -> bool:
+        return self.setting.awaits_inputs and message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+
+    def _promise_of(self, message: Message, stage: int) -> int:
+        return self.packets.bit(self.setting.place(stage, 0), InputPromised(self.step, 0.0, message))
 
     def _packet(self, message: Message, place: int) -> int:
         return self.packets.bit(place, InputArrived(self.step, 0.0, message))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rrfp_jax.arbitration import Foresight, ForesightRules, Message
+from rrfp_jax.arbitration import Estimates, Foresight, ForesightRules, Message
 from rrfp_jax.arbitration.hints import Heads
+from rrfp_jax.arbitration.outlook import Outlook
 from rrfp_jax.checking.packets import Choice
-from rrfp_jax.tasks import Task
 
 EVENTS_S, TICK_S = 0.0, 1.0
 """The time of all events but the ticks that were asked for, and the time of those."""
@@ -62,42 +62,47 @@ class FreeChoice(ForesightRules):
 
     script: Script = field(default_factory=Script, compare=False)
 
-    def make(self) -> "FreeForesight":
-        return FreeForesight(self)
+    def make(self, outlook: Outlook, estimates: Estimates | None = None) -> "FreeForesight":
+        return FreeForesight(self, outlook, estimates or Estimates())
 
 
 class FreeForesight(Foresight):
     """Holds and fills as the script says; it learns nothing and hears nothing."""
 
+    __slots__ = ()
     rules: FreeChoice
-
-    def hear(self, message: Message, time_s: float) -> None:
-        pass
 
     def hear_early(self, step: int, message: Message, time_s: float) -> None:
         pass
 
-    def arrived(self, message: Message, time_s: float) -> None:
+    def hear(self, number: int, time_s: float) -> None:
         pass
 
-    def finish(self, task: Task, time_s: float) -> None:
+    def arrived(self, number: int, time_s: float) -> None:
         pass
 
-    def expected_end_s(self, task: Task) -> float:  # noqa: ARG002
+    def finish(self, position: int, time_s: float) -> None:
+        pass
+
+    def expected_end_s(self, position: int) -> float:  # noqa: ARG002
         return EVENTS_S
 
     def key(self, *, is_active: bool) -> Hashable:
         return is_active and (self.is_holding, self._told_wake_s is None)
 
+    def awaits(self, position: int) -> bool:
+        return self.rules.script.ask((None, self.outlook.task_at[position])) is not None
+
     def choose(
         self,
         best: int,  # noqa: ARG002
         heads: Heads,
-        missing: Sequence[Message],  # noqa: ARG002
+        missing: Sequence[int],  # noqa: ARG002
         now_s: float,
         free_s: float,  # noqa: ARG002
     ) -> int | None:
-        tasks = {self.task_at[position]: position for position in sorted(head for head in heads if head is not None)}
+        task_at = self.outlook.task_at
+        tasks = {task_at[position]: position for position in sorted(head for head in heads if head is not None)}
         choice = self.rules.script.ask((*([] if now_s >= TICK_S else [None]), *tasks))
         if choice is not None:
             return tasks[choice]

@@ -35,6 +35,7 @@ from rrfp_jax.arbitration import (
     GroupHeard,
     GroupProtocol,
     InputArrived,
+    InputPromised,
     Instruction,
     Message,
     MessageKind,
@@ -77,7 +78,8 @@ class StageJudge:
         """Whether each task is due from its start."""
         self.is_told = setting.decides_early
         """Whether the place is told that a task is about to end."""
-        self.decides_early = setting.decides_early or setting.certain_ahead
+        self.awaits_inputs = setting.awaits_inputs
+        self.decides_early = setting.decides_early or setting.certain_ahead or setting.awaits_inputs
         """Whether tasks may be handed over behind running ones, on a device that keeps to its order."""
         self.demand_work = demand_work and not self.others
         self._evaluates = setting.evaluates
@@ -88,14 +90,14 @@ class StageJudge:
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
-        first = account.queue[:1]
+        before = self._begun(account)
         account = self._take(account, event, instructions)
         if self._of_evaluation is not None and account.step in self._evaluates:
-            return self._of_evaluation._follow(account, instructions, first)
-        return self._follow(account, instructions, first)
+            return self._of_evaluation._follow(account, instructions, before)
+        return self._follow(account, instructions, before)
 
-    def _follow(self, account: Account, instructions: list[Instruction], first: tuple[int, ...]) -> Account:
-        """``first``: what was at the head of the device's queue, as a bit, before the event."""
+    def _follow(self, account: Account, instructions: list[Instruction], before: tuple[int, ...]) -> Account:
+        """``before``: what the device had begun before the event."""
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)
@@ -107,15 +109,27 @@ class StageJudge:
                 account = self._ask_for_tick(account, instruction)
             elif isinstance(instruction, FinishStep):
                 account = self._finish_step(account, instruction)
+            elif self.awaits_inputs:  # an announcement
+                promise = self._active(account, instruction).promises.get(instruction[1:], 0)
+                account = account._replace(sent=account.sent | promise)
         begun = [i.task for i in instructions if isinstance(i, RunTask)]
-        if self.counts_on:
-            begun = [self._task(account, bit) for bit in account.queue[:1] if account.queue[:1] != first]
+        if self.counts_on or self.awaits_inputs:
+            begun = [self._task(account, bit) for bit in self._begun(account) if bit not in before]
         wrong = self.guidance.wrong_announcement(account, instructions, begun)
         if wrong is not None:
             raise Violation(f"{self.name} {wrong}")
         if self.demand_work:
             self._check_idling(account)
         return self._end_vain_hold(account)
+
+    def _begun(self, account: Account) -> tuple[int, ...]:
+        """The tasks of the device's queue that are announced: the first one, or all where they are as they are handed
+        over, but for those whose inputs are not there."""
+        if not account.queue:
+            return ()
+        needs = self.contracts[account.step].needs
+        queue = account.queue[:1] if self.counts_on else account.queue
+        return tuple(bit for bit in queue if not needs[bit.bit_length() - 1].packets & ~account.delivered)
 
     def _take(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         if isinstance(event, TaskFinished):
@@ -177,7 +191,11 @@ class StageJudge:
         nothing = Message(MessageKind.ACTIVATION, 1 << 16, 0, 0)
         messages = [*(e.message for _, e, _ in inputs if isinstance(e, InputArrived)), nothing]
         steps = range(account.step - 1, account.step + 2)
-        announcements = [TaskAnnounced(step, 0.0, message) for step in steps for message in messages]
+        announcements: list[Event] = [TaskAnnounced(step, 0.0, message) for step in steps for message in messages]
+        if self.awaits_inputs:
+            here = self.packets.stimuli(account.delivered & ~self.packets.starts)
+            announcements += [InputPromised(*event[:3]) for _, event, _ in here if event[0] == account.step]
+            announcements.append(InputPromised(account.step - 1, 0.0, nothing))
         return [ClockTick(account.step, 0.0), ClockTick(account.step - 1, 2.0), *announcements]
 
     def due_task(self, account: Account) -> Task | None:
@@ -187,7 +205,10 @@ class StageJudge:
         return self.contracts[account.step].tasks[bit.bit_length() - 1]
 
     def joins(self, step: int, task: Task) -> int:
-        """What has to be under way before the task can end here: that the others have joined in it."""
+        """What has to be under way before the task can end here: that the others have joined in it, and its inputs."""
+        if self.awaits_inputs:
+            contract = self.contracts[step]
+            return contract.needs[contract.place[task]].packets
         if not self.is_collective:
             return 0
         return sum(self.packets.bit(self.place, Joined(step, m, task)) for m in self.members)
@@ -224,7 +245,7 @@ class StageJudge:
         if account.started >> place & 1:
             raise Violation(f"{self.name} runs {task} twice")
         needs = contract.needs[place]
-        if not account.has(needs):
+        if not account.has(needs) and not self._may_await(contract, account, place):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
         if contract.compute >> place & 1:
             account = self._compute(contract, account, place)
@@ -237,6 +258,14 @@ class StageJudge:
         if self.row is not None and contract.compute >> place & 1:
             self._check_row(contract, account, task)
         return self._launch(account, instruction) if self.others else account
+
+    def _may_await(self, contract: Contract, account: Account, place: int) -> bool:
+        """Whether a task may be handed over before its inputs: it is the next entry, and these are promised."""
+        if not self.awaits_inputs or account.missing(contract.needs[place]):
+            return False
+        inputs = self.packets.split(contract.needs[place].packets & ~account.delivered)
+        is_promised = all(contract.promised_by.get(packet, 0) & account.delivered for packet in inputs)
+        return is_promised and place == self.admission.next_entry(contract, account)
 
     def _compute(self, contract: Contract, account: Account, place: int) -> Account:
         """The account once a task of the stage's own lane runs."""

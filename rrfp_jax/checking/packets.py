@@ -1,14 +1,15 @@
 """Everything that can be under way to a place, numbered as bits, so that what was sent and delivered are integers.
 
 A *packet* is a message to a place in a step, the start of a step there, or a note from another member of its group.
-Messages and starts follow from the setting; notes are numbered as they come up. Where a group's tasks are collectives,
-that a member has joined in one is a packet to each of the others too. It is no event: it reaches them as their own end
-of the task, which waits for all of these.
+Messages, their promises and starts follow from the setting; notes are numbered as they come up. Where a group's tasks
+are collectives, that a member has joined in one is a packet to each of the others too. It is no event: it reaches them
+as their own end of the task, which waits for all of these.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Event, GroupHeard, StepStarted
+from rrfp_jax.arbitration import Event, GroupHeard, InputPromised, StepStarted
 from rrfp_jax.tasks import Task
 
 
@@ -48,22 +49,22 @@ class Packets:
         self.starts = 0
         """The starts of steps."""
         self.inputs = 0
-        """The messages and starts, which no place may leave undelivered."""
-        self._bits: dict[tuple[int, Event | Joined], int] = {}
+        """The messages and starts, which no place may leave undelivered; notes and promises may be."""
+        self._bits: dict[tuple[int, type, Event | Joined], int] = {}  # tuples of different types may be equal
 
     def bit(self, place: int, what: Event | Joined, *, after: int = 0) -> int:
         """A packet as a bit; ``after`` names the packets that reach the place before it."""
-        known = self._bits.get((place, what))
+        known = self._bits.get((place, type(what), what))
         if known is not None:
             return known
-        bit = self._bits[place, what] = 1 << len(self.sent)
+        bit = self._bits[place, type(what), what] = 1 << len(self.sent)
         self.sent.append((place, what))
         self.earlier.append(after)
         if place >= 0:
             self.inboxes[place] |= bit
             if isinstance(what, Joined):
                 self.joins |= bit
-            elif not isinstance(what, GroupHeard):
+            elif not isinstance(what, GroupHeard | InputPromised):
                 self.inputs |= bit
             if isinstance(what, StepStarted):
                 self.starts |= bit
@@ -71,13 +72,21 @@ class Packets:
 
     def known(self, place: int, what: Event) -> int:
         """The bit of a packet that has come up."""
-        return self._bits[place, what]
+        return self._bits[place, type(what), what]
 
     def event(self, bit: int) -> Event:
         """The event that a packet is at its place."""
         _, what = self.sent[bit.bit_length() - 1]
         assert not isinstance(what, Joined)
         return what
+
+    @staticmethod
+    def split(bits: int) -> Iterator[int]:
+        """Some packets, each as a bit."""
+        while bits:
+            lowest = bits & -bits
+            bits ^= lowest
+            yield lowest
 
     def stimuli(self, bits: int) -> list[Stimulus]:
         """Those of some packets that are events, in the order in which they came up."""

@@ -25,6 +25,7 @@ from rrfp_jax.arbitration import (
     GroupHeard,
     IllegalTransition,
     InputArrived,
+    InputPromised,
     Instruction,
     Message,
     RunTask,
@@ -94,6 +95,9 @@ class _Walk:
         self.joined: Counter[tuple[int, RunTask]] = Counter()
         """How many members of a stage have started each of its collectives."""
         self.finished: set[tuple[int, Task]] = set()
+        self.handed_over: set[tuple[int, Task]] = set()
+        self.queued: list[list[RunTask]] = [[] for _ in places]
+        """Where inputs are promised: what each place's device has not begun, since it waits for inputs."""
         self.trace: list[Stimulus] = []
         self.now_s = 0.0
 
@@ -126,6 +130,7 @@ class _Walk:
     def _take(self, place: int, known: Event, event: Event) -> None:
         if isinstance(event, TaskFinished):
             self.finished.add((event.step, event.task))
+            self._begin_queued()
         instructions = self.arbiters[place].handle(event)
         seen = event if isinstance(event, ClockTick) else known
         self.accounts[place] = self.judges[place].follow(self.accounts[place], seen, instructions)
@@ -155,6 +160,9 @@ class _Walk:
     def _announce(self, instruction: Announce) -> None:
         """To all members of the stage, some of which do not care."""
         step, message, stage = instruction
+        if self.setting.awaits_inputs:
+            for _ in range(COPIES_PER_ANNOUNCEMENT[self.draw(len(COPIES_PER_ANNOUNCEMENT))]):
+                self._schedule(self.now_s + self._delay_s(), stage, InputPromised(step, 0.0, message))
         told = [(step, message)] * COPIES_PER_ANNOUNCEMENT[self.draw(len(COPIES_PER_ANNOUNCEMENT))]
         for _ in range(FALSE_ANNOUNCEMENTS[self.draw(len(FALSE_ANNOUNCEMENTS))]):
             told.append((step + STEPS_OFF[self.draw(len(STEPS_OFF))], self._any_input(stage, message)))
@@ -180,27 +188,45 @@ class _Walk:
 
     def _run(self, place: int, instruction: RunTask) -> None:
         self._check_dependencies(place, instruction)
+        self.handed_over.add(instruction)
         group, stage = self.setting.group_of(place), self.setting.places[place].stage
         what = diverging([self.accounts[member].launched for member in group], stage)
         if what is not None:
             raise Violation(what)
         self.joined[stage, instruction] += 1
-        if not self.setting.collective:
+        if self.setting.awaits_inputs and self.setting.graph.lane(instruction.task.kind) == COMPUTE:
+            self.queued[place].append(instruction)
+            self._begin_queued()
+        elif not self.setting.collective:
             self._schedule_end(place, instruction)
         elif self.joined[stage, instruction] == len(group):
             for member in group:
                 self._schedule_end(member, instruction)
 
+    def _begin_queued(self) -> None:
+        """Devices begin what they were given in that order, each task as what it needs of other places has ended."""
+        for place, queued in enumerate(self.queued):
+            while queued and self._has_inputs(place, queued[0]):
+                self._schedule_end(place, queued.pop(0))
+
+    def _has_inputs(self, place: int, instruction: RunTask) -> bool:
+        stage_of, (step, task) = self.setting.placement.stage_of_chunk, instruction
+        needed = (
+            t for t in self.graphs[step].dependencies(task) if stage_of[t.chunk] != self.setting.places[place].stage
+        )
+        return all((step, dependency) in self.finished for dependency in needed)
+
     def _schedule_end(self, place: int, instruction: RunTask) -> None:
         step, task = instruction
         lane = self.setting.graph.lane(task.kind)
         self.free_at_s[place, lane] = at_s = max(self.now_s, self.free_at_s[place, lane]) + self._delay_s()
-        if not self.setting.decides_early or lane != COMPUTE:
+        if not (self.setting.decides_early or self.setting.awaits_inputs) or lane != COMPUTE:
             self._schedule(at_s, place, TaskFinished(step, 0.0, task))
             return
         self.end_orders[place] = max(self.end_orders[place], (at_s, self.draw(1 << 16)))
         self._schedule(at_s, place, TaskFinished(step, 0.0, task), self.end_orders[place][1])
-        for _ in range(DECISIONS_PER_TASK[self.draw(len(DECISIONS_PER_TASK))]):
+        is_told = self.setting.decides_early
+        for _ in range(DECISIONS_PER_TASK[self.draw(len(DECISIONS_PER_TASK))] if is_told else 0):
             told_s = self.now_s + self.draw(int(at_s - self.now_s) + 1) + self._delay_s() // 5
             self._schedule(told_s, place, DecideNow(step, 0.0, task))
 
@@ -214,6 +240,8 @@ class _Walk:
         exists = self.judges[place].contracts[step].place
         for dependency in before:
             is_once = dependency.microbatch < 0  # on the stage itself, if the step has it
+            if self.setting.awaits_inputs and (step, dependency) in self.handed_over:
+                continue  # the judge knows what was promised
             if (step, dependency) not in self.finished and dependency != due and (not is_once or dependency in exists):
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 

@@ -62,6 +62,8 @@ class Setting:
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     certain_ahead: bool = False
     """Whether stages hand over certain choices early; devices keep to their order then, too."""
+    awaits_inputs: bool = False
+    """Whether what is announced is promised, and devices, which keep to their order, wait for inputs by themselves."""
     footprints: tuple[int, ...] = ()
     """Per stage how many activations it may hold, in place of the windows; empty: these count. Where operations move
     parts of one, in units (:attr:`rrfp_jax.checking.operations.Operations.unit`)."""
@@ -94,6 +96,8 @@ class Setting:
             raise ValueError(f"{len(self.footprints)} footprints for {self.num_stages} stages: give one for each stage")
         if self.foresight is not None or (self.footprints and not self.graph.ops):
             self._check_rows()
+        if self.awaits_inputs and (self.groups or self.foresight is None):
+            raise ValueError("promised inputs are of use to foresight alone, and groups are promised none")
         if self.weights and (len(self.weights) != self.num_steps or len(self.capacities) != self.num_stages):
             raise ValueError("weights need an entry for each step, and capacities one for each stage")
         if not self.absences:
@@ -247,7 +251,7 @@ class Setting:
         """Equal for settings whose places exchange the same messages in the same steps."""
         has_rows = tuple(map(self.has_row, range(self.num_stages))) if self.graph.ops else ()
         steps = (self.absences, self.weights, self.evaluates, self.evaluation_batches)
-        return (self.graph, self.placement, self.rules, *steps, self.groups, has_rows)
+        return (self.graph, self.placement, self.rules, *steps, self.groups, has_rows, self.awaits_inputs)
 
     def start_of(self, step: int) -> StepStarted:
         """The event that starts a step, on every place alike."""
@@ -283,6 +287,7 @@ class Setting:
             f"{f', of which {sorted(self.evaluates)} evaluate' if self.evaluates else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
             f"{', certain choices early' if self.certain_ahead else ''}"
+            f"{', promised inputs' if self.awaits_inputs else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
             f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"

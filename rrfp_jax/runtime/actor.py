@@ -1,12 +1,12 @@
 """A stage actor: the shell that feeds events to its arbiter and carries out the instructions.
 
-Everything here runs on the event loop. Tasks run on the actor's compute thread; their completions come back as events.
+Everything here is called in turns (:mod:`rrfp_jax.runtime.turns`): one call at a time, on any thread, and none may
+block. Tasks run on the actor's compute thread; their completions come back as events.
 """
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from rrfp_jax.arbitration import (
     FinishStep,
     GroupHeard,
     InputArrived,
+    InputPromised,
     Instruction,
     Message,
     Note,
@@ -31,11 +32,12 @@ from rrfp_jax.arbitration import (
     WakeAt,
 )
 from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
-from rrfp_jax.tasks import PipelineGraph, lanes_beside
+from rrfp_jax.tasks import PipelineGraph, Task, lanes_beside
 from rrfp_jax.timeline import Timeline
 
 StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
@@ -45,8 +47,10 @@ Tell = Callable[[int, int, int, Note], None]
 
 AnnounceTo = Callable[[int, int, Message], None]
 """Called with a stage, the step and the message whose task has started, for that stage to hear of."""
-WakeLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-"""Called with a time (``time.perf_counter``) and what to call then, on the event loop."""
+SubmitAwaiting = Callable[[RunTask, Sequence[Message]], AwaitedInputs]
+"""Called with an instruction and the inputs that it lacks still, to hand it to the stage's thread."""
+WakeLater = Callable[[float, Callable[[], None]], None]
+"""Called with a time (``time.perf_counter``) and what to call then."""
 
 
 class StageActor:
@@ -59,6 +63,7 @@ class StageActor:
         transport: Transport,
         *,
         submit: Callable[[RunTask], None],
+        submit_awaiting: SubmitAwaiting | None = None,
         ended: StepEnded,
         announce: AnnounceTo,
         wake_later: WakeLater,
@@ -72,8 +77,11 @@ class StageActor:
         self.last_event_s = time.perf_counter()
         self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
         self._announce, self._wake_later = announce, wake_later
-        self._wake: asyncio.TimerHandle | None = None
-        """Ends the present hold; a task that starts has ended it."""
+        self._submit_awaiting = submit_awaiting
+        self._awaited: dict[Task, AwaitedInputs] = {}
+        """Of tasks that were handed over before all their inputs were delivered."""
+        self._wake: WakeAt | None = None
+        """What ends the present hold; a task that starts has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
@@ -106,6 +114,8 @@ class StageActor:
     def receive(self, step: int, message: Message, payload: Any) -> None:
         self.executor.accept(step, message, payload)
         self._handle(InputArrived(step, time.perf_counter(), message))
+        for task in [task for task in self._awaited if not self.arbiter.awaits_input(task)]:
+            self._awaited.pop(task).came()
 
     def hear(self, step: int, member: int, note: Note) -> None:
         self._handle(GroupHeard(step, time.perf_counter(), member, note))
@@ -114,9 +124,19 @@ class StageActor:
         """Another stage has started the task that will send this."""
         self._handle(TaskAnnounced(step, time.perf_counter(), message))
 
+    def promised(self, step: int, message: Message) -> None:
+        """Another stage has been told to start the task that will send this, which can be had from its launch on."""
+        self._handle(InputPromised(step, time.perf_counter(), message))
+
+    def give_up(self) -> None:
+        """The run ends: no thread is to wait for an input any more."""
+        for inputs in [*self._awaited.values()]:
+            inputs.give_up()
+
     def _woken(self, asked: WakeAt) -> None:
-        self._wake = None
-        self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
+        if asked is self._wake:
+            self._wake = None
+            self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         lane = self._beside.get(instruction.task.kind)
@@ -147,17 +167,17 @@ class StageActor:
         outgoing, announced, ended = [], [], False
         for instruction in instructions:
             if isinstance(instruction, RunTask):
-                self._submit(instruction)
+                self._hand_over(instruction)
                 if instruction.task.kind not in self._beside:
-                    self._wake_no_more()
+                    self._wake = None
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, Announce):
                 announced.append(instruction)
             elif isinstance(instruction, WakeAt):
-                self._wake_no_more()
-                self._wake = self._wake_later(instruction.time_s, partial(self._woken, instruction))
+                self._wake = instruction
+                self._wake_later(instruction.time_s, partial(self._woken, instruction))
             elif isinstance(instruction, FinishStep):
                 ended = True
             else:
@@ -170,10 +190,13 @@ class StageActor:
         if ended:  # others wait for what was sent, and nobody for the record of the step
             self._finish(instructions[-1].step, time_s)
 
-    def _wake_no_more(self) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
+    def _hand_over(self, instruction: RunTask) -> None:
+        missing = self.arbiter.awaited_inputs(instruction.task)
+        if not missing:
+            self._submit(instruction)
+            return
+        assert self._submit_awaiting is not None
+        self._awaited[instruction.task] = self._submit_awaiting(instruction, missing)
 
     def _finish(self, step: int, time_s: float) -> None:
         self._recorder.end(time_s)

@@ -1,5 +1,8 @@
 """The asyncio driver: one event loop in a thread of its own, an actor and a compute thread for each stage it hosts.
 
+The actors are called in turns (:mod:`rrfp_jax.runtime.turns`): on the threads of stages where all stages are here, on
+the loop where there are other processes, for the network is the loop's.
+
 ``submit`` may be called from any thread and returns a future. A task's error, no completion within the progress
 deadline, or the loss of another process ends the run: every pending future fails with the wait-for report, and so does
 every later ``submit``. Where there are several processes, all of them end so, within a moment of each other.
@@ -8,22 +11,22 @@ every later ``submit``. Where there are several processes, all of them end so, w
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter
-from rrfp_jax.network.loop_thread import LoopThread
+from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
+from rrfp_jax.network.loop_thread import LoopThread, runs_here
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
+from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.compute import ComputeThread, StageThreads
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import HandsAhead, StageExecutor, StageOutcome
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.late_delivery import LateDelivery
 from rrfp_jax.runtime.launching import LaunchAndWait
@@ -35,12 +38,14 @@ from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport
-from rrfp_jax.runtime.wake_up import WakeUp
+from rrfp_jax.runtime.turns import Turns
 from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
 _CHECKS_PER_DEADLINE = 8
+_CAUSE_WITHIN_S = 1.0
+"""How long a task that fails before its input was delivered waits to be the cause itself."""
 _STOP_TIMEOUT_S = 5.0
 _STOP_AFTER_FAILURE_S = 0.5
 """A program that hangs, or waits for a process that is lost, does not end."""
@@ -51,12 +56,6 @@ class PipelineClosed(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the pipeline was closed: make a new one to go on")
-
-
-_Completion = tuple[int, RunTask, float, float, BaseException | None]
-"""Stage, instruction, start, end and error of a task that has run."""
-_Due = tuple[int, RunTask, float]
-"""Stage and instruction of a task that is about to end, and when what follows it should have been decided."""
 
 
 class PipelineRuntime:
@@ -96,17 +95,15 @@ class PipelineRuntime:
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure = peers, on_failure
         self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
+        self._turns = Turns(self._loop, lambda: self._ending.failing is None, self._scheduler_failed)
         self._late = None if delay_s is None else LateDelivery(self._loop, self._deliver, delay_s)
         self.transport = make_transport(self._late or self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
         self._threads: dict[int, StageThreads] = {}
+        self._hand_ahead: dict[int, HandsAhead] = {}
+        """Stages that are wholly here and whose outputs can be promised to each other."""
         self._engines: list[ComputeThread] = []
         """The threads of engines beside compute."""
-        self._completions: deque[_Completion | _Due] = deque()
-        self._wake_up = WakeUp(self._loop, self._take_completions)
-        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """Calls that were asked for within one, with their arguments."""
-        self._is_pumping = False
         self._closing = threading.Lock()
         self._is_closed = False
         self._steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
@@ -116,15 +113,21 @@ class PipelineRuntime:
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, log_steps: int, just_in_time: bool) -> None:
         stage = arbiter.stage
-        name, done = f"rrfp-stage-{stage}", partial(self._completed, stage)
+        name, turns = f"rrfp-stage-{stage}", self._turns
+        # a thread that waits for tasks launched ahead must go on waiting, to see them end
+        waited = partial(self._completed, stage, call=turns.call_on_loop)
+        done = partial(self._completed, stage, call=turns.call if self._peers is None else turns.call_on_loop)
         thread: StageThreads
         if just_in_time:
-            thread = LaunchAndWait(name, executor.launch, done, decide=partial(self._due, stage))
+            rule = timing_rule(looks_ahead=arbiter.foresight_rules is not None)
+            thread = LaunchAndWait(name, executor.launch, waited, decide=partial(self._due, stage), rule=rule)
         elif arbiter.dispatch_ahead:
-            thread = LaunchAndWait(name, executor.launch, done)
+            thread = LaunchAndWait(name, executor.launch, waited)
         else:
             thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread
+        if just_in_time and self._late is None and self._is_here(stage) and getattr(executor, "hands_ahead", False):
+            self._hand_ahead[stage] = cast(HandsAhead, executor)
         beside = lanes_beside(arbiter.graph)
         engines = {lane: ComputeThread(f"{name}-{lane}", executor.launch, done) for lane in sorted({*beside.values()})}
         self._engines += engines.values()
@@ -133,6 +136,7 @@ class PipelineRuntime:
             executor,
             self.transport,
             submit=thread.submit if not beside else partial(_submit, beside, engines, thread),
+            submit_awaiting=partial(self._submit_awaiting, stage),
             ended=self._stage_ended,
             announce=self._announce,
             wake_later=self._wake_later,
@@ -141,16 +145,24 @@ class PipelineRuntime:
         )
 
     def _completed(
-        self, stage: int, instruction: RunTask, start_s: float, end_s: float, error: BaseException | None
+        self,
+        stage: int,
+        instruction: RunTask,
+        start_s: float,
+        end_s: float,
+        error: BaseException | None,
+        *,
+        call: Callable[..., None],
     ) -> None:
-        """Have the loop take what has completed; called on the stages' threads."""
-        self._completions.append((stage, instruction, start_s, end_s, error))
-        self._wake_up.ring()
+        """A task has run; called on the stages' threads, with the way of :class:`Turns` to have a call made."""
+        if error is None:
+            call(self._actors[stage].completed, instruction, start_s, end_s)
+        else:
+            call(self._task_failed, stage, instruction, error)
 
     def _due(self, stage: int, instruction: RunTask, due_s: float) -> None:
         """Have the loop decide what follows a task that is about to end; called on the stages' threads."""
-        self._completions.append((stage, instruction, due_s))
-        self._wake_up.ring()
+        self._turns.call_on_loop(self._decide, stage, instruction, due_s)
 
     def _all_threads(self) -> list[StageThreads]:
         return [*self._threads.values(), *self._engines]
@@ -158,7 +170,7 @@ class PipelineRuntime:
     def _start(self) -> None:
         for thread in self._all_threads():
             thread.start()
-        self._loop.call_soon_threadsafe(self._wake_up.listen)
+        self._loop.call_soon_threadsafe(self._turns.listen)
         self._loop.call_soon_threadsafe(self._watch)
         if self._peers is not None:
             self._loop.call_soon_threadsafe(self._peers.attach, self)
@@ -201,7 +213,7 @@ class PipelineRuntime:
     def follow(self, arbiters: Sequence[StageArbiter]) -> None:
         """Have the stages decide by these fresh arbiters from the next step on; no step must be under way."""
         done: Future[None] = Future()
-        self._loop.call_soon_threadsafe(self._follow, arbiters, done)
+        self._loop.call_soon_threadsafe(self._turns.always, self._follow, arbiters, done)
         result_of(done)
 
     def _follow(self, arbiters: Sequence[StageArbiter], done: "Future[None]") -> None:
@@ -229,6 +241,8 @@ class PipelineRuntime:
             return not any(thread.is_alive() for thread in self._all_threads())
         for thread in self._all_threads():
             thread.ask_to_stop()
+        for actor in self._actors.values():
+            actor.give_up()
         until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self._ending.failing is None else _STOP_AFTER_FAILURE_S)
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._all_threads()]
         left_loop = threading.Event()
@@ -238,7 +252,7 @@ class PipelineRuntime:
             self._own_loop.close()
         self.transport.close()
         if all(ended) and left_loop.is_set():
-            self._wake_up.close()
+            self._turns.close()
             if self._late is not None:
                 self._late.close()
         return all(ended)
@@ -248,7 +262,7 @@ class PipelineRuntime:
 
         ``what`` becomes the summary where nothing else has gone wrong.
         """
-        self._loop.call_soon_threadsafe(lambda: self._ending.begin(Failure(PeerLost, what, self._states())))
+        self._loop.call_soon_threadsafe(self._turns.always, self._give_up, PeerLost, what)
         return self._ending.wait()
 
     @staticmethod
@@ -271,23 +285,24 @@ class PipelineRuntime:
             clock_offset_s=0.0 if self._peers is None else self._peers.clocks.offset_s,
         )
 
-    # -- on the event loop: steps ------------------------------------------------------------------------------------
+    # -- steps: on the event loop, and in turns ----------------------------------------------------------------------
 
     def _leave_loop(self, left: threading.Event) -> None:
         if self._peers is not None:
             self._peers.detach()
-        self._wake_up.hush()
+        self._turns.hush()
         if self._late is not None:
             self._late.hush()
-        self._steps.fail(PipelineClosed())
-        left.set()
+        self._turns.stop()
+        self._turns.always(self._steps.fail, PipelineClosed())
+        self._turns.always(left.set)
 
     def _begin(self, step: int, starts: "list[partial[None]]", future: "Future[StepOutcome]") -> None:
         if self._ending.error is not None:
             future.set_exception(self._ending.error)
             return
         self._steps.begin(step, future)
-        self._pump(self._start_all, starts)
+        self._turns.call(self._start_all, starts)
 
     @staticmethod
     def _start_all(starts: "list[partial[None]]") -> None:
@@ -299,54 +314,46 @@ class PipelineRuntime:
         return bool(self._steps)
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        self._pump(self._actors[stage].receive, step, message, payload)
+        self._turns.call(self._actors[stage].receive, step, message, payload)
+
+    def _is_here(self, stage: int) -> bool:
+        """Whether a stage has no part in another process."""
+        return self._peers is None or [*self._peers.layout.ranks_of(stage)] == [self._peers.rank]
+
+    def _submit_awaiting(self, stage: int, instruction: RunTask, missing: Sequence[Message]) -> AwaitedInputs:
+        """Hand a task over that lacks inputs which other stages here are about to launch."""
+        step, thread, own = instruction.step, self._threads[stage], self._hand_ahead[stage]
+        assert isinstance(thread, LaunchAndWait)
+        stage_of = self._actors[stage].arbiter.placement.stage_of_chunk
+        makers = [(message, self._hand_ahead[stage_of[message.source]]) for message in missing]
+        inputs = AwaitedInputs([partial(own.fetch, step, m, partial(maker.ahead, step, m)) for m, maker in makers])
+        thread.submit(instruction, inputs)
+        return inputs
 
     def _announce(self, stage: int, step: int, message: Message) -> None:
-        """Have a stage hear that what will send this message has started."""
+        """Have a stage hear that what will send this message has started; it is promised where it can be fetched."""
+        if stage in self._hand_ahead:
+            source = self._actors[stage].arbiter.placement.stage_of_chunk[message.source]
+            if source in self._hand_ahead:
+                self._turns.call(self._actors[stage].promised, step, message)
+                return
         if self._peers is not None and self._peers.layout.ranks_of(stage)[0] != self._peers.rank:
             self._peers.announce_task(stage, step, message)
         else:
-            self._pump(self._actors[stage].announced, step, message)
+            self._turns.call(self._actors[stage].announced, step, message)
 
-    def _wake_later(self, at_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._pump, call)
-
-    def _take_completions(self) -> None:
-        while self._completions:
-            item = self._completions.popleft()
-            if len(item) == 3:
-                self._decide(*item)
-                continue
-            stage, instruction, start_s, end_s, error = item
-            if error is None:
-                self._pump(self._actors[stage].completed, instruction, start_s, end_s)
-            else:
-                step = self._steps.name(instruction.step)
-                what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
-                self._ending.begin(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+    def _wake_later(self, at_s: float, call: Callable[[], None]) -> None:
+        """Have this called then."""
+        if runs_here(self._loop):
+            self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._turns.call, call)
+        else:
+            self._loop.call_soon_threadsafe(self._wake_later, at_s, call)
 
     def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
         thread = self._threads[stage]
         assert isinstance(thread, LaunchAndWait)
         with thread.answering(due_s):
-            self._pump(self._actors[stage].decide, instruction)
-
-    def _pump(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call this, unless the run is being given up; what asks for more within a call has it called afterwards."""
-        if self._is_pumping:
-            self._inbox.append((call, arguments))
-            return
-        self._is_pumping = True
-        try:
-            if self._ending.failing is None:
-                call(*arguments)
-            while self._inbox and self._ending.failing is None:
-                call, arguments = self._inbox.popleft()
-                call(*arguments)
-        except Exception as error:
-            self._ending.begin(Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error))
-        finally:
-            self._is_pumping = False
+            self._actors[stage].decide(instruction)
 
     def _stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
         looks_ahead = self._actors[stage].arbiter.looks_ahead
@@ -356,11 +363,11 @@ class PipelineRuntime:
 
     def heard(self, unit: int, step: int, member: int, note: Note) -> None:
         """A member of a hosted unit's group says something."""
-        self._pump(self._actors[unit].hear, step, member, note)
+        self._turns.call(self._actors[unit].hear, step, member, note)
 
     def task_announced(self, unit: int, step: int, message: Message) -> None:
         """Another rank has started the task that will send this message to a hosted unit."""
-        self._pump(self._actors[unit].announced, step, message)
+        self._turns.call(self._actors[unit].announced, step, message)
 
     def step_ended(self, step: int, summary: Summary) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""
@@ -380,7 +387,7 @@ class PipelineRuntime:
 
     def _transport_failed(self, error: Exception) -> None:
         """Messages are missing from now on."""
-        self._ending.begin(Failure(PeerLost, f"a transport failed: {error}", self._states(), error))
+        self._turns.always(self._give_up, PeerLost, f"a transport failed: {error}", error)
 
     # -- on the event loop: giving up --------------------------------------------------------------------------------
 
@@ -392,16 +399,44 @@ class PipelineRuntime:
         stalled_s = time.perf_counter() - progress_s
         if self.is_under_way() and self._ending.failing is None and stalled_s > self._deadline_s:
             what = f"no task finished for {stalled_s:.1f} s (progress deadline {self._deadline_s:g} s)"
-            self._ending.begin(Failure(NoProgress, what, self._states()))
+            self._turns.call(self._give_up, NoProgress, what)
         if self._peers is not None:
             self._peers.clocks.refresh()
         self._loop.call_later(self._deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
     def _end_with(self, failure: RunFailed) -> None:
-        self._inbox.clear()
-        self._steps.fail(failure)
+        self._turns.stop()
+        self._turns.always(self._steps.fail, failure)
         if self._on_failure is not None:
             self._on_failure(failure)
+
+    # -- giving up, in turns -----------------------------------------------------------------------------------------
+
+    def _task_failed(self, stage: int, instruction: RunTask, error: BaseException) -> None:
+        if self._actors[stage].arbiter.awaits_input(instruction.task):
+            # what makes its input has failed, too, and is about to say so
+            later_s = time.perf_counter() + _CAUSE_WITHIN_S
+            self._wake_later(later_s, partial(self._blame, stage, instruction, error))
+        else:
+            self._blame(stage, instruction, error)
+
+    def _blame(self, stage: int, instruction: RunTask, error: BaseException) -> None:
+        step = self._steps.name(instruction.step)
+        what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
+        self._fail(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
+
+    def _scheduler_failed(self, error: Exception) -> None:
+        """After the last turn."""
+        self._fail(Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error))
+
+    def _give_up(self, kind: type[RunFailed], what: str, cause: Exception | None = None) -> None:
+        self._fail(Failure(kind, what, self._states(), cause))
+
+    def _fail(self, failure: Failure) -> None:
+        if runs_here(self._loop):
+            self._ending.begin(failure)
+        else:
+            self._loop.call_soon_threadsafe(self._ending.begin, failure)
 
     def _states(self, failed_stage: int | None = None) -> list[StageState]:
         now = time.perf_counter()

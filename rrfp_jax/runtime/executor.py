@@ -2,8 +2,8 @@
 
 One implementation runs the compiled programs of real chunks (:mod:`rrfp_jax.runtime.program_stage`), another emulates
 them (:mod:`rrfp_jax.testing.emulated_stage`). ``launch`` is called on the stage's compute thread, and what it returns
-is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.compute`). Everything else is called on the
-event loop and must return within microseconds.
+is waited for there or on the stage's waiting thread (:mod:`rrfp_jax.runtime.compute`). Everything else is called in
+turns (:mod:`rrfp_jax.runtime.turns`), one call at a time, and must return within microseconds.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,22 @@ class StageOutcome(NamedTuple):
     """The most that the stage held during the step on its devices."""
     peak_host_bytes: int = 0
     """And in host memory, where operations put it there."""
+
+
+class HandsAhead(Protocol):
+    """What an executor offers besides, where devices wait for inputs by themselves: its outputs can be handed on as
+    their tasks are launched."""
+
+    hands_ahead: bool
+    """Whether it does."""
+
+    def ahead(self, step: int, message: Message) -> Any:
+        """What :meth:`StageExecutor.payload` will return for a stage of this process, and still will; None before its
+        task was launched, and after it was handed out. On any thread."""
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        """Take a message's content before it is delivered, from the stage that makes it, and the delivery for a second
+        one; tells whether it is here now. On the compute thread."""
 
 
 class StageExecutor(Protocol):

@@ -26,7 +26,7 @@ _Due = tuple[float, int, tuple[Any, ...]]
 
 
 class LateDelivery:
-    """Delivers each message so much later. It is called on the loop, and hands over on the loop.
+    """Delivers each message so much later. It is called by one thread at a time, and hands over on the loop.
 
     Args:
         deliver: takes unit, step, message and payload.

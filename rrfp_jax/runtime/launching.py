@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import DecisionTimer, RunTask
+from rrfp_jax.arbitration import DecisionTimer, RunTask, TimingRule
+from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.compute import Done, Launch, Started
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.named_tasks import named
@@ -34,6 +35,16 @@ class _Order(NamedTuple):
     run: RunTask
     due_s: float | None
     """When the decision that it answers was due."""
+    inputs: AwaitedInputs | None
+    """Those that it lacks still."""
+
+
+class _Handed(NamedTuple):
+    """To the thread that waits: what was launched, and what became of that."""
+
+    run: RunTask
+    result: Launched | BaseException
+    inputs: AwaitedInputs | None
 
 
 class LaunchAndWait:
@@ -41,14 +52,17 @@ class LaunchAndWait:
 
     Args:
         decide: asked for what follows a task, shortly before its end; None: nobody is asked.
+        rule: how long before; None: as where nothing else hides a launch.
     """
 
-    def __init__(self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None) -> None:
+    def __init__(
+        self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None, rule: TimingRule | None = None
+    ) -> None:
         self._launch, self._done, self._unnamed = launch, done, launch
-        self._clock = None if decide is None else _DecisionClock(decide)
+        self._clock = None if decide is None else _DecisionClock(decide, rule or TimingRule())
         self._orders: SimpleQueue[_Order | Started | None] = SimpleQueue()
         """Instructions; and, where decisions are asked for, tasks that have started."""
-        self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException] | None] = SimpleQueue()
+        self._launched: SimpleQueue[_Handed | None] = SimpleQueue()
         self._threads = (
             threading.Thread(target=self._launch_all, name=name, daemon=True),
             threading.Thread(target=self._wait_for_all, name=f"{name}-wait", daemon=True),
@@ -57,8 +71,9 @@ class LaunchAndWait:
         self._launching: Started | None = None
         self._running: Started | None = None
 
-    def submit(self, instruction: RunTask) -> None:
-        self._orders.put(_Order(instruction, self._answered_s))
+    def submit(self, instruction: RunTask, inputs: AwaitedInputs | None = None) -> None:
+        """Enqueue an instruction, perhaps with inputs that it lacks still."""
+        self._orders.put(_Order(instruction, self._answered_s, inputs))
 
     @contextmanager
     def answering(self, due_s: float) -> Iterator[None]:
@@ -102,17 +117,19 @@ class LaunchAndWait:
             del order
         self._launched.put(None)
 
-    def _launch_one(self, instruction: RunTask, due_s: float | None) -> None:
+    def _launch_one(self, instruction: RunTask, due_s: float | None, inputs: AwaitedInputs | None) -> None:
         if self._clock is not None:
             self._clock.follows(instruction)
-        self._launching = (instruction, time.perf_counter())
         result: Launched | BaseException
         try:
+            if inputs is not None:
+                inputs.fetch()
+            self._launching = (instruction, time.perf_counter())
             result = self._launch(instruction.step, instruction.task)
         except BaseException as caught:
             result = caught
         self._launching = None
-        self._launched.put((instruction, result))
+        self._launched.put(_Handed(instruction, result, inputs))
         if self._clock is not None and due_s is not None:
             self._clock.answered(due_s)
 
@@ -138,11 +155,16 @@ class LaunchAndWait:
             free_s = self._wait_for_one(*item, free_s)
             del item  # it holds what the task made
 
-    def _wait_for_one(self, instruction: RunTask, result: Launched | BaseException, free_s: float) -> float:
+    def _wait_for_one(
+        self, instruction: RunTask, result: Launched | BaseException, inputs: AwaitedInputs | None, free_s: float
+    ) -> float:
         error: BaseException | None = None
         start_s = free_s
         if isinstance(result, Launched):
             start_s = max(result.begun_s, free_s)
+            if inputs is not None:
+                inputs.wait()
+                start_s = max(start_s, time.perf_counter())
             self._running = (instruction, start_s)
             if self._clock is not None:
                 self._orders.put(self._running)
@@ -163,9 +185,9 @@ class LaunchAndWait:
 class _DecisionClock:
     """When to ask for a decision; but for ``ended``, of the thread that launches."""
 
-    def __init__(self, decide: Decide) -> None:
+    def __init__(self, decide: Decide, rule: TimingRule) -> None:
         self._decide = decide
-        self._timer = DecisionTimer()
+        self._timer = DecisionTimer(rule)
         self._last: RunTask | None = None
         """What was launched last: every other task has its successor."""
         self._due: Started | None = None

@@ -4,6 +4,7 @@ Values are keyed by step and message, so they may come in any order and early. A
 stage uses the same key and never leaves the stage.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,11 @@ class Mailbox:
         self._placement, self._stage, self._ship = placement, stage, ship
         self._inbox: dict[int, dict[Message, _Held]] = {}
         self._outbox: dict[tuple[int, Message], Any] = {}
+        self._ahead: set[tuple[int, Message]] = set()
+        """What was fetched and has not been delivered."""
+        self._incoming = threading.Lock()
         self._last_finished = -1
-        # bytes that came and went; each counter has one thread that writes it, so none is ever lost
+        # bytes that came and went; each counter has one thread that writes it, or a lock, so none is ever lost
         self._accepted_bytes = self._posted_bytes = self._taken_bytes = 0
 
     @property
@@ -45,6 +49,25 @@ class Mailbox:
         """A value from another stage; the step need not have begun here. What comes again or too late is dropped."""
         if step <= self._last_finished:
             return
+        with self._incoming:
+            if (step, message) in self._ahead:
+                self._ahead.discard((step, message))
+            else:
+                self._keep(step, message, payload)
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        """Take a value before it is delivered, if ``ahead`` has it; tells whether it is here."""
+        with self._incoming:
+            if message in self._inbox[step]:
+                return True
+            payload = ahead()
+            if payload is None:
+                return False
+            self._ahead.add((step, message))
+            self._keep(step, message, payload)
+            return True
+
+    def _keep(self, step: int, message: Message, payload: Any) -> None:
         inbox = self._inbox.setdefault(step, {})
         if message not in inbox:
             num_bytes = _num_bytes(message, payload)
@@ -71,6 +94,10 @@ class Mailbox:
         self._taken_bytes += num_bytes
         return value
 
+    def ahead(self, step: int, message: Message) -> Any:
+        """A value that waits to be sent, or None; it goes on waiting."""
+        return self._outbox.get((step, message))
+
     def payload(self, step: int, message: Message) -> Any:
         """Hand over a value that waits to be sent."""
         return self._outbox.pop((step, message))
@@ -78,6 +105,7 @@ class Mailbox:
     def finish(self, step: int) -> None:
         """Forget what is left of a step."""
         self._last_finished = step
+        self._ahead = {key for key in self._ahead if key[0] != step}
         left = self._inbox.pop(step, {})
         self._accepted_bytes -= sum(num_bytes for _, num_bytes in left.values())
 

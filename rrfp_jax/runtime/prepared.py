@@ -9,13 +9,11 @@
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import astuple, dataclass, replace
-from zlib import crc32
+from dataclasses import dataclass, replace
 
 import jax
 
 from rrfp_jax.arbitration import (
-    STRICT,
     GroupProtocol,
     Message,
     MessageKind,
@@ -26,18 +24,17 @@ from rrfp_jax.arbitration import (
     dispatch_of,
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
+from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, prepared_evaluation
+from rrfp_jax.runtime.fitting_order import fitting_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes, device_limits
+from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_programs
 from rrfp_jax.runtime.stage_replicas import StageReplicas
@@ -100,19 +97,16 @@ def prepare(
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
         programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
-        sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
-        order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=data)
-        if ordering.window_bytes is not None and len(buckets) > 1 and _counts_microbatches(ordering):
-            order = replace(order, capacities=(ordering.window_bytes,) * process.layout.num_units)
-        forecast = forecast_memory(order, sizes, graph.num_microbatches)
-        limit = options.memory_limit_bytes
-        limits = [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)]
-        check_fits(forecast, limits, is_strict=ordering.consume == STRICT)
-        if evaluation is not None:
-            batches = evaluation.batches
-            check_evaluation_fits(
-                forecast_evaluation(order.evaluating(batches), _evaluation_sizes(process, programs)), limits
-            )
+        order, forecast = fitting_order(
+            model,
+            graph,
+            programs,
+            buckets,
+            ordering=ordering,
+            options=options,
+            evaluation=evaluation,
+            evaluated=evaluated,
+        )
         check_same_programs(model, programs)
         model.connect()
     copies, rules = replication(graph, data), model.updates.step_rules(data)
@@ -186,71 +180,6 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
             f"{' for each replica' if num_replicas > 1 else ''}: build the schedule for {share}"
         )
     return replace(graph, num_microbatches=share)
-
-
-def _gather_sizes(
-    process: Process, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
-) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
-    """The sizes of every chunk of all replicas, and the memory of every unit's device: all judge alike what fits.
-
-    Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
-    """
-    limits = device_limits([process.own_device(unit) for unit in process.units])
-    told = [
-        [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
-        [*zip(process.units, limits, strict=True)],
-        crc32(repr((buckets.key, evaluated and evaluated.key)).encode()),
-    ]
-    gathered = process.gather("sizes", told)
-    other = next((rank for rank, (*_, numbered) in gathered.items() if numbered != gathered[0][-1]), None)
-    if other is not None:
-        raise ValueError(
-            f"rank {other} was given other buckets than rank 0, or in another order: give all processes the same"
-        )
-    sizes: dict[int, ChunkBytes] = {}
-    devices: dict[int, int | None] = {}
-    for chunks, units, _ in gathered.values():
-        sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
-        devices |= dict(units)
-    return sizes, devices
-
-
-def _evaluation_sizes(process: Process, programs: HostedPrograms) -> dict[int, ChunkBytes]:
-    """Of every chunk of all replicas, what evaluations need; nothing of a chunk that none of them runs."""
-    own = {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in programs.chunks.items()}
-    told = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in own.items()]
-    gathered = process.gather("sizes of evaluations", told)
-    return {chunk: ChunkBytes.from_tuple(row) for rows in gathered.values() for chunk, *row in rows}
-
-
-def _in_microbatches(
-    ordering: Ordering, model: HostedModel, sizes: Mapping[int, ChunkBytes], graph: PipelineGraph
-) -> Ordering:
-    """The ordering with a window in bytes turned into one in microbatches for each stage.
-
-    Raises ValueError where these are too few for the schedule's footprint.
-    """
-    num_bytes = ordering.window_bytes
-    if num_bytes is None:
-        return ordering
-    windows = []
-    for stage, chunks in enumerate(model.placement.chunks_of_stage):
-        passed = [sizes[c] for c in chunks]
-        if ordering.has_footprint:  # which admits so many activations, whichever chunks they are of
-            passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
-        windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
-    in_microbatches = replace(ordering, window=tuple(windows))
-    try:
-        in_microbatches.fitted(model.placement, graph)
-    except ValueError as error:
-        held = ",".join(map(str, windows))
-        raise ValueError(f"window {ordering.window} has room for {held} microbatches: {error}") from None
-    return in_microbatches
-
-
-def _counts_microbatches(ordering: Ordering) -> bool:
-    """Whether it is microbatches in flight that the window bounds."""
-    return ordering.consume != STRICT and not ordering.has_footprint
 
 
 def _stage_maker(

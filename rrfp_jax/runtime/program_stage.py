@@ -53,7 +53,7 @@ class _Step:
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What W needs of a microbatch whose I has run."""
     losses: list[tuple[int, int, Loss]] = field(default_factory=list)
-    """(microbatch, chunk, loss), appended once they are complete, and read on the loop."""
+    """(microbatch, chunk, loss), appended once they are complete, and read in turns."""
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
     """(chunk, squared norm), likewise."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
@@ -119,6 +119,8 @@ class ProgramStage:
         self._below = children(stage, placement.num_stages, step_rules.tree_degree)
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Elsewhere other stages get a view of a value, for which it must be there."""
+        self.hands_ahead = self._posts_at_once
+        self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
         self._enqueue: dict[TaskKind, Callable[[int, int, int], _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
@@ -137,7 +139,7 @@ class ProgramStage:
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
-    # -- on the event loop -------------------------------------------------------------------------------------------
+    # -- in turns ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch)

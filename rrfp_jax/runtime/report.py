@@ -119,6 +119,7 @@ class PeerLost(RunFailed):
 def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, rank: int | None = None) -> StageState:
     """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
     placement, reason = arbiter.placement, arbiter.idle_reason()
+    running = [task for task in arbiter.running() if failed or not arbiter.awaits_input(task)]
     waiting = sorted(
         (w for w in arbiter.waiting() if w.missing_messages),
         key=lambda w: (bool(w.missing_local), w.microbatch < 0, w.microbatch),
@@ -128,7 +129,7 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, 
     return StageState(
         stage=arbiter.stage,
         step=arbiter.step,
-        running=", ".join(map(str, arbiter.running())) or None,
+        running=", ".join(map(str, running)) or None,
         failed=failed,
         since_s=since_s,
         idle_reason=reason and str(reason),

@@ -58,7 +58,7 @@ class _Pending:
 
 
 class StepsUnderWay:
-    """Of one process; all but ``call`` is for the event loop."""
+    """Of one process. Steps begin on the event loop and end in turns (:mod:`rrfp_jax.runtime.turns`)."""
 
     def __init__(self, num_stages: int, num_hosted: int, peers: Peers | None) -> None:
         self._num_stages, self._num_hosted, self._peers = num_stages, num_hosted, peers
@@ -122,9 +122,8 @@ class StepsUnderWay:
 
     def fail(self, error: Exception) -> None:
         """No step ends any more."""
-        for pending in self._pending.values():
-            pending.future.set_exception(error)
-        self._pending.clear()
+        while self._pending:  # where the loop may begin another meanwhile
+            self._pending.popitem()[1].future.set_exception(error)
 
     def _resolve(self, step: int, told: Summary | None) -> None:
         pending = self._pending.pop(step)

@@ -9,6 +9,7 @@ task is about to end, when a stage's own timer expects it to. Times are millisec
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rrfp_jax.arbitration import (
     Announce,
@@ -17,6 +18,7 @@ from rrfp_jax.arbitration import (
     DecisionTimer,
     Event,
     FinishStep,
+    InputPromised,
     Instruction,
     RunTask,
     Send,
@@ -24,7 +26,9 @@ from rrfp_jax.arbitration import (
     StepStarted,
     TaskAnnounced,
     TaskFinished,
+    TimingRule,
     WakeAt,
+    timing_rule,
 )
 from rrfp_jax.arbitration.events import record
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
@@ -51,8 +55,12 @@ class Machine:
     """Of the host per task: from the choice of a task to its start, if the device is free by then."""
     agreement_ms: float = 0.0
     """Of a tensor-parallel group per task: the ranks agree on it before the host hands it over."""
-    just_in_time: Callable[[], DecisionTimer] | None = None
-    """Makes each stage's timer, which says when to decide what follows a task; None: at its end."""
+    just_in_time: Callable[[TimingRule], DecisionTimer] | None = None
+    """Makes each stage's timer, from the rule that suits the stage: it says when to decide what follows a task. None:
+    at its end."""
+    awaits_inputs: bool = False
+    """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there:
+    what is announced is promised (:class:`rrfp_jax.arbitration.InputPromised`)."""
 
     def __post_init__(self) -> None:
         if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
@@ -60,9 +68,10 @@ class Machine:
                 f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
                 "must not be negative"
             )
-        if self.just_in_time is not None and self.communication is not Communication.ASYNC:
+        if self.communication is not Communication.ASYNC and (self.just_in_time is not None or self.awaits_inputs):
+            what = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
             raise ValueError(
-                f"just-in-time dispatch has no meaning with {self.communication} communication, in which a stage sends "
+                f"{what} no meaning with {self.communication} communication, in which a stage sends "
                 "before it goes on: leave it out, or take async"
             )
 
@@ -144,6 +153,7 @@ class _Stage:
     __slots__ = (
         "answers",
         "arbiter",
+        "awaits_input",
         "dispatched",
         "holds",
         "host_free_ms",
@@ -163,6 +173,8 @@ class _Stage:
         self.dispatched: deque[tuple[float, int, Task]] = deque()
         """(when the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
+        self.awaits_input = False
+        """Whether its device waits for an input of the task that is next."""
         self.holds = False
         """Whether it has asked to be woken and has started nothing since."""
         self.idle: tuple[int, IdleReason] | None = None
@@ -199,7 +211,9 @@ class _Driver:
             _Stage(
                 arbiter,
                 times.of_another_stage(),
-                machine.just_in_time() if machine.just_in_time else None,
+                machine.just_in_time(timing_rule(looks_ahead=arbiter.foresight_rules is not None))
+                if machine.just_in_time
+                else None,
                 record_events,
             )
             for arbiter in arbiters
@@ -214,7 +228,8 @@ class _Driver:
         self._senders_wait = machine.communication is not Communication.ASYNC
         """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
         self._may_lose = machine.links.announce_loss > 0
-        self._announcements_ms: dict[tuple[int, int], float] = {}
+        self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
+        """How long announcements take, by sending and receiving stage."""
         self.transfers = make_transfers(
             machine.communication,
             Surroundings(
@@ -225,6 +240,14 @@ class _Driver:
                 is_computing=self.is_computing,
             ),
         )
+
+        self._carry_out: dict[type[Instruction], Callable[[int, Any], None]] = {
+            RunTask: self._dispatch,
+            Send: self.transfers.send,
+            Announce: self._announce,
+            WakeAt: self._wake_at,
+            FinishStep: self._finish_step,
+        }
 
         for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
             self.queue.post(start_ms, self._start_step, stage, 0)
@@ -248,18 +271,12 @@ class _Driver:
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
             stage.log.append((event, tuple(instructions)))
+        carry_out = self._carry_out
         for instruction in instructions:
-            if type(instruction) is RunTask:
-                self._dispatch(index, stage, instruction)
-            elif type(instruction) is Send:
-                self.transfers.send(index, instruction)
-            elif type(instruction) is Announce:
-                self._announce(index, instruction)
-            elif type(instruction) is WakeAt:
-                self._wake_at(index, stage, instruction)
-            elif type(instruction) is FinishStep:
-                self._finish_step(index, instruction)
-        if not stage.dispatched and self._keeps_record:
+            carry_out[type(instruction)](index, instruction)
+        if stage.awaits_input:
+            self._start_task(index, stage)
+        if self._keeps_record and (stage.awaits_input or not stage.dispatched):
             self._note_idle(index, stage)
 
     def is_computing(self, index: int) -> bool:
@@ -288,22 +305,25 @@ class _Driver:
         step, message, target = instruction
         if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
-        lasts_ms = self._announcements_ms.get((index, target))
+        lasts_ms = self._announcements_ms[index].get(target)
         if lasts_ms is None:
-            lasts_ms = self._announcements_ms[index, target] = self.machine.links.announcement_ms(index, target)
+            lasts_ms = self._announcements_ms[index][target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
+        if self.machine.awaits_inputs:
+            at_ms = max(at_ms, self.stages[index].host_free_ms)  # its launch has ended by then
+            self.queue.post_arrival(at_ms, self.deliver, target, InputPromised(step, at_ms / 1e3, message))
+            return
         event = record(TaskAnnounced, (step, at_ms / 1e3, message))
         if stage.holds:
             self.queue.post_arrival(at_ms, self.deliver, target, event)
             return
-        answer = stage.arbiter.handle(event)
-        assert not answer
+        stage.arbiter.handle(event)  # which has no answer: the stage holds nothing
         if stage.log is not None:
             stage.log.append((event, ()))
 
-    def _wake_at(self, index: int, stage: _Stage, instruction: WakeAt) -> None:
-        self.queue.post(instruction.time_s * 1e3, self._tick, index, ClockTick(*instruction))
-        stage.holds = True
+    def _wake_at(self, index: int, instruction: WakeAt) -> None:
+        self.queue.post(instruction.time_s * 1e3, self._tick, index, record(ClockTick, instruction))
+        self.stages[index].holds = True
 
     def _tick(self, index: int, tick: ClockTick) -> None:
         if self.stages[index].holds:
@@ -311,7 +331,8 @@ class _Driver:
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+    def _dispatch(self, index: int, instruction: RunTask) -> None:
+        stage = self.stages[index]
         if self._beside and instruction.task.kind in self._beside:
             self._run_beside(index, stage, instruction)
             return
@@ -326,6 +347,9 @@ class _Driver:
     def _start_task(self, index: int, stage: _Stage) -> None:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
+        stage.awaits_input = stage.arbiter.awaits_input(task)
+        if stage.awaits_input:
+            return
         start_ms = max(now_ms, host_ready_ms)
         if stage.idle is not None:
             self._set_idle(index, stage, None)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from rrfp_jax.runtime.executor import Launched, StageExecutor
+from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.tasks import COMPUTE, Task
+from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 from rrfp_jax.testing.wrapped import WrappedStage
 from rrfp_jax.timeline import Span
 
@@ -47,11 +49,12 @@ class EmulatedAccelerator:
         self._lock = threading.Lock()
         self._free_s = 0.0
 
-    def launch(self, duration_ms: float, *, since_s: float | None = None) -> DeviceTask:
-        """Hand over a task that takes so long; ``since_s``: when its launch began, now by default."""
+    def launch(self, duration_ms: float, *, since_s: float | None = None, inputs_s: float = 0.0) -> DeviceTask:
+        """Hand over a task that takes so long; ``since_s``: when its launch began, now by default; ``inputs_s``: when
+        the inputs are there for which the device waits."""
         self._sleeper.until((time.perf_counter() if since_s is None else since_s) + self._launch_s)
         with self._lock:
-            start_s = max(time.perf_counter(), self._free_s)
+            start_s = max(time.perf_counter(), self._free_s, inputs_s)
             self._free_s = start_s + duration_ms * 1e-3
             return DeviceTask(start_s, self._free_s)
 
@@ -85,6 +88,10 @@ class AcceleratedStage(WrappedStage):
         self._lanes_beside = lanes_beside
         self._engines = {lane: EmulatedAccelerator() for lane in lanes_beside.values()}
         self._accelerator, self._duration_ms, self._stage = accelerator, duration_ms, stage
+        self._ends_s: dict[int, dict[Task, float]] = {}
+        """By step, when the tasks that were launched end on the device."""
+        self._inputs_s = 0.0
+        """When what was fetched for the next launch is there."""
         self.spans: list[Span] = []
         """When the device ran each task: exact, and complete for steps that have ended."""
 
@@ -93,9 +100,34 @@ class AcceleratedStage(WrappedStage):
         inner = super().launch(step, task)
         lane = self._lanes_beside.get(task.kind, COMPUTE)
         engine = self._engines.get(lane, self._accelerator)
-        on_device = engine.launch(self._duration_ms(step, task), since_s=since_s)
+        on_device = engine.launch(self._duration_ms(step, task), since_s=since_s, inputs_s=self._inputs_s)
+        self._inputs_s = 0.0
+        self._ends_s.setdefault(step, {})[task] = on_device.end_s
         self.spans.append(Span(step, self._stage, task, on_device.start_s, on_device.end_s, lane))
         return Launched(time.perf_counter(), partial(_wait, inner, on_device))
+
+    def ahead(self, step: int, message: Message) -> Any:
+        """A payload, and when it is there in the devices' time."""
+        payload, ends_s = super().ahead(step, message), self._ends_s.get(step, {})
+        kinds = (TaskKind.F,) if message.kind is MessageKind.ACTIVATION else (TaskKind.B, TaskKind.I)
+        makers = [Task(kind, message.source, message.microbatch) for kind in kinds]
+        end_s = next((ends_s[task] for task in makers if task in ends_s), None)
+        return None if payload is None or end_s is None else (payload, end_s)
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        return super().fetch(step, message, partial(self._take, ahead))
+
+    def _take(self, ahead: Callable[[], Any]) -> Any:
+        taken = ahead()
+        if taken is None:
+            return None
+        payload, end_s = taken
+        self._inputs_s = max(self._inputs_s, end_s)
+        return payload
+
+    def finish(self, step: int) -> StageOutcome:
+        self._ends_s.pop(step, None)
+        return super().finish(step)
 
 
 def _wait(inner: Launched, on_device: DeviceTask) -> None:

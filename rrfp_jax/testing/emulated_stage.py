@@ -37,7 +37,8 @@ class EmulatedStage:
     where all durations are 0. ``sleeps`` are the RRFP paper's, beside them, as in a
     simulation. ``activation`` is what travels between chunks, as
     :func:`activation_spec` makes it. A stage of several devices works on one of them, and hands its outputs over as if
-    all had them.
+    all had them. ``hands_ahead``: outputs can be had from the launch on, as on an accelerator, by receivers that are
+    all in this process.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EmulatedStage:
         device: jax.Device,
         activation: jax.ShapeDtypeStruct | None = None,
         num_devices: int = 1,
+        hands_ahead: bool = False,
     ) -> None:
         self._inputs, self._outputs = _traffic(graph)
         self._placement, self._stage = placement, stage
@@ -60,7 +62,8 @@ class EmulatedStage:
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
         self._sleepers = {op.letter: Sleeper() for op in graph.ops}
         self._mailbox = Mailbox(placement, stage, ship)
-        self.accept = self._mailbox.accept
+        self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
+        self.hands_ahead = hands_ahead
         self._is_alone = num_devices == 1
         activation = activation or activation_spec(DEFAULT_ACTIVATION_BYTES)
         self._source = np.zeros(activation.shape, activation.dtype)
@@ -92,17 +95,17 @@ class EmulatedStage:
         outputs = self._present(step, self._outputs.get(task, ()))
         value = result if self._is_alone else np.asarray(result)
         for message in outputs:
-            if self._stays(message):  # the next task may be launched before this one was waited for
+            if self._leaves_at_once(message):  # the next task may be launched before this one was waited for
                 self._mailbox.post(step, message, value)
         return Launched(begun_s, partial(self._post, step, outputs, value))
 
     def _post(self, step: int, outputs: Iterable[Message], value: Any) -> None:
         for message in outputs:
-            if not self._stays(message):
+            if not self._leaves_at_once(message):
                 self._mailbox.post(step, message, value)
 
-    def _stays(self, message: Message) -> bool:
-        return self._placement.stage_of_chunk[message.target] == self._stage
+    def _leaves_at_once(self, message: Message) -> bool:
+        return self.hands_ahead or self._placement.stage_of_chunk[message.target] == self._stage
 
     def _present(self, step: int, messages: Iterable[Message]) -> Iterable[Message]:
         """Those between chunks that both run the microbatch in this step."""

@@ -110,6 +110,7 @@ def emulate(
             device=process.own_device(stage),
             activation=activation,
             num_devices=process.layout.unit_size,
+            hands_ahead=launch_ms is not None and process.layout.num_ranks == 1,
         )
         if launch_ms is None:
             return emulated

@@ -1,10 +1,11 @@
 """A stage's executor around another one: hands everything on, for subclasses that change how tasks are launched."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
+from rrfp_jax.runtime.executor import HandsAhead, Launched, StageExecutor, StageOutcome
 from rrfp_jax.tasks import PipelineGraph, Task
 
 
@@ -13,6 +14,16 @@ class WrappedStage:
 
     def __init__(self, inner: StageExecutor) -> None:
         self._inner = inner
+
+    @property
+    def hands_ahead(self) -> bool:
+        return getattr(self._inner, "hands_ahead", False)
+
+    def ahead(self, step: int, message: Message) -> Any:
+        return cast(HandsAhead, self._inner).ahead(step, message)
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        return cast(HandsAhead, self._inner).fetch(step, message, ahead)
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._inner.begin(step, batch, graph)

@@ -150,8 +150,8 @@ class Sometime(DecisionTimer):
 
     __slots__ = ("_mean_ms",)
 
-    def __init__(self, mean_ms):
-        super().__init__()
+    def __init__(self, mean_ms, rule):
+        super().__init__(rule)
         self._mean_ms = mean_ms
 
     def delay_s(self, task):

@@ -145,7 +145,8 @@ class ForgetsDependency(StageArbiter):
         if node is not None and needs[node] == 2:
             needs[node] = 1
             ranked = copy(ranked)
-            arrivals = {m: waits for m, waits in ranked.plan.arrivals.items() if waits != node}
+            waits_at = ranked.plan.awaited_by
+            arrivals = {m: number for m, number in ranked.plan.arrivals.items() if waits_at[number] != node}
             ranked.plan = replace(ranked.plan, needs=tuple(needs), arrivals=arrivals)
         super()._begin(ranked)
 

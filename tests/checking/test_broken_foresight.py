@@ -77,8 +77,8 @@ class HoldsForItself(Broken):
     """Holds for an entry that waits for a task of its own stage."""
 
     def _missing(self, position):
-        messages = self._ranked.plan.messages_for[self._ranked.at[position]]
-        return [message for message in messages if message not in self._arrived]
+        numbers = self._ranked.outlook.inputs_of[self._ranked.at[position]]
+        return [number for number in numbers if number not in self._arrived]
 
 
 class HoldsForTheInadmissible(Broken):

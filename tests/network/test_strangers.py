@@ -214,6 +214,19 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
         assert eventually(lambda: "a heartbeat of rank 2 was dropped" in caplog.text)
 
 
+def test_a_heartbeat_is_that_of_whoever_has_the_connection() -> None:
+    """Whatever name it bears: one that says of itself that it hangs brings nobody else into disrepute."""
+    with nodes(3, silence_deadline_s=2.0) as members:
+        liar, said = members[2].network._liveness, pack({"rank": 1, "blocked_s": 1e6})
+
+        def found_out() -> bool:
+            liar._command(lambda: liar._link.send(0, said))
+            return bool(members[0].lost)
+
+        assert eventually(found_out)
+        assert members[0].lost.keys() == {2}
+
+
 def memory_bytes() -> int:
     """What this process holds of the machine's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

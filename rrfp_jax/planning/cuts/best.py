@@ -8,8 +8,10 @@
   (:mod:`rrfp_jax.planning.cuts.program`). It is exact unless its search comes to its last node first; then what was
   found so far stays.
 
-Among cuts of the same largest work chunks are to be alike (the least sum of squares: pipelines of several chunks per
-stage fill and drain in step), and among those the first chunks small, whose activations are held longest. Everything is
+Among cuts of the same largest work the step of 1F1B is to be short, where there is one chunk per stage and the backward
+is one task (:mod:`rrfp_jax.planning.cuts.fill_and_drain`). Then chunks are to be alike (the least sum of squares:
+pipelines of several chunks per stage fill and drain in step), and among those the first chunks small, whose activations
+are held longest. Everything is
 counted, nothing timed: the same costs give the same cut everywhere.
 """
 
@@ -21,6 +23,7 @@ import numpy as np
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.planning.costs import CutModel, ModelCosts
 from rrfp_jax.planning.cuts.dealing import least_sum, most_even, smallest_largest
+from rrfp_jax.planning.cuts.fill_and_drain import step_ms_by_stage
 from rrfp_jax.planning.cuts.moving import improved, squares_of_chunks, squares_of_stages
 from rrfp_jax.planning.cuts.problem import CutProblem, Cuts, Floats
 from rrfp_jax.planning.cuts.proof import may_stay_below
@@ -81,7 +84,9 @@ def best_cut(
 def _of_chunks(problem: CutProblem) -> Cuts:
     """One chunk on each stage: chunks are stages."""
     chunk_ms, needed = _tables(problem)
-    found = most_even(np.where(needed <= 1.0, chunk_ms, np.inf))
+    is_told = not problem.split and len({*problem.stage_factors}) < 2
+    others = (step_ms_by_stage(problem),) if is_told else ()
+    found = most_even(np.where(needed <= 1.0, chunk_ms, np.inf), *others)
     if found is not None:
         return found
     least = smallest_largest(needed) * _SAME

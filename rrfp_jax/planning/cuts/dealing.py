@@ -39,7 +39,12 @@ def least_sum(costs: Floats) -> Cuts | None:
     return np.array([bounds])
 
 
-def most_even(costs: Floats) -> Cuts | None:
-    """The cut whose dearest chunk costs least, and of those the one with the least sum of squares."""
-    cap = smallest_largest(costs) * _SLACK
-    return least_sum(np.where(costs <= cap, costs, np.inf) ** 2) if np.isfinite(cap) else None
+def most_even(costs: Floats, *others: Floats) -> Cuts | None:
+    """The cut whose dearest chunk costs least, of those the one that costs least by ``others`` in turn, and of those
+    the one with the least sum of squares. None where nothing goes."""
+    for each in (costs, *others):
+        cap = smallest_largest(np.where(np.isfinite(costs), each, np.inf)) * _SLACK
+        if not np.isfinite(cap):
+            return None
+        costs = np.where(each <= cap, costs, np.inf)
+    return least_sum(costs**2)

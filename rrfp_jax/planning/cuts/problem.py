@@ -56,12 +56,20 @@ class CutProblem:
     @cached_property
     def layer_work_ms(self) -> Floats:
         """All tasks of an average microbatch, by layer, on a stage of factor 1."""
-        return np.array([self._work_ms(layer) for layer in range(self.costs.num_layers)])
+        work_ms = [self.costs.of(layer).work_ms(split=self.split) for layer in range(self.costs.num_layers)]
+        return np.array(work_ms) * self._mean_factors
 
-    def _work_ms(self, layer: int) -> float:
-        factors = self.costs.factors.get(self.costs.layers[layer], ())[: self.num_microbatches]
-        work_ms = self.costs.of(layer).work_ms(split=self.split)
-        return work_ms * sum(factors) / len(factors) if factors else work_ms
+    @cached_property
+    def layer_forward_ms(self) -> Floats:
+        """The forward of an average microbatch, likewise."""
+        forward_ms = [self.costs.of(layer).forward_ms for layer in range(self.costs.num_layers)]
+        return np.array(forward_ms) * self._mean_factors
+
+    @cached_property
+    def _mean_factors(self) -> Floats:
+        """How many times a layer's costs an average microbatch takes, by layer."""
+        given = [self.costs.factors.get(name, (1.0,))[: self.num_microbatches] for name in self.costs.layers]
+        return np.array([sum(factors) / len(factors) for factors in given])
 
     @cached_property
     def chunk_factors(self) -> Floats:

@@ -8,7 +8,7 @@ from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key
 
 Deliver = Callable[[int, int, Message, Any], None]
-"""Called on the event loop with the receiving unit, the step, the message and its payload."""
+"""Called with the receiving unit, the step, the message and its payload: on the event loop, or within ``send``."""
 
 Failed = Callable[[Exception], None]
 """Called on the event loop with what makes the transport useless: the run cannot go on."""
@@ -30,7 +30,10 @@ class Transport(Protocol):
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks."""
+        """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks.
+
+        Between units of one process it may also be called on their threads, one call at a time.
+        """
 
     def close(self) -> None:
         """Stop what was started; what comes or goes from now on is lost, or left to who comes next."""

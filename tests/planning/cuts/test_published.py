@@ -1,6 +1,7 @@
 """Cuts beside times that others have measured: Vocabulary Parallelism (arXiv 2411.05288), 1F1B on 8 x A100."""
 
 import csv
+import random
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,18 @@ def test_the_best_cut_is_never_behind_the_redistribution_of_the_paper(row: dict[
     first, *middle, last = REDISTRIBUTED[vocabulary]
     theirs_ms, ours_ms = step_ms(cut_into(costs, (first + 1, *middle, last + 1))), step_ms(found)
     assert ours_ms <= theirs_ms * (0.92 if vocabulary == 128000 else 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
+def test_with_other_costs_it_is_not_behind_any_of_the_redistributions(seed: int) -> None:
+    draw = random.Random(seed).uniform
+    heads = draw(0, 8)
+    types = {
+        "layer": layer(1.0, draw(1.5, 2.3)),
+        "embedding": layer(draw(0, 0.6), draw(0, 0.6)),
+        "head": layer(heads, heads * draw(1.5, 2.3)),
+    }
+    costs = ModelCosts(layers=("embedding", *["layer"] * LAYERS, "head"), types=types)
+    found_ms = step_ms(best_cut(costs, linear(STAGES), MICROBATCHES, split=False))
+    for first, *middle, last in REDISTRIBUTED.values():
+        assert found_ms <= step_ms(cut_into(costs, (first + 1, *middle, last + 1))) * (1 + 1e-9)
