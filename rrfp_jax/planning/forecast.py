@@ -11,8 +11,8 @@ A stage's peak is the sum of
   for it, and what its stash refers to beside inputs;
 * its inboxes: activations that wait for their F, and gradients that wait for their backward, at most one of the latter
   per microbatch in flight. How many microbatches may reach the stage, in flight or waiting, the senders bound
-  (:func:`rrfp_jax.planning.order_memory.reached`). A chunk that runs F only holds nothing in flight, but all
-  microbatches may wait for it;
+  (:func:`rrfp_jax.planning.order_memory.reaches`), where a footprint counts of several chunks together. A chunk that
+  runs F only holds nothing in flight, but all microbatches may wait for it;
 * the temporaries of its largest program, and one output on its way out.
 
 All of it is an upper bound: not everything peaks at once. What lies in host memory is a sum of its own.
@@ -70,13 +70,23 @@ class ChunkBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How many activations may be at some chunks of a stage at a time, waiting for their F or held."""
+
+    chunks: tuple[int, ...]
+    """Their places among the stage's chunks."""
+    number: int
+    """Of all these chunks together; of each one no more than there are microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageForecast:
     """The predicted peak of one stage, in bytes, with its parts."""
 
     window: int
     """Microbatches in flight at most: the stage's window, or all microbatches if they are fewer."""
     reached: int
-    """Microbatches that may be here at a time, in flight or waiting."""
+    """Microbatches that may be at a chunk at a time, in flight or waiting."""
     fixed: int
     per_microbatch: int
     """Of each microbatch in flight."""
@@ -130,7 +140,7 @@ def forecast_stage(
     window: int,
     num_microbatches: int,
     *,
-    reached: int | None = None,
+    reaches: Sequence[Reach] = (),
     footprint: int | None = None,
     in_row: int | None = None,
     capacity: int | None = None,
@@ -140,10 +150,12 @@ def forecast_stage(
 
     ``footprint`` is in activations, those on the device where operations move some (``moved``); ``in_row``, where it is
     known, is what they and all that waits take at most in the very row that the stage keeps to. Activations may wait
-    for every microbatch that is not in flight here yet, of those that may be here (``reached``; None: all).
+    for every microbatch that is not in flight here yet, of those that may be here (``reaches``, which name each chunk
+    once; empty: all).
     """
-    reached = num_microbatches if reached is None else min(reached, num_microbatches)
-    in_footprint = 0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, reached, moved)
+    reaches = reaches or [Reach(chunks=(place,), number=num_microbatches) for place in range(len(chunks))]
+    reached = min(num_microbatches, max(reach.number for reach in reaches))
+    in_footprint = 0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, reaches, moved)
     return StageForecast(
         window=min(window, reached),
         reached=reached,
@@ -161,11 +173,17 @@ def forecast_stage(
 
 
 def _in_footprint(
-    chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, reached: int, moved: MovedActivations | None
+    chunks: Sequence[ChunkBytes],
+    footprint: int,
+    num_microbatches: int,
+    reaches: Sequence[Reach],
+    moved: MovedActivations | None,
 ) -> int:
     """All that may be here wait, but for as many activations as the footprint has room for, and those that were
     moved."""
-    waiting = reached * sum(chunk.inputs for chunk in chunks)
+    waiting = sum(
+        _largest([chunks[place].inputs for place in reach.chunks], reach.number, num_microbatches) for reach in reaches
+    )
     held = _largest([chunk.more_than_waiting for chunk in chunks], footprint, num_microbatches)
     away = 0 if moved is None else max(0, moved.under_way - footprint)
     return waiting + held + _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)

@@ -8,6 +8,11 @@ window of p's stage, or its footprint, bounds how many microbatches there are of
 task, c holds no others. Where it is split, c also holds those between I and W, as many as its own stage may hold. A
 chunk without predecessors has nothing waiting.
 
+Where p is all that feeds c and feeds no other chunk, a microbatch that waits at c, or lies there between F and B or I,
+is an activation of p that p's stage holds, and of no other chunk's. So where a footprint bounds the activations of p's
+stage, it bounds those at all the chunks that the stage feeds in this way together; what these hold between I and W, the
+footprint of their own stage bounds together. A window, in whole microbatches, bounds those at each chunk alone.
+
 This says nothing where p and c pass no gradient, where bytes are bounded in place of microbatches, and where operations
 move what stages hold or make it again: all microbatches may then be at c. A step's first activations may come while the
 step before still ends here; of that one nothing is held any more.
@@ -20,7 +25,7 @@ from itertools import accumulate
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, forecast_stage
+from rrfp_jax.planning.forecast import ChunkBytes, Reach, StageForecast, forecast_stage
 from rrfp_jax.planning.moved_activations import moved_activations
 from rrfp_jax.planning.row_memory import bytes_in_row
 from rrfp_jax.tasks import PipelineGraph, Task
@@ -37,7 +42,7 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
             [_with_remaking(sizes[c]) if _is_remade(order.graph, c) else sizes[c] for c in chunks],
             order.windows[stage],
             num_microbatches,
-            reached=max(reached(order, chunk, num_microbatches) for chunk in chunks),
+            reaches=reaches(order, stage),
             footprint=_of_row(order, stage) if footprints[stage] is None else footprints[stage],
             in_row=_bytes_of_row(order, stage, sizes),
             capacity=capacities[stage],
@@ -72,14 +77,43 @@ def check_evaluation_fits(forecasts: Sequence[StageForecast], limits: Sequence[i
             )
 
 
-def reached(order: Order, chunk: int, num_microbatches: int) -> int:
-    """How many microbatches may be at a chunk at a time, waiting for its F or held."""
+def reaches(order: Order, stage: int) -> tuple[Reach, ...]:
+    """How many activations may be at the chunks of a stage at a time, waiting for their F or held; chunks that one
+    footprint bounds are taken together."""
+    chunks = order.placement.chunks_of_stage[stage]
+    places: dict[tuple[int | None, int | None], list[int]] = {}
+    for place, chunk in enumerate(chunks):
+        feeder = _only_feeder(order, chunk)
+        places.setdefault((feeder, chunk if feeder is None else None), []).append(place)
+    return tuple(
+        Reach(chunks=tuple(together), number=max(_reached(order, chunks[place]) for place in together))
+        for together in places.values()
+    )
+
+
+def _only_feeder(order: Order, chunk: int) -> int | None:
+    """The stage whose footprint bounds what is at a chunk together with what is at others; None where none does."""
     graph, sources = order.graph, order.graph.predecessors(chunk)
-    is_bounded = not graph.ops and order.capacities is None
-    if not is_bounded or not set(sources) <= set(graph.gradient_predecessors(chunk)):
-        return num_microbatches
-    own = _held(order, chunk) if not sources or chunk in graph.split else 0
-    return min(num_microbatches, own + max((_held(order, source) for source in sources), default=0))
+    if order.footprints is None or not _is_bounded(order, chunk) or len(sources) != 1:
+        return None
+    (source,) = sources
+    return order.placement.stage_of_chunk[source] if len(graph.successors(source)) == 1 else None
+
+
+def _is_bounded(order: Order, chunk: int) -> bool:
+    """Whether those that feed a chunk hold what is there."""
+    graph = order.graph
+    returns = set(graph.predecessors(chunk)) <= set(graph.gradient_predecessors(chunk))
+    return returns and not graph.ops and order.capacities is None
+
+
+def _reached(order: Order, chunk: int) -> int:
+    """How many microbatches may be at a chunk at a time, as far as those that feed it bound them."""
+    if not _is_bounded(order, chunk):
+        return order.graph.num_microbatches
+    sources = order.graph.predecessors(chunk)
+    own = _held(order, chunk) if not sources or chunk in order.graph.split else 0
+    return own + max((_held(order, source) for source in sources), default=0)
 
 
 def _held(order: Order, chunk: int) -> int:

@@ -6,11 +6,11 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.planning.forecast import ChunkBytes, check_fits, forecast_stage, window_of_bytes
-from rrfp_jax.planning.order_memory import forecast_memory, reached
+from rrfp_jax.planning.forecast import ChunkBytes, Reach, check_fits, forecast_stage, window_of_bytes
+from rrfp_jax.planning.order_memory import forecast_memory, reaches
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import Costs, simulate
 from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, chain, linear
@@ -84,13 +84,30 @@ def test_the_largest_window_fits_and_the_next_larger_one_does_not(inputs: int) -
         assert best == max(fits, default=0)
 
 
-@pytest.mark.parametrize(("backward", "reaches"), [("fused", [4, 4, 3, 2]), ("split", [4, 7, 5, 3])])
-def test_what_waits_is_bounded_by_what_the_sender_holds(backward: str, reaches: list[int]) -> None:
+@pytest.mark.parametrize(("backward", "numbers"), [("fused", [4, 4, 3, 2]), ("split", [4, 7, 5, 3])])
+def test_what_waits_is_bounded_by_what_the_sender_holds(backward: str, numbers: list[int]) -> None:
     order = Ordering(window=(4, 3, 2, 1), backward=backward).resolve(linear(4), chain(4, 16, split=backward == "split"))
-    assert [reached(order, chunk, 16) for chunk in range(4)] == reaches
-    assert [reached(order, chunk, 4) for chunk in range(4)] == [min(4, each) for each in reaches]
+    assert [reaches(order, stage) for stage in range(4)] == [(Reach(chunks=(0,), number=each),) for each in numbers]
     forecasts = forecast_memory(order, dict.fromkeys(range(4), CHUNK), 16)
-    assert forecasts[3].peak == 1000 + 160 + (reaches[3] - 1) * 10 + 60
+    assert forecasts[3].peak == 1000 + 160 + (numbers[3] - 1) * 10 + 60
+    few = forecast_memory(order, dict.fromkeys(range(4), CHUNK), 4)
+    assert [each.reached for each in few] == [min(4, each) for each in numbers]
+
+
+def test_what_one_stage_sends_to_several_chunks_its_footprint_bounds_together() -> None:
+    table = build_schedule("interleaved-1f1b", ScheduleRequest(num_stages=4, num_microbatches=8))
+    order = Ordering(schedule=table).resolve(table.placement, table.graph)
+    assert order.footprints == (11, 9, 7, 5)
+    first, second = (0,), (1,)
+    assert reaches(order, 0) == (Reach(chunks=first, number=11), Reach(chunks=second, number=5))
+    assert reaches(order, 1) == (Reach(chunks=first + second, number=11),)
+    sizes = dict.fromkeys(range(8), replace(CHUNK, owed=0))
+    sizes[0], sizes[5] = replace(sizes[0], inputs=0), replace(sizes[5], inputs=30)
+    peaks = [each.peak for each in forecast_memory(order, sizes, 8)]
+    # chunk 0 gets nothing, and chunk 4 at most what stage 3 holds
+    assert peaks[0] == 2000 + 5 * 10 + (8 * 120 + 3 * 110) + 60
+    # 8 for chunk 5, whose inputs are the larger ones, and 3 of the 11 for chunk 1
+    assert peaks[1] == 2000 + (8 * 30 + 3 * 10) + (8 * 110 + 1 * 90) + 60
 
 
 def test_a_row_that_is_kept_to_holds_its_own_activations() -> None:
@@ -108,7 +125,7 @@ def test_a_row_that_is_kept_to_holds_its_own_activations() -> None:
 def test_all_microbatches_may_reach_a_chunk_that_returns_no_gradient() -> None:
     graph = PipelineGraph(num_chunks=3, num_microbatches=16, edges=(Edge(0, 1, carries_gradient=False), Edge(1, 2)))
     order = Ordering(window=2, backward="fused").resolve(linear(3), graph)
-    assert [reached(order, chunk, 16) for chunk in range(3)] == [2, 16, 2]
+    assert [_reached(order, chunk) for chunk in range(3)] == [2, 16, 2]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +149,14 @@ def test_no_more_microbatches_are_at_a_chunk_than_are_foreseen(words: dict[str, 
     timeline = simulate(order.arbiters(EMULATED_STEP), Costs(durations_ms=durations_ms), num_steps=6).timeline
     for chunk in range(1, order.graph.num_chunks):
         most = max(_most_at(chunk, one, order.graph) for one in timeline.by_step())
-        assert most <= reached(order, chunk, 12)
+        assert most <= _reached(order, chunk)
+
+
+def _reached(order: Order, chunk: int) -> int:
+    placement = order.placement
+    place = placement.chunks_of_stage[placement.stage_of_chunk[chunk]].index(chunk)
+    (number,) = (each.number for each in reaches(order, placement.stage_of_chunk[chunk]) if place in each.chunks)
+    return min(order.graph.num_microbatches, number)
 
 
 def _most_at(chunk: int, timeline: Timeline, graph: PipelineGraph) -> int:

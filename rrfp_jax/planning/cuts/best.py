@@ -106,7 +106,8 @@ def _tables(problem: CutProblem) -> tuple[Floats, Floats]:
     needed = np.empty_like(chunk_ms)
     for chunk, stage in enumerate(placement.stage_of_chunk):
         held = max(number for (number,) in problem.room.allocations(placement, stage, problem.num_microbatches))
-        lasting = sizes.fixed + problem.reached[stage] * sizes.inputs[:, None] + sizes.peak
+        (((reached,),),) = problem.room.waiting(placement, stage, problem.num_microbatches)
+        lasting = sizes.fixed + reached * sizes.inputs[:, None] + sizes.peak
         needed[chunk] = (lasting + held * sizes.more) / problem.limits[stage] + possible
     return chunk_ms, needed
 

@@ -125,12 +125,6 @@ class CutProblem:
         """What chunks hold."""
         return _chunk_arrays(self.costs, self.num_microbatches, split=self.split)
 
-    @cached_property
-    def reached(self) -> list[int]:
-        """Microbatches that are at each stage at a time."""
-        assert self.room is not None
-        return [self.room.reached_by(stage, self.num_microbatches) for stage in range(self.placement.num_stages)]
-
     def stage_bytes(self, cuts: Cuts) -> Floats:
         """What each stage needs at most [cuts, stages], as the forecast of an order's memory counts it."""
         assert self.room is not None
@@ -141,7 +135,9 @@ class CutProblem:
         for stage, own in enumerate(self.placement.chunks_of_stage):
             chunks = list(own)
             held = np.array(self.room.allocations(self.placement, stage, self.num_microbatches))
-            lasting = (fixed[:, chunks] + self.reached[stage] * inputs[:, chunks]).sum(axis=1)
+            lasting = fixed[:, chunks].sum(axis=1)
+            for part in self.room.waiting(self.placement, stage, self.num_microbatches):
+                lasting += (inputs[:, chunks] @ np.array(part).T).max(axis=1)
             found[:, stage] = lasting + (more[:, chunks] @ held.T).max(axis=1) + peak[:, chunks].max(axis=1)
         return found
 

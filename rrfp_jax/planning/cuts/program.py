@@ -6,6 +6,7 @@ with one more number for each chunk (what a microbatch holds there) and for each
 models of few runs make small programs, however many layers they have.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,8 +149,9 @@ class _Program:
             lasting: Terms = {peak: 1.0}
             for chunk in chunks:
                 _add(lasting, self._held(chunk, values["fixed_bytes"]))
-                _add(lasting, self._behind(chunk, values["output_bytes"]), problem.reached[stage])
                 self._peak(chunk, sizes, values, peak)
+            for part in problem.room.waiting(problem.placement, stage, problem.num_microbatches):
+                _add(lasting, self._waiting(chunks, part, values["output_bytes"]))
             for held in problem.room.allocations(problem.placement, stage, problem.num_microbatches):
                 terms = dict(lasting)
                 for each, number in zip(in_flight, held, strict=True):
@@ -162,6 +164,21 @@ class _Program:
         for (c, r), complete in self.complete.items():
             self._at_most({complete: float(sizes[r]), self.u[c, r]: -1.0})
             self._at_most({self.u[c, r]: 1.0, complete: -1.0}, sizes[r] - 1.0)
+
+    def _waiting(self, chunks: Sequence[int], part: list[tuple[float, ...]], values: Floats) -> Terms:
+        """What waits for chunks: the only allocation there is, or a variable at least as large as each."""
+        found: list[Terms] = []
+        for numbers in part:
+            terms: Terms = {}
+            for chunk, number in zip(chunks, numbers, strict=True):
+                _add(terms, self._behind(chunk, values), number)
+            found.append(terms)
+        if len(found) == 1:
+            return found[0]
+        most = self._variable(np.inf, is_integer=False)
+        for terms in found:
+            self._at_most(_add(terms, {most: -1.0}))
+        return {most: 1.0}
 
     def _in_flight(self, chunk: int, values: dict[str, Floats]) -> int:
         """How much more a microbatch takes in flight than while it waits."""

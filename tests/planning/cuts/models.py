@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import Room
-from rrfp_jax.planning.forecast import forecast_stage
+from rrfp_jax.planning.forecast import Reach, forecast_stage
 from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 
 MICROBATCHES = 4
@@ -59,13 +59,22 @@ def rooms(draw: st.DrawFn, placement: Placement) -> Room:
     """Limits from plenty to too little, for either way to count what is held."""
     stages, chunks = placement.num_stages, placement.num_chunks
     limits = draw(st.lists(st.integers(20_000, 1_500_000) | st.none(), min_size=stages, max_size=stages))
-    reached = draw(st.lists(st.integers(1, MICROBATCHES), min_size=stages, max_size=stages) | st.just([]))
+    reaches = draw(st.just(()) | st.tuples(*(_reaches(len(own)) for own in placement.chunks_of_stage)))
     if draw(st.booleans()):
         held = draw(st.lists(st.integers(0, MICROBATCHES), min_size=chunks, max_size=chunks))
-        return Room(limits=tuple(limits), held=tuple(map(float, held)), reached=tuple(reached))
+        return Room(limits=tuple(limits), held=tuple(map(float, held)), reaches=reaches)
     most = 2 * MICROBATCHES
     footprints = draw(st.lists(st.integers(1, most), min_size=stages, max_size=stages))
-    return Room(limits=tuple(limits), footprints=tuple(footprints), reached=tuple(reached))
+    return Room(limits=tuple(limits), footprints=tuple(footprints), reaches=reaches)
+
+
+@st.composite
+def _reaches(draw: st.DrawFn, chunks: int) -> tuple[Reach, ...]:
+    """For a stage of so many chunks: of each one, or of all together."""
+    numbers = st.integers(1, 2 * MICROBATCHES)
+    if draw(st.booleans()):
+        return (Reach(chunks=tuple(range(chunks)), number=draw(numbers)),)
+    return tuple(Reach(chunks=(place,), number=draw(numbers)) for place in range(chunks))
 
 
 def every_cut(
@@ -105,10 +114,11 @@ def fits(cut: CutModel, room: Room) -> bool:
 
 def _peak(cut: CutModel, room: Room, stage: int, chunks: tuple[int, ...]) -> float:
     sizes = [cut.chunk_bytes[chunk] for chunk in chunks]
-    reached = room.reached[stage] if room.reached else MICROBATCHES
+    reaches = room.reaches[stage] if room.reaches else ()
     if room.footprints:
         footprint = room.footprints[stage]
-        return forecast_stage(sizes, MICROBATCHES, MICROBATCHES, reached=reached, footprint=footprint).peak
+        return forecast_stage(sizes, MICROBATCHES, MICROBATCHES, reaches=reaches, footprint=footprint).peak
+    reached = min(MICROBATCHES, max((reach.number for reach in reaches), default=MICROBATCHES))
     lasting = sum(each.fixed + reached * each.inputs for each in sizes)
     held = sum(room.held[chunk] * each.more_than_waiting for chunk, each in zip(chunks, sizes, strict=True))
     return lasting + held + max(each.temporaries + each.outputs for each in sizes)
