@@ -30,11 +30,11 @@ from rrfp_jax.network.sealing import TAG_BYTES
 _LOG = logging.getLogger(__name__)
 MAX_FRAMES = 1000
 """Of a message, beside its head."""
-MAX_FRAME_BYTES = 1 << 16
+MAX_FRAME_BYTES = 1 << 18
 """Of all frames of a message together, beside its head."""
 _MAX_RECORD_BYTES = 2 * MAX_HEADER_BYTES + MAX_FRAME_BYTES
 _LENGTH, _COUNT = struct.Struct("<I"), struct.Struct("<H")
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 19
 
 
 class _Line:

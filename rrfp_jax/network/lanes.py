@@ -15,8 +15,10 @@ from rrfp_jax.network.lane_meeting import LaneMeeting
 from rrfp_jax.network.settings import NetworkSettings
 
 _LOG = logging.getLogger(__name__)
-LANE_BYTES = 1 << 16
-"""What arrays have at least that travel over connections of their own; for less, those of messages do as well."""
+LANE_BYTES = 1 << 18
+"""What arrays have at least that travel over connections of their own; for less, those of messages do as well:
+the thread that has them sends them itself, where one that serves lanes would first have to wake up, on a core that
+computes only after some milliseconds."""
 NUM_OWN_FILES = 2
 
 

@@ -208,13 +208,13 @@ def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(ask
         second.send_arrays(asking, {"number": 4}, [b"back"])
         assert eventually(lambda: len(first.got) == 1)
         assert sent_directly(second) == 1
-        first.send_arrays(1 - asking, {"number": 5}, [bytes(1 << 17)])
+        first.send_arrays(1 - asking, {"number": 5}, [bytes(1 << 18)])
         first.send_arrays(1 - asking, {"number": 6}, [b"x"] * (MAX_FRAMES + 1))
         first.network.send_threadsafe(1 - asking, "note", {"number": 7})
         assert eventually(lambda: len(second.got) == 7)
         assert sent_directly(first) == 4
         at_once = first.network.send_at_once
-        assert not at_once(1 - asking, TOPIC, pack({"number": 8}), [bytes(1 << 17)])
+        assert not at_once(1 - asking, TOPIC, pack({"number": 8}), [bytes(1 << 18)])
         assert at_once(1 - asking, TOPIC, pack({"number": 9}), [b"now"], lambda: confirmed.append(9))
         assert eventually(lambda: 9 in confirmed)
         assert second.got[-1][1]["number"] == 9

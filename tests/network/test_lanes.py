@@ -128,7 +128,7 @@ def test_what_is_sealed_opens_once_in_order_and_unchanged() -> None:
 def test_arrays_of_every_size_arrive_both_ways_aligned_and_in_order(
     encrypt_arrays: bool, array_connections: int
 ) -> None:
-    sizes = [(65_536,), (1 << 20,), (16 << 20,), (1, 0, 200_000, 33), (70_000,) * 9, (3 << 20, 5)]
+    sizes = [(1 << 18,), (1 << 20,), (16 << 20,), (1, 0, 300_000, 33), (70_000,) * 9, (3 << 20, 5)]
     with laned(encrypt_arrays=encrypt_arrays, array_connections=array_connections) as members:
         confirmed: list[tuple[int, int]] = []
         for step, each in enumerate(sizes):
@@ -198,7 +198,7 @@ def test_closing_sends_arrays_that_wait_first() -> None:
 def test_who_leaves_while_another_does_not_read_is_not_taken_for_cut_off() -> None:
     with laned(3) as (first, second, third):
         for rank, other in ((1, second), (2, third)):
-            first.send_arrays(rank, {"number": 0}, [bytes(1 << 17)])
+            first.send_arrays(rank, {"number": 0}, [bytes(1 << 18)])
             assert eventually(lambda other=other: len(other.got) == 1)
         assembly: Any = third.network._lanes._link._bundles[0].assembly  # type: ignore[union-attr]
         with assembly._lock:
@@ -242,7 +242,7 @@ def test_within_a_host_arrays_and_small_messages_take_local_sockets() -> None:
     with nodes(2) as members:
         members[0].network.open_lanes([1])
         members[0].network.open_direct([1])
-        members[0].send_arrays(1, {"number": 0}, [bytes(1 << 17)])
+        members[0].send_arrays(1, {"number": 0}, [bytes(1 << 18)])
         assert eventually(lambda: len(members[1].got) == 1)
         for network in (member.network for member in members):
             (bundle,) = network._lanes._link._bundles.values()
@@ -313,7 +313,7 @@ def wired(**options: Any) -> Iterator[tuple[list[Node], Wire]]:
 
         members[0].network.send = tell_other  # type: ignore[method-assign]
         members[1].network.open_lanes([0])
-        members[1].send_arrays(0, {"number": 0}, [bytes(1 << 17)])
+        members[1].send_arrays(0, {"number": 0}, [bytes(1 << 18)])
         assert eventually(lambda: len(members[0].got) == 1)
         with closing(wires[0]):
             yield members, wires[0]
@@ -321,7 +321,7 @@ def wired(**options: Any) -> Iterator[tuple[list[Node], Wire]]:
 
 @both_ways
 def test_who_controls_the_wire_can_neither_replay_nor_alter_a_head(encrypt_arrays: bool) -> None:
-    secret = b"what nobody else may read".ljust(1 << 17)
+    secret = b"what nobody else may read".ljust(1 << 18)
     with wired(encrypt_arrays=encrypt_arrays) as (members, wire):
         members[1].send_arrays(0, {"number": 1}, [secret])
         assert eventually(lambda: len(members[0].got) == 2)
@@ -343,8 +343,8 @@ def test_who_controls_the_wire_can_neither_replay_nor_alter_a_head(encrypt_array
 def test_strangers_at_the_port_for_arrays_are_dropped_and_read_little_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"), nodes(3, array_connections=1) as members:
         members[0].network.open_lanes([1])
-        members[1].send_arrays(0, {"number": 0}, [bytes(1 << 17)])
-        members[0].send_arrays(1, {"number": 0}, [bytes(1 << 17)])
+        members[1].send_arrays(0, {"number": 0}, [bytes(1 << 18)])
+        members[0].send_arrays(1, {"number": 0}, [bytes(1 << 18)])
         assert eventually(lambda: bool(members[0].got and members[1].got))
         place = members[0].network._lanes._meeting._listener.getsockname()
         idle = [socket.create_connection(place) for _ in range(100)]  # more than may wait
@@ -356,7 +356,7 @@ def test_strangers_at_the_port_for_arrays_are_dropped_and_read_little_of(caplog:
                 assert stranger.recv(1) == b""
         assert len(members[0].network._lanes._meeting._unproven) <= 64
         members[2].network.open_lanes([0])  # who is invited still gets in
-        members[2].send_arrays(0, {"number": 2}, [bytes(1 << 17)])
+        members[2].send_arrays(0, {"number": 2}, [bytes(1 << 18)])
         assert eventually(lambda: len(members[0].got) == 2)
         for connection in idle:
             connection.close()

@@ -53,7 +53,7 @@ def scan(address: str, seed: int = 0) -> None:
 def place_of_arrays(members: list[Node]) -> str:
     """Where the first of two ranks has been connected to for arrays, and listens for more."""
     members[1].network.open_lanes([0])
-    members[1].send_arrays(0, {"note": "array"}, [bytes(1 << 17)])
+    members[1].send_arrays(0, {"note": "array"}, [bytes(1 << 18)])
     assert eventually(lambda: len(members[0].got) == 1)
     members[0].got.clear()
     lanes: Any = members[0].network._lanes
@@ -188,7 +188,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
         mad, done = members[2].network, threading.Event()
         mad.open_lanes([0])
         mad.open_direct([0])
-        members[2].send_arrays(0, {"note": "array"}, [bytes(1 << 17)])
+        members[2].send_arrays(0, {"note": "array"}, [bytes(1 << 18)])
         members[2].send_arrays(0, {"note": "small"}, [bytes(1 << 7)])
         assert eventually(lambda: len(members[0].got) == 2)
         members[0].got.clear()

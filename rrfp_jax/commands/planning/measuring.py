@@ -14,8 +14,10 @@ from typing import Any
 import jax
 
 from rrfp_jax.arbitration import FUSED, SPLIT, MessageKind, Ordering
+from rrfp_jax.commands.planning.larger_chunk import larger_chunk
+from rrfp_jax.commands.planning.model_layers import ModelLayers, model_layers
 from rrfp_jax.commands.planning.setting import Setting
-from rrfp_jax.commands.planning.small_cut import SmallCut, small_cut
+from rrfp_jax.commands.planning.small_cut import MANY, SmallCut, small_cut
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.pipeline import Pipeline
@@ -60,7 +62,9 @@ def measure(
     do not fit.
     """
     small = _small_config(config, setting)
-    cut = small_cut(small, process.layout.num_stages)
+    layers = layers_here(small, setting)
+    many = larger_chunk(small, layers, process, num_microbatches=NUM_MICROBATCHES) if repeats else MANY
+    cut = small_cut(small, process.layout.num_stages, many=many)
     data = make_data_set(small)
     found = Measured(control_ms=_control_ms(process))
     base: Pipeline | None = None
@@ -84,6 +88,12 @@ def measure(
                     own.extend(timeline)
             _note(found, cut, pipeline, process, own)
     return found
+
+
+def layers_here(config: TrainConfig, setting: Setting) -> ModelLayers:
+    """The layers of a model run in this way on the devices that are here."""
+    is_cuda = jax.local_devices()[0].platform in ("gpu", "cuda")
+    return model_layers(config, **setting._asdict(), is_cuda=is_cuda)
 
 
 def _small_config(config: TrainConfig, setting: Setting) -> TrainConfig:

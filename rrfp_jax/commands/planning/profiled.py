@@ -6,8 +6,8 @@ from statistics import median
 
 import jax
 
-from rrfp_jax.commands.planning.measuring import Measured
-from rrfp_jax.commands.planning.model_layers import ModelLayers, model_layers
+from rrfp_jax.commands.planning.measuring import Measured, layers_here
+from rrfp_jax.commands.planning.model_layers import ModelLayers
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import named
 from rrfp_jax.commands.training.config import TrainConfig
@@ -38,7 +38,7 @@ def make_book(
 ) -> Profiled:
     """The costs of a run's model; ``links`` where messages were not measured. Raises ValueError where a type of layer
     was not seen."""
-    every, models = list(measured.values()), {setting: _model(config, setting) for setting in measured}
+    every, models = list(measured.values()), {setting: layers_here(config, setting) for setting in measured}
     model = next(iter(models.values()))
     chunks = [chunk for each in every for chunk in each.times]
     noise, fits = fit_noise(chunks), {setting: fit_times(each.times) for setting, each in measured.items()}
@@ -66,11 +66,6 @@ def make_book(
     kinds = dict.fromkeys(kind for fit in fits.values() for kind in fit.off)
     off = {kind: max(fit.off.get(kind, 0.0) for fit in fits.values()) for kind in kinds}
     return Profiled(book=book, off=off, num_runs=sum(len(runs) for c in chunks for runs in c.runs_ms.values()))
-
-
-def _model(config: TrainConfig, setting: Setting) -> ModelLayers:
-    is_cuda = jax.local_devices()[0].platform in ("gpu", "cuda")
-    return model_layers(config, **setting._asdict(), is_cuda=is_cuda)
 
 
 def _types(model: ModelLayers, fit: LayerTimes, measured: Measured) -> dict[str, LayerCosts]:

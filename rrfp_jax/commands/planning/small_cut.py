@@ -1,7 +1,7 @@
 """A small model with every type of layer that a run's model has, cut so that types and numbers of layers come apart.
 
 What a layer costs does not depend on how many the model has. So a few are enough: one chunk for each end of the model,
-one of a single inner layer, and one of three.
+one of a single inner layer, and one of several.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,8 +18,8 @@ from rrfp_jax.tasks import Edge
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 PATCHES, VISION, PROJECTOR = "patches", "vision", "projector"
-_FEW, _MANY = 1, 3
-"""Layers of the two chunks by whose difference a layer's costs are known."""
+_FEW, MANY = 1, 3
+"""Layers of the two chunks by whose difference a layer's costs are known; the larger one may have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,14 @@ def named(kind: str, names: Collection[str]) -> str:
     return found[0]
 
 
-def small_cut(config: TrainConfig, num_stages: int) -> SmallCut:
-    """The chunks, at least one for each stage; raises ValueError for a model of which no few layers stand for all."""
+def small_cut(config: TrainConfig, num_stages: int, *, many: int = MANY) -> SmallCut:
+    """The chunks, at least one for each stage, the larger one of ``many`` layers of the decoder.
+
+    Raises ValueError for a model of which no few layers stand for all.
+    """
     _check_alike(config)
     more = max(0, num_stages - 4)
-    counts = [0, *(_FEW,) * (1 + more), _MANY, 0]
+    counts = [0, *(_FEW,) * (1 + more), many, 0]
     inner = [(LAYER,) * count for count in counts[1:-1]]
     model = replace(config.model, num_layers=sum(counts))
     if config.vision is None:
@@ -60,12 +63,12 @@ def small_cut(config: TrainConfig, num_stages: int) -> SmallCut:
         return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
     small = replace(config, model=model, vision=_few_layers(config))
     graph = vision_language_model(vision_language_config(small)).split(
-        encoder_layers_per_chunk=[0, _FEW, _MANY, 0],
+        encoder_layers_per_chunk=[0, _FEW, MANY, 0],
         decoder_layers_per_chunk=counts,
         packed=True,
         context=context_cut(config.pipeline),
     )
-    seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * _MANY, (PROJECTOR,))
+    seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * MANY, (PROJECTOR,))
     return SmallCut(
         chunks=_frozen(config, graph.chunks), edges=graph.edges, layers=(*seen, (EMBEDDING,), *inner, (HEAD,))
     )
@@ -104,7 +107,7 @@ def cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], .
 def _few_layers(config: TrainConfig) -> VisionConfig:
     assert config.vision is not None
     vision = config.vision
-    return replace(vision, num_layers=_FEW + _MANY + vision.num_layers - vision.num_layers_run)
+    return replace(vision, num_layers=_FEW + MANY + vision.num_layers - vision.num_layers_run)
 
 
 def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -163,8 +163,14 @@ class Sites:
         return sorted(found, key=lambda each: each[:2])
 
     def _try(self, site: Site, cut: CutModel, tables: Iterable[ScheduleTable], *, is_even: bool) -> None:
-        """Time tables, and see whether the quickest fit."""
-        tried = [self._timed(site, cut, table, is_even=is_even) for table in tables]
+        """Time tables, and see whether the quickest fit. Of those that say the same the first one stands for all."""
+        known = {table.says for table in self.tables if table.cut is cut}
+        tried: list[TriedTable] = []
+        for made in tables:
+            table = self._timed(site, cut, made, is_even=is_even)
+            if table.says not in known:
+                known.add(table.says)
+                tried.append(table)
         self.tables += tried
         may_fit = [table for table in tried if table.may_fit(self.memory_bytes)]
         for table in sorted(may_fit, key=lambda table: table.value):

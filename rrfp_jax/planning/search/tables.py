@@ -30,6 +30,12 @@ class TriedTable:
     _made: dict[int, Candidate | None] = field(default_factory=dict)
 
     @cached_property
+    def says(self) -> tuple[object, ...]:
+        """What stages run in which order, strictly and by readiness: the same in tables that differ in name alone."""
+        hint = self.table.hint
+        return self.table.graph, self.table.orders, self.table.weights_fill, None if hint is None else hint.orders
+
+    @cached_property
     def value(self) -> float:
         """The objective over samples where the table is kept to, whether memory has room for it or not."""
         times = self.judge.strict_times(self.cut, self.table, self.judge.steps_ms(self.cut, self.num_draws))

@@ -17,7 +17,7 @@ from rrfp_jax.runtime.transports.parts import Key
 from rrfp_jax.runtime.transports.routes import Box, box_of, shape_of
 from rrfp_jax.runtime.transports.workers import Workers
 
-QUICK_BYTES = 1 << 16
+QUICK_BYTES = 1 << 18
 """Up to so many bytes are assembled on the event loop: less work than to wake a thread."""
 _ALIGNMENT = 64
 _STEPS_REMEMBERED = 4
