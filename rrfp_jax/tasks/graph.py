@@ -284,17 +284,6 @@ class PipelineGraph:
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules), and
         those of operations."""
-        found = self._dependencies.get(task)
-        if found is None:
-            found = self._dependencies[task] = self._worked_out(task)
-        return found
-
-    @cached_property
-    def _dependencies(self) -> dict[Task, tuple[Task, ...]]:
-        """Those that were asked for: every table of a graph asks for all of them, more than once."""
-        return {}
-
-    def _worked_out(self, task: Task) -> tuple[Task, ...]:
         if not self.ops:
             return self._built_in_dependencies(task)
         if task.kind in self.operations.by_letter:
