@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from rrfp_jax.arbitration.events import InputPromised, Instruction, TaskAnnounced, WakeAt, record
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Heads
-from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.stage_state import StageState
 
 
@@ -58,14 +57,9 @@ class Lookout(StageState):
         is_early = self._certainty is not None and due is not None and not self._is_told
         if foresight is None or is_early or len(self._running) > (due is not None):
             return None
-        at, waiting, place = self._ranked.at, self._waiting, foresight.next
-        while place < len(at) and (waiting[at[place]] < 0 or self._is_restrained(at[place])):
-            place += 1
-        missing = self._missing(place) if place < len(at) else ()
+        place = self._unrestrained(foresight.next)
+        missing = self._missing(place) if place < len(self._ranked.at) else ()
         return place if missing and self._promises.cover(missing) and foresight.awaits(place) else None
-
-    def _is_restrained(self, node: int) -> bool:
-        return self._ahead is not None and not self._ahead.admits(self._ranked.plan.tasks[node])
 
     def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
         """What to run instead of ``best``: itself, something that ends before what is in sight arrives, or nothing; or
@@ -76,7 +70,7 @@ class Lookout(StageState):
             place += 1
         foresight.next = place
         if self._ahead is not None:
-            place = self._unrestrained(self._ahead, place)
+            place = self._unrestrained(place)
         if place == best:
             return best
         missing = self._missing(place)
@@ -94,10 +88,14 @@ class Lookout(StageState):
             out.append(record(WakeAt, (self.step, wake_s)))
         return chosen
 
-    def _unrestrained(self, ahead: ReadAhead, place: int) -> int:
-        """The first entry from this one on that has not started and that read-ahead does not restrain."""
-        at, tasks, waiting = self._ranked.at, self._ranked.plan.tasks, self._waiting
-        while waiting[at[place]] < 0 or not ahead.admits(tasks[at[place]]):
+    def _unrestrained(self, place: int) -> int:
+        """The first entry from this one on that has not started and that read-ahead does not restrain; behind the last
+        one where there is none."""
+        at, tasks, waiting, ahead = self._ranked.at, self._ranked.plan.tasks, self._waiting, self._ahead
+        while place < len(at):
+            node = at[place]
+            if waiting[node] >= 0 and (ahead is None or ahead.admits(tasks[node])):
+                break
             place += 1
         return place
 
