@@ -6,7 +6,7 @@ nothing but the foresight's; the rules are in :mod:`rrfp_jax.arbitration.foresig
 
 from collections.abc import Sequence
 
-from rrfp_jax.arbitration.events import InputPromised, Instruction, TaskAnnounced, WakeAt, record
+from rrfp_jax.arbitration.events import InputPromised, Instruction, Message, TaskAnnounced, WakeAt, record
 from rrfp_jax.arbitration.foresight import Foresight
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.stage_state import StageState
@@ -29,7 +29,7 @@ class Lookout(StageState):
         if event.step != self.step or not self.is_active:
             step, time_s, message = event
             is_ahead = self.step is None or step > self.step
-            if is_ahead and all(message != early.message for early in self._early.get(step, ())):
+            if is_ahead and self._lacks_early(step, message):
                 foresight.hear_early(step, message, time_s)
             return False
         number = self._ranked.plan.arrivals.get(event.message)
@@ -42,7 +42,7 @@ class Lookout(StageState):
         self._hear_announcement(event)
         step, _, message = event
         if step != self.step or not self.is_active:
-            if all(message != early.message for early in self._early.get(step, ())):
+            if self._lacks_early(step, message):
                 self._promises.hear_early(step, message)
             return False
         number = self._ranked.plan.arrivals.get(message)
@@ -50,6 +50,10 @@ class Lookout(StageState):
             return False
         self._promises.made.add(number)
         return self._foresight is not None
+
+    def _lacks_early(self, step: int, message: Message) -> bool:
+        """Whether this message of a step that has not begun is not here yet."""
+        return all(message != early.message for early in self._early.get(step, ()))
 
     def _promised_next(self) -> int | None:
         """The next entry, where nothing is ready, if it lacks nothing but what is promised."""
