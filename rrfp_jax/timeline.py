@@ -102,19 +102,20 @@ class Sums:
     def bubble_fraction(self) -> float:
         return (self.cost_s - self.work_s / self.num_stages) / self.cost_s if self.cost_s else 0.0
 
-    def merged(self, other: "Sums", *, later_s: float = 0.0) -> "Sums":
+    def merged(self, *others: "Sums", later_s: float = 0.0) -> "Sums":
         """These with those of other stages, whose clock shows ``later_s`` less."""
         idle_s = {**self.idle_s}
-        for reason, seconds in other.idle_s.items():
-            idle_s[reason] = idle_s.get(reason, 0.0) + seconds
+        for other in others:
+            for reason, seconds in other.idle_s.items():
+                idle_s[reason] = idle_s.get(reason, 0.0) + seconds
         return Sums(
             num_stages=self.num_stages,
-            start_s=min(self.start_s, other.start_s + later_s),
-            end_s=max(self.end_s, other.end_s + later_s),
-            cost_s=max(self.cost_s, other.cost_s),
-            work_s=self.work_s + other.work_s,
+            start_s=min([self.start_s, *(other.start_s + later_s for other in others)]),
+            end_s=max([self.end_s, *(other.end_s + later_s for other in others)]),
+            cost_s=max([self.cost_s, *(other.cost_s for other in others)]),
+            work_s=sum([self.work_s, *(other.work_s for other in others)]),
             idle_s=idle_s,
-            looking_ahead=self.looking_ahead + other.looking_ahead,
+            looking_ahead=sum([self.looking_ahead, *(other.looking_ahead for other in others)]),
         )
 
 

@@ -29,7 +29,7 @@ def pack(value: Any, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
     return packed
 
 
-def unpack(data: bytes, max_bytes: int = MAX_HEADER_BYTES) -> Any:
+def unpack(data: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES) -> Any:
     """Decode what :func:`pack` wrote; tuples come back as lists.
 
     Raises:

@@ -8,7 +8,7 @@ up the same reports reaches the same bits, whatever order they came in.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import starmap
 from struct import Struct
 from typing import Any
@@ -18,14 +18,15 @@ import numpy as np
 MAX_NAME_BYTES = 40
 """The longest name of a named sum."""
 _NORM, _LOSS, _SUM = Struct("<Id"), Struct("<IIdd"), Struct(f"<II{MAX_NAME_BYTES}sd")
-_NORMS = np.dtype([("chunk", "<u4"), ("value", "<f8")])
-_LOSSES = np.dtype([("microbatch", "<u4"), ("chunk", "<u4"), ("loss", "<f8"), ("weight", "<f8")])
-_SUMS = np.dtype([("microbatch", "<u4"), ("chunk", "<u4"), ("name", f"S{MAX_NAME_BYTES}"), ("value", "<f8")])
+# a chunk and a microbatch behind it are, read together, the number by which entries are put in order
+_NORMS = np.dtype([("place", "<u4"), ("value", "<f8")])
+_LOSSES = np.dtype([("place", "<u8"), ("loss", "<f8"), ("weight", "<f8")])
+_SUMS = np.dtype([("place", "<u8"), ("name", f"S{MAX_NAME_BYTES}"), ("value", "<f8")])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """What one stage contributes to the agreement of a step."""
+    """What one stage contributes to the agreement of a step; no two stages report the same chunk."""
 
     squared_norms: tuple[tuple[int, float], ...] = ()
     """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner."""
@@ -38,8 +39,8 @@ class StageReport:
         """The report as plain data, for another process: bytes that ranks put together without looking into them."""
         return {
             "squared_norms": b"".join(starmap(_NORM.pack, self.squared_norms)),
-            "losses": b"".join(starmap(_LOSS.pack, self.losses)),
-            "named_sums": b"".join(_SUM.pack(m, chunk, name.encode(), v) for m, chunk, name, v in self.named_sums),
+            "losses": b"".join(_LOSS.pack(chunk, m, loss, weight) for m, chunk, loss, weight in self.losses),
+            "named_sums": b"".join(_SUM.pack(chunk, m, name.encode(), v) for m, chunk, name, v in self.named_sums),
         }
 
     @classmethod
@@ -47,10 +48,10 @@ class StageReport:
         """What :meth:`as_plain` or :func:`merged` made."""
         return cls(
             squared_norms=tuple(_NORM.iter_unpack(plain["squared_norms"])),
-            losses=tuple(_LOSS.iter_unpack(plain["losses"])),
+            losses=tuple((m, chunk, loss, weight) for chunk, m, loss, weight in _LOSS.iter_unpack(plain["losses"])),
             named_sums=tuple(
                 (m, chunk, name.rstrip(b"\0").decode(), value)
-                for m, chunk, name, value in _SUM.iter_unpack(plain["named_sums"])
+                for chunk, m, name, value in _SUM.iter_unpack(plain["named_sums"])
             ),
         )
 
@@ -87,7 +88,7 @@ class Verdict:
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
-        return asdict(self)
+        return {**vars(self)}
 
 
 def agree(
@@ -106,13 +107,11 @@ def agree(
     """
     check_clip_norm(clip_norm)
     plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
-    losses = np.frombuffer(plain["losses"], _LOSSES)
-    losses = losses[np.lexsort((losses["weight"], losses["loss"], losses["chunk"], losses["microbatch"]))]
-    norms = np.frombuffer(plain["squared_norms"], _NORMS)
-    norms = norms[np.lexsort((norms["value"], norms["chunk"]))]
-    weight = _ordered_sum(losses["weight"])
-    loss = _divide(_ordered_sum(losses["loss"]), weight)
-    squared_norm = _ordered_sum(norms["value"])
+    losses, order = _in_order(plain["losses"], _LOSSES)
+    weight = _sum(losses["weight"], order)
+    loss = _divide(_sum(losses["loss"], order), weight)
+    norms, order = _in_order(plain["squared_norms"], _NORMS)
+    squared_norm = _sum(norms["value"], order)
     grad_norm = _divide(math.sqrt(squared_norm) if squared_norm >= 0 else math.nan, weight)
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -125,7 +124,7 @@ def agree(
         apply=finite or not skip_nonfinite,
         stop=stop,
         save=save,
-        means=_means(np.frombuffer(plain["named_sums"], _SUMS), weight),
+        means=_means(plain["named_sums"], weight),
     )
 
 
@@ -135,16 +134,24 @@ def check_clip_norm(clip_norm: float | None) -> None:
         raise ValueError(f"clip_norm is {clip_norm}: give a positive number, or None to leave gradients as they are")
 
 
-def _means(sums: np.ndarray, weight: float) -> dict[str, float]:
+def _means(named_sums: bytes, weight: float) -> dict[str, float]:
     """Every named sum over the weight; like losses they are added up by microbatch, then by chunk."""
-    sums = sums[np.lexsort((sums["value"], sums["chunk"], sums["microbatch"]))]
-    names = np.unique(sums["name"])
-    return {name.decode(): _divide(_ordered_sum(sums["value"][sums["name"] == name]), weight) for name in names}
+    if not named_sums:
+        return {}
+    sums, order = _in_order(named_sums, _SUMS)
+    names, values = sums["name"][order], sums["value"][order]
+    return {name.decode(): _divide(_sum(values[names == name]), weight) for name in np.unique(names)}
 
 
-def _ordered_sum(values: np.ndarray) -> float:
+def _in_order(packed: bytes, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The entries as they came, and their order by place."""
+    entries = np.frombuffer(packed, dtype)
+    return entries, entries["place"].argsort(kind="stable")
+
+
+def _sum(values: np.ndarray, order: np.ndarray | slice = slice(None)) -> float:
     """Added one after another: ``np.sum`` adds in pairs, and ``sum`` compensates since Python 3.12."""
-    return float(np.cumsum(values)[-1]) if len(values) else 0.0
+    return float(values[order].cumsum()[-1]) if len(values) else 0.0
 
 
 def _divide(numerator: float, denominator: float) -> float:

@@ -9,16 +9,16 @@ were recorded, see :meth:`rrfp_jax.runtime.process.Process.whole_timeline`.
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rrfp_jax.network import MalformedMessage
-from rrfp_jax.network.plain import field
-from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.timeline import Sums
+from rrfp_jax.timeline import IdleReason, Sums
 from rrfp_jax.tree import children, parent
 
-_TOPIC = "outcome"
+_TOPIC = b"outcome"
+_REASONS = tuple(IdleReason)
+_HEADER = struct.Struct(f"<QQI4dI{len(_REASONS)}d")
+"""The pipeline's epoch, the step, and its sums: last the seconds of idleness, by reason."""
 _PEAK = struct.Struct("<IQ")
 """Twice a unit's number, and the most bytes that it held on its devices; or one more, and those in host memory, where
 there were any."""
@@ -29,7 +29,7 @@ class Summary:
     """What a step was like on some units."""
 
     sums: Sums
-    peaks: bytes
+    peaks: bytes | memoryview
 
     def peak_memory_bytes(self) -> dict[int, int]:
         """The most bytes that each unit held on its devices during the step, ascending by unit."""
@@ -53,7 +53,7 @@ class Outcomes:
         self._epoch = 0
         self._ended: Callable[[int, Summary], None] = lambda step, summary: None
         self._known: dict[tuple[int, int], list[Summary]] = {}
-        network.subscribe(_TOPIC, self._receive)
+        network.subscribe_packed(_TOPIC, self._receive)
 
     def begin(self, ended: Callable[[int, Summary], None]) -> None:
         """Another pipeline starts, on all ranks; ``ended`` is called on rank 0 with every step that all have ended."""
@@ -71,16 +71,13 @@ class Outcomes:
                 told.append(_PEAK.pack(2 * unit + 1, in_host_memory))
         self._add(self._epoch, step, Summary(sums, b"".join(told)))
 
-    def _receive(self, child: int, header: dict[str, Any], frames: list[memoryview]) -> None:
-        if child not in self._children or len(frames) != 1 or frames[0].nbytes % _PEAK.size:
+    def _receive(self, child: int, header: bytes, frames: list[memoryview]) -> None:
+        is_whole = len(header) == _HEADER.size and len(frames) == 1 and not frames[0].nbytes % _PEAK.size
+        if child not in self._children or not is_whole:
             raise MalformedMessage(f"an outcome that rank {child} cannot have sent")
-        try:
-            sums = from_plain(Sums, field(header, "sums", dict))
-        except MalformedRecord as error:
-            raise MalformedMessage(str(error)) from error
-        epoch, step = field(header, "epoch", int), field(header, "step", int)
+        epoch, step, sums = _unpack(header)
         if epoch >= self._epoch:
-            self._add(epoch, step, Summary(sums, bytes(frames[0])))
+            self._add(epoch, step, Summary(sums, frames[0]))
 
     def _add(self, epoch: int, step: int, summary: Summary) -> None:
         told = self._known.setdefault((epoch, step), [])
@@ -88,11 +85,29 @@ class Outcomes:
         if len(told) <= len(self._children):
             return
         del self._known[epoch, step]
-        sums, peaks = told[0].sums, b"".join(each.peaks for each in told)
-        for each in told[1:]:
-            sums = sums.merged(each.sums)
+        first, *others = (each.sums for each in told)
+        sums, peaks = first.merged(*others), b"".join(each.peaks for each in told)
         if self._parent is None:
             self._ended(step, Summary(sums, peaks))
         else:
-            header = {"epoch": epoch, "step": step, "sums": to_plain(sums)}
-            self._network.send_apart(self._parent, _TOPIC, header, [peaks])
+            self._network.send_arrays(self._parent, _TOPIC, _pack(epoch, step, sums), [peaks])
+
+
+def _pack(epoch: int, step: int, sums: Sums) -> bytes:
+    idle_s = (sums.idle_s.get(reason, 0.0) for reason in _REASONS)
+    seconds = sums.start_s, sums.end_s, sums.cost_s, sums.work_s
+    return _HEADER.pack(epoch, step, sums.num_stages, *seconds, sums.looking_ahead, *idle_s)
+
+
+def _unpack(header: bytes) -> tuple[int, int, Sums]:
+    epoch, step, num_stages, start_s, end_s, cost_s, work_s, looking_ahead, *idle_s = _HEADER.unpack(header)
+    sums = Sums(
+        num_stages=num_stages,
+        start_s=start_s,
+        end_s=end_s,
+        cost_s=cost_s,
+        work_s=work_s,
+        idle_s={reason: seconds for reason, seconds in zip(_REASONS, idle_s, strict=True) if seconds},
+        looking_ahead=looking_ahead,
+    )
+    return epoch, step, sums

@@ -126,7 +126,7 @@ class Peers:
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:
             raise MalformedMessage(f"rank {rank} tells of a failure in {len(frames)} frames")
-        plain = unpack(bytes(frames[0]), _MAX_NEWS_BYTES)
+        plain = unpack(frames[0], _MAX_NEWS_BYTES)
         # several neighbours tell of the same stages: each is read once
         new = [told for told in field(plain, "states", list) if str(told[:1]) not in self._heard]
         self._heard.update(str(told[:1]) for told in new)

@@ -19,15 +19,13 @@ _STEPS_NAMED = 16
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a finished step leaves."""
+    """What a finished step leaves. What grows with the run is worked out by who asks, not on the event loop."""
 
     step: int
     result: Any
     """What the executors returned, alike on all stages."""
-    peak_memory_bytes: dict[int, int]
-    """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
-    peak_host_bytes: dict[int, int]
-    """And in host memory."""
+    stages: dict[int, StageOutcome]
+    """Of the stages hosted here, ascending."""
     timeline: Timeline
     """The record of the stages hosted here."""
     ended_s: float
@@ -36,6 +34,20 @@ class StepOutcome:
     """Stages hosted here whose foresight was at work."""
     told: Summary | None = None
     """On rank 0 of several, what all ranks together have told."""
+
+    @cached_property
+    def peak_memory_bytes(self) -> dict[int, int]:
+        """The most that each stage held: of all stages on rank 0, elsewhere of those hosted here."""
+        if self.told is not None:
+            return self.told.peak_memory_bytes()
+        return {stage: one.peak_memory_bytes for stage, one in self.stages.items()}
+
+    @cached_property
+    def peak_host_bytes(self) -> dict[int, int]:
+        """And in host memory."""
+        if self.told is not None:
+            return self.told.peak_host_bytes()
+        return {stage: one.peak_host_bytes for stage, one in self.stages.items()}
 
     @cached_property
     def sums(self) -> Sums:
@@ -127,12 +139,6 @@ class StepsUnderWay:
 
     def _resolve(self, step: int, told: Summary | None) -> None:
         pending = self._pending.pop(step)
-        outcomes = dict(sorted(pending.outcomes.items()))
-        result = next(iter(pending.outcomes.values())).result
-        if told is None:
-            peaks = {stage: one.peak_memory_bytes for stage, one in outcomes.items()}
-            host_peaks = {stage: one.peak_host_bytes for stage, one in outcomes.items()}
-        else:
-            peaks, host_peaks = told.peak_memory_bytes(), told.peak_host_bytes()
-        ended_s, ahead = time.perf_counter(), pending.looking_ahead
-        pending.future.set_result(StepOutcome(step, result, peaks, host_peaks, pending.timeline, ended_s, ahead, told))
+        stages, ahead = dict(sorted(pending.outcomes.items())), pending.looking_ahead
+        result, ended_s = next(iter(pending.outcomes.values())).result, time.perf_counter()
+        pending.future.set_result(StepOutcome(step, result, stages, pending.timeline, ended_s, ahead, told))

@@ -43,6 +43,8 @@ class VirtualNetwork:
         self.timers: list[tuple[float, int, VirtualRank, Callable[[], None]]] = []
         self.now_s = 0.0
         self.numbers = count()
+        self.before: Callable[[VirtualRank], None] = lambda rank: None
+        """Called before each call of a rank, whose time does not count it."""
         allowed = connections or (lambda rank: set(range(num_ranks)) - {rank})
         self.ranks = [VirtualRank(self, rank, num_ranks, frozenset(allowed(rank))) for rank in range(num_ranks)]
 
@@ -54,6 +56,7 @@ class VirtualNetwork:
                 self.now_s, _, rank, call = heapq.heappop(self.timers)
             else:
                 rank, call = self.queue.popleft()
+            self.before(rank)
             start_s = clock()
             call()
             rank.counts.handlers_s += clock() - start_s
@@ -100,6 +103,10 @@ class VirtualRank:
     def send_apart(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message that keeps no place among others; here it does."""
         self.send(rank, topic, header, frames)
+
+    def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
+        """Send a message whose header is bytes of the sender's own making; here it keeps its place."""
+        self._send(rank, topic, header, frames)
 
     def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
         """Send a message of the sender's own making; there is always room here."""

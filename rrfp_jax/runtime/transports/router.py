@@ -204,7 +204,7 @@ class PipelineTransport:
         way = self._ways.expected(message)
         if way.plan is not None or len(frames) != 1:
             raise MalformedMessage(f"rank {sender} sends plain data as the message '{message}'")
-        self._deliver(way.target_unit, step, message, unpack(bytes(frames[0]), _MAX_CONTROL_BYTES))
+        self._deliver(way.target_unit, step, message, unpack(frames[0], _MAX_CONTROL_BYTES))
 
     def _worker_failed(self, error: Exception) -> None:
         failure = TransportFailed(f"rank {self._rank} could not put data where it belongs: {error!r}")
