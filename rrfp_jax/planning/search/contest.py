@@ -1,10 +1,10 @@
 """Successive halving: many candidates on few draws of the noise, few on many.
 
-All meet the same draws, so that differences have a small error. A candidate is left behind where enough others are ahead
-of it, or where that costs next to nothing on average: it is clearly behind, or hardly differs from the best. What keeps
-to a table takes no simulation, so that the best of these are known by all draws; enough others ahead on few draws do not
-count for them. On the first draw one way to consume a table that is simulated stands for the others: they mostly differ
-less than tables do.
+All meet the same draws, so that differences have a small error. A candidate is left behind where enough others are
+ahead of it, or where that costs next to nothing on average: it is clearly behind, or hardly differs from the best. What
+keeps to a table takes no simulation, so that the best of these are known by all draws; enough others ahead on few draws
+do not count for them. On the first draw one way to consume a table that is simulated stands for the others: they mostly
+differ less than tables do.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from rrfp_jax.planning.search.judging import Judge
 ROUNDS = ((1, 16), (2, 9), (4, 5), (8, 4), (16, 3), (32, 2))
 """Draws, and how many simulated candidates are left behind them; these are judged on all."""
 FEWEST_DRAWS, FEW_DRAWS, MORE_DRAWS = 2, 4, 16
-"""By how many draws those are told at least that lost early, and those of the ranking; by how many a close second is, and
-how many it takes to leave somebody behind where not the mean counts."""
+"""By how many draws those are told at least that lost early, and those of the ranking; and how many it takes to leave
+somebody behind where not the mean counts."""
 CLEARLY = 3.0
 """How many standard errors are no chance: one in 200 by Student's distribution over 16 draws."""
 _KEPT_TO = 2

@@ -1,6 +1,6 @@
 """What is lost on average where a candidate is left behind that may be better than its draws say.
 
-How far it is behind is known with an error, and so is the error itself: few draws that happen to agree claim to be sure.
+How far it is behind is known with an error, and so is the error itself: few draws that happen to agree seem to be sure.
 So each error is drawn towards those of the others that are compared (a moderated t-statistic: Smyth, *Statistical
 Applications in Genetics and Molecular Biology* 3, 2004).
 """
@@ -25,8 +25,8 @@ def expected_loss(behind: float, error: float) -> float:
 
 
 def moderated(error: float, errors: Sequence[float], num_draws: int) -> float:
-    """A standard error over so many draws, at least 2, given those of all that are compared; larger where it rests on few
-    draws, as Student's distribution is wider."""
+    """A standard error over so many draws, at least 2, given those of all that are compared; larger where it rests on
+    few draws, as Student's distribution is wider."""
     own, prior = num_draws - 1, fmean(each**2 for each in errors)
     degrees = own + _PRIOR
     variance = (own * error**2 + _PRIOR * prior) / degrees

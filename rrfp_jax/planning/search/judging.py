@@ -153,8 +153,7 @@ class Judge:
         return strict_times_ms(one.choice.cut, self._walk_of(one.choice.ordering.schedule), steps_ms)
 
     def strict_times(self, cut: CutModel, table: ScheduleTable, steps_ms: Durations) -> Times:
-        """Of a table that is kept to, whether memory has room for it or not; with noise without the step that has none.
-        """
+        """Of a table that is kept to, whether memory has room for it or not."""
         self.evaluations += 1
         return Times(strict_times_ms(cut, self._walk_of(table), self._drawn(steps_ms)))
 
@@ -168,8 +167,8 @@ class Judge:
         return steps_ms[min(1, len(steps_ms) - 1) :]
 
     def _simulated_ms(self, one: Candidate, steps_ms: Durations) -> Iterator[float]:
-        """The intervals of these steps. Where stages have foresight, one without noise goes before, from which it learns;
-        all others leave nothing to the next step, so that each is as if one had gone before."""
+        """The intervals of these steps. Where stages have foresight, one without noise goes before, from which it
+        learns; all others leave nothing to the next step, so that each is as if one had gone before."""
         cut = one.choice.cut
         learning = int(one.order.foresight is not None)
         durations_ms = np.concatenate([cut.durations_ms] * learning + [steps_ms])

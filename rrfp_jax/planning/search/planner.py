@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
-from rrfp_jax.planning.search.contest import CLEARLY, FEW_DRAWS, FEWEST_DRAWS, MORE_DRAWS, contest
+from rrfp_jax.planning.search.contest import CLEARLY, FEW_DRAWS, FEWEST_DRAWS, contest
 from rrfp_jax.planning.search.forecasting import forecast
 from rrfp_jax.planning.search.judging import HELD_OUT, ROUNDING, TRAINING, Judge
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
@@ -170,7 +170,7 @@ class _Planning:
         changes = self._sensitivities(top)
         return Plan(
             ranking=tuple(ranking),
-            is_decided=self._is_decided(top, len(close) > 1),
+            is_decided=self._is_decided(top, close),
             refused=tuple(self._refused()),
             sensitivities=tuple(changes),
             bottleneck=bottleneck(changes),
@@ -203,14 +203,16 @@ class _Planning:
         """By draws that nothing was chosen by where it came close, else by those by which it lost, at least so many. By
         few where the user had enough."""
         which = HELD_OUT if one in close else TRAINING
-        number = self._num_held_out(one is close[0]) if one in close else max(least, self.judge.num_known(one))
+        number = self._num_held_out(one, close) if one in close else max(least, self.judge.num_known(one))
         if self.should_stop():
             number = FEW_DRAWS
         return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, number, which))
 
-    def _num_held_out(self, is_first: bool) -> int:
-        """By how many draws that nothing was chosen by the first or a close second is told."""
-        return self.judge.num_draws if is_first or not self.judge.objective.is_mean else MORE_DRAWS
+    def _num_held_out(self, one: Candidate, close: list[Candidate]) -> int:
+        """By how many draws that nothing was chosen by the first is told, or a close second: by a quarter, which say
+        enough of a difference on the same draws, where it must be simulated and the mean counts."""
+        is_quick = one.is_strict or not self.judge.objective.is_mean
+        return self.judge.num_draws if one is close[0] or is_quick else max(FEW_DRAWS, self.judge.num_draws // 4)
 
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
         if not top or not self.wishes.sensitivities:
@@ -250,11 +252,12 @@ class _Planning:
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())
 
-    def _is_decided(self, top: list[Candidate], is_close: bool) -> bool:
+    def _is_decided(self, top: list[Candidate], close: list[Candidate]) -> bool:
         """Whether the first is ahead of the second by more than the error of their difference."""
         if len(top) < 2:
             return bool(top)
-        number = self._num_held_out(is_first=False) if is_close else max(FEW_DRAWS, self.judge.num_known(top[1]))
+        is_close = top[1] in close
+        number = self._num_held_out(top[1], close) if is_close else max(FEW_DRAWS, self.judge.num_known(top[1]))
         if self.should_stop():
             number = FEW_DRAWS
         ahead, error = self.judge.difference(top[0], top[1], number, HELD_OUT if is_close else TRAINING)
