@@ -22,8 +22,9 @@ CLEARLY = 3.0
 """How many standard errors are no chance: one in 200 by Student's distribution over 16 draws."""
 _KEPT_TO = 2
 """How many that keep to a table stay in whatever their first draws say."""
-_LITTLE = 2e-4
-"""Of a step: what may be lost on average by leaving a candidate behind."""
+_LITTLE, _CERTAIN = 4e-4, 32
+"""What may be lost of a step on average by leaving a candidate behind, by so many draws; by fewer, which know their own
+error less well, less in the proportion of the squares."""
 Value = Callable[[Candidate], float]
 
 
@@ -80,7 +81,8 @@ def _not_behind(placed: list[Candidate], judge: Judge, num_draws: int) -> list[C
         return placed
     best, *others = placed
     known = [judge.difference(best, one, num_draws) for one in others]
-    errors, little = [error for _, error in known], _LITTLE * judge.standing(best, num_draws)
+    errors = [error for _, error in known]
+    little = _LITTLE * min(1.0, num_draws / _CERTAIN) ** 2 * judge.standing(best, num_draws)
     return [best] + [
         one
         for one, (behind, error) in zip(others, known, strict=True)
