@@ -7,7 +7,8 @@ cycle, which is the reason named.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from rrfp_jax.tasks import BUILT_IN_KINDS, PipelineGraph, Placement, Task
 
@@ -79,11 +80,17 @@ def needed_tasks(graph: PipelineGraph, task: Task) -> tuple[Task, ...]:
     return needed
 
 
+@lru_cache(maxsize=2)
+def all_needed(graph: PipelineGraph) -> Mapping[Task, tuple[Task, ...]]:
+    """What each task waits for, worked out once for the tables of a graph, of which there are many in a search."""
+    return {task: needed_tasks(graph, task) for task in graph.tasks()}
+
+
 def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
     """For every task with dependants, the tasks that wait for it."""
     after: dict[Task, list[Task]] = {}
-    for task in graph.tasks():
-        for needed in needed_tasks(graph, task):
+    for task, all_of_them in all_needed(graph).items():
+        for needed in all_of_them:
             after.setdefault(needed, []).append(task)
     return after
 
@@ -95,12 +102,13 @@ def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], l
     waiting: dict[Task, list[int]] = {}
     position = [0] * len(orders)
     runnable = list(range(len(orders)))
+    needed = all_needed(graph)
     while runnable:
         stage = runnable.pop()
         order = orders[stage]
         while position[stage] < len(order):
             task = order[position[stage]]
-            blocker = next((d for d in needed_tasks(graph, task) if d not in done), None)
+            blocker = next((d for d in needed[task] if d not in done), None)
             if blocker is not None:
                 waiting.setdefault(blocker, []).append(stage)
                 break

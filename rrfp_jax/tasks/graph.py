@@ -151,6 +151,14 @@ class PipelineGraph:
         return tuple(map(tuple, before)), tuple(map(tuple, after))
 
     @cached_property
+    def _gradient_neighbours(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Of each chunk, those before it to which it returns a gradient, and those behind it that return one to it."""
+        chunks = range(self.num_chunks)
+        before = tuple(tuple(p for p in self.predecessors(c) if self._passes_gradient(p, c)) for c in chunks)
+        after = tuple(tuple(s for s in self.successors(c) if self._passes_gradient(c, s)) for c in chunks)
+        return before, after
+
+    @cached_property
     def _optional_edges(self) -> frozenset[tuple[int, int]]:
         return frozenset((e.source, e.target) for e in self.edges if e.is_optional)
 
@@ -199,11 +207,11 @@ class PipelineGraph:
 
     def gradient_successors(self, chunk: int) -> tuple[int, ...]:
         """Successors that return a gradient to ``chunk``, ascending."""
-        return tuple(s for s in self.successors(chunk) if self._passes_gradient(chunk, s))
+        return self._gradient_neighbours[1][chunk]
 
     def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Predecessors to which ``chunk`` returns a gradient, ascending."""
-        return tuple(p for p in self.predecessors(chunk) if self._passes_gradient(p, chunk))
+        return self._gradient_neighbours[0][chunk]
 
     def _passes_gradient(self, source: int, target: int) -> bool:
         has = self._backward_chunks
@@ -245,6 +253,8 @@ class PipelineGraph:
 
     def passes_per_microbatch(self, chunks: Sequence[int]) -> int:
         """How many of these chunks a microbatch passes through: the largest number, and at least 1."""
+        if not self.absent and not self.owned:
+            return max(1, len(chunks))
         return max(1, *(sum(self.exists(c, m) for c in chunks) for m in range(self.num_microbatches)))
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:

@@ -1,20 +1,30 @@
 """Successive halving: many candidates on few draws of the noise, few on many.
 
-All meet the same draws, so that differences have a small error; whoever is clearly behind then is left behind, too. On
-the first draw one way to consume a table that is simulated stands for the others: they hardly differ where tables do.
+All meet the same draws, so that differences have a small error. A candidate is left behind where enough others are
+ahead of it, or where that costs next to nothing on average: it is clearly behind, or hardly differs from the best. What
+keeps to a table takes no simulation, so that the best of these are known by all draws; enough others ahead on few draws
+do not count for them. On the first draw one way to consume a table that is simulated stands for the others: they mostly
+differ less than tables do.
 """
 
 from collections.abc import Callable
 
 from rrfp_jax.planning.search.candidates import Candidate
+from rrfp_jax.planning.search.expected_loss import expected_loss, moderated
 from rrfp_jax.planning.search.judging import Judge
 
-ROUNDS = ((1, 16), (4, 6), (16, 4), (32, 3))
-"""Draws, and how many candidates are left behind them; these are judged on all."""
-FEW_DRAWS, MORE_DRAWS = 4, 16
-"""On how many those are judged that lost early or late, and changes of the machine."""
-_CLEARLY = {FEW_DRAWS: 6.0, MORE_DRAWS: 3.0}
-"""How many standard errors over at least so many draws are no chance: one in 200 by Student's distribution."""
+ROUNDS = ((1, 16), (2, 9), (4, 5), (8, 4), (16, 3), (32, 2))
+"""Draws, and how many simulated candidates are left behind them; these are judged on all."""
+FEWEST_DRAWS, FEW_DRAWS, MORE_DRAWS = 2, 4, 16
+"""By how many draws those are told at least that lost early, and those of the ranking; and how many it takes to leave
+somebody behind where not the mean counts."""
+CLEARLY = 3.0
+"""How many standard errors are no chance: one in 200 by Student's distribution over 16 draws."""
+_KEPT_TO = 2
+"""How many that keep to a table stay in whatever their first draws say."""
+_LITTLE, _CERTAIN = 4e-4, 32
+"""What may be lost of a step on average by leaving a candidate behind, by so many draws; by fewer, which know their own
+error less well, less in the proportion of the squares."""
 Value = Callable[[Candidate], float]
 
 
@@ -23,23 +33,39 @@ def contest(candidates: list[Candidate], judge: Judge, *, should_stop: Callable[
 
     Where there is no time to judge all, those that were not are left out, but for the first.
     """
+    if judge.noise.is_none:
+        return _sorted(candidates, _by(judge, 1), should_stop)
     lost: list[Candidate] = []
-    left = candidates
+    left, kept_to = candidates, _best_kept_to(candidates, judge, should_stop)
     for num_draws, number in ROUNDS:
         placed = _sorted(left, _value(left, judge, num_draws), should_stop)
-        left = [one for one in placed[:number] if not _is_behind(one, placed[0], judge, num_draws)]
+        ahead = [one for one in placed if one not in kept_to][:number]
+        left = _not_behind([one for one in placed if one in ahead or one in kept_to], judge, num_draws)
         lost = [one for one in placed if one not in left] + lost
         if len(left) <= 1 or should_stop():
             return left + lost
-    return _sorted(left, _value(left, judge, judge.num_draws), should_stop) + lost
+    return _sorted(left, _by(judge, judge.num_draws), should_stop) + lost
+
+
+def _best_kept_to(candidates: list[Candidate], judge: Judge, should_stop: Callable[[], bool]) -> list[Candidate]:
+    """The best of those that keep to a table, by all draws."""
+    if should_stop():
+        return []
+    kept_to = [one for one in candidates if one.is_strict]
+    return _sorted(kept_to, _by(judge, judge.num_draws), should_stop)[:_KEPT_TO]
 
 
 def _value(left: list[Candidate], judge: Judge, num_draws: int) -> Value:
     """How each is judged by so many draws."""
-    if judge.noise.is_none or num_draws >= FEW_DRAWS:
-        return lambda one: judge.value(one, num_draws)
+    value = _by(judge, num_draws)
+    if num_draws > 1:
+        return value
     probes = {_order(one): one for one in left if not one.is_strict}
-    return lambda one: judge.value(one if one.is_strict else probes[_order(one)], num_draws)
+    return lambda one: value(one if one.is_strict else probes[_order(one)])
+
+
+def _by(judge: Judge, num_draws: int) -> Value:
+    return lambda one: judge.standing(one, num_draws)
 
 
 def _order(one: Candidate) -> tuple[int, int]:
@@ -48,13 +74,20 @@ def _order(one: Candidate) -> tuple[int, int]:
     return id(one.choice.cut), id(one if table is None else table)
 
 
-def _is_behind(one: Candidate, best: Candidate, judge: Judge, num_draws: int) -> bool:
-    """Whether more draws would hardly bring it to the first place."""
+def _not_behind(placed: list[Candidate], judge: Judge, num_draws: int) -> list[Candidate]:
+    """Those that more draws may well bring to the first place, with a gain that is worth them."""
     least = FEW_DRAWS if judge.objective.is_mean else MORE_DRAWS
-    if judge.noise.is_none or num_draws < least:
-        return False
-    behind, error = judge.difference(best, one, num_draws)
-    return behind > _CLEARLY[FEW_DRAWS if num_draws < MORE_DRAWS else MORE_DRAWS] * error
+    if num_draws < least or len(placed) < 2:
+        return placed
+    best, *others = placed
+    known = [judge.difference(best, one, num_draws) for one in others]
+    errors = [error for _, error in known]
+    little = _LITTLE * min(1.0, num_draws / _CERTAIN) ** 2 * judge.standing(best, num_draws)
+    return [best] + [
+        one
+        for one, (behind, error) in zip(others, known, strict=True)
+        if expected_loss(behind, moderated(error, errors, num_draws)) > little
+    ]
 
 
 def _sorted(candidates: list[Candidate], value: Value, should_stop: Callable[[], bool]) -> list[Candidate]:

@@ -13,8 +13,8 @@ def forecast(
     one: Candidate, book: CostBook, judge: Judge, num_draws: int | None = None, which: int = HELD_OUT
 ) -> Forecast:
     """By these draws, all or the first of them."""
-    times = judge.times(one, num_draws or judge.num_draws, which)
-    draws_ms, shape, cut = times.draws_ms, one.choice.shape, one.choice.cut
+    draws_ms = judge.times(one, num_draws or judge.num_draws, which).draws_ms
+    shape, cut, nominal_ms = one.choice.shape, one.choice.cut, judge.nominal_ms(one)
     step_ms, number = float(draws_ms.mean()), len(draws_ms)
     sd_ms = float(draws_ms.std(ddof=1)) if number > 1 else 0.0
     samples_per_s = shape.batch_size / step_ms * 1e3
@@ -27,9 +27,9 @@ def forecast(
         p95_ms=float(np.quantile(draws_ms, 0.95)),
         sd_ms=sd_ms,
         error_ms=sd_ms / number**0.5,
-        nominal_ms=times.nominal_ms,
+        nominal_ms=nominal_ms,
         bound_ms=step_bound_ms(cut),
-        bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / times.nominal_ms),
+        bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / nominal_ms),
         memory=one.memory,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * book.tokens_per_sample or None,

@@ -1,17 +1,17 @@
 """Step times of candidates: the same noise for all, some draws to choose by and others to tell by.
 
 An order that is kept to is walked (:mod:`rrfp_jax.planning.search.strict_times`), any other one simulated, step after
-step, so that foresight has learnt what tasks take. The first steps are without noise. Where more draws are asked for, a
-simulation goes on from where it was left.
+step, so that foresight has learnt what tasks take. Where more draws are asked for, a simulation goes on from where it
+was left.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from rrfp_jax.arbitration import StepRules
+from rrfp_jax.arbitration import Order, StageArbiter, StepRules
 from rrfp_jax.planning.costs import CutModel, Noise
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.objective import Draws, Objective
@@ -26,17 +26,12 @@ ROUNDING = 1e-9
 """What two ways to add up the same times may differ by, in parts of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Times:
     """Step times of a candidate."""
 
-    nominal_ms: float
     draws_ms: Draws
-    """Those of the first draws; without noise the nominal one alone."""
-
-    def first(self, num_draws: int) -> "Times":
-        """Without the draws behind so many."""
-        return replace(self, draws_ms=self.draws_ms[:num_draws])
+    """Those of the first draws; without noise that of a step without it."""
 
     def value(self, objective: Objective) -> float:
         """What is made small."""
@@ -52,44 +47,74 @@ class Judge:
         self.evaluations = 0
         """Orders whose step was worked out, each with all its draws."""
         self._factors: dict[tuple[int, int, int], Durations] = {}
+        self._luck_ms: dict[tuple[int, int], tuple[CutModel, Draws]] = {}
         self._walks: dict[int, tuple[ScheduleTable, Walk]] = {}
-        self._known: dict[tuple[int, int], tuple[Candidate, Times]] = {}
-        self._runs: dict[tuple[int, int], tuple[list[float], Iterator[float]]] = {}
-        """Simulated steps, and those that are left to simulate."""
+        self._known: dict[tuple[int, int], tuple[Candidate, Draws]] = {}
+        self._nominal_ms: dict[int, tuple[Candidate, float]] = {}
+        self._runs: dict[tuple[int, int], Iterator[float]] = {}
+        """Simulated steps that are left to simulate."""
+        self._arbiters: dict[int, tuple[Order, list[StageArbiter]]] = {}
+        """Made once for an order, which many costs are tried with; every simulation runs fresh ones of theirs."""
 
     def times(self, one: Candidate, num_draws: int, which: int = TRAINING) -> Times:
         """Of so many of the first draws."""
         num_draws = min(num_draws, self.num_draws)
         key = id(one), TRAINING if self.noise.is_none else which
-        if key not in self._known or len(self._known[key][1].draws_ms) < num_draws:
-            self._known[key] = one, self._times(one, num_draws, key)
-        return self._known[key][1].first(num_draws)
+        known = self._known[key][1] if key in self._known else np.empty(0)
+        if len(known) < num_draws:
+            self.evaluations += not len(known)
+            known = self._draws_ms(one, num_draws, key, known)
+            self._known[key] = one, known
+        return Times(known[:num_draws])
 
     def num_known(self, one: Candidate) -> int:
         """On how many of the draws to choose by it was judged."""
-        return len(self._known[id(one), TRAINING][1].draws_ms) if (id(one), TRAINING) in self._known else 0
+        return len(self._known[id(one), TRAINING][1]) if (id(one), TRAINING) in self._known else 0
 
     def difference(
         self, before: Candidate, one: Candidate, num_draws: int, which: int = TRAINING
     ) -> tuple[float, float]:
         """How much longer a sample takes with ``one`` than with the one before it, and what may lie between two that
         are alike: the standard error, at least rounding."""
-        draws_ms = [
-            self.times(each, num_draws, which).draws_ms / each.choice.shape.batch_size for each in (before, one)
-        ]
+        draws_ms = [self._comparable_ms(each, num_draws, which) for each in (before, one)]
         values = [float(self.objective.of(each)) for each in draws_ms]
         error = self.objective.error_of_difference(draws_ms[0], draws_ms[1], self.seed)
         return values[1] - values[0], max(error, values[0] * ROUNDING)
 
+    def standing(self, one: Candidate, num_draws: int) -> float:
+        """The objective by the first draws, over the samples of a step, as candidates are compared by it."""
+        return float(self.objective.of(self._comparable_ms(one, num_draws, TRAINING)))
+
+    def _comparable_ms(self, one: Candidate, num_draws: int, which: int) -> Draws:
+        """Over the samples of a step. Where the mean counts, without the luck of the draw, of which the mean is 0:
+        candidates with other numbers of chunks have other draws."""
+        draws_ms = self.times(one, num_draws, which).draws_ms
+        if self.objective.is_mean and not self.noise.is_none:
+            draws_ms = draws_ms - self._luck_of(one.choice.cut, which)[: len(draws_ms)]
+        return draws_ms / one.choice.shape.batch_size
+
+    def _luck_of(self, cut: CutModel, which: int) -> Draws:
+        """By how much an average stage works longer in each draw than without noise: a control variate of step times,
+        which has about the same effect on every order."""
+        key = id(cut), which
+        if key not in self._luck_ms:
+            works_ms = self.steps_ms(cut, self.num_draws, which).sum(axis=(1, 2, 3)) / cut.placement.num_stages
+            self._luck_ms[key] = cut, works_ms[1:] - works_ms[0]
+        return self._luck_ms[key][1]
+
     def nominal_of(self, cut: CutModel, table: ScheduleTable) -> float:
         """Of a table that is kept to, without noise."""
-        return self.strict_times(cut, table, cut.durations_ms).nominal_ms
+        return float(self.strict_times(cut, table, cut.durations_ms).draws_ms[0])
 
     def nominal_ms(self, one: Candidate) -> float:
         """Without noise."""
-        if one.is_strict:
-            return self._kept_to(one, one.choice.cut.durations_ms).nominal_ms
-        return self._timed(np.fromiter(_simulated_ms(one, one.choice.cut.durations_ms), float)).nominal_ms
+        if self.noise.is_none:
+            return float(self.times(one, 1).draws_ms[0])
+        if id(one) not in self._nominal_ms:
+            nominal = one.choice.cut.durations_ms
+            step_ms = self._kept_to(one, nominal)[0] if one.is_strict else next(self._simulated_ms(one, nominal))
+            self._nominal_ms[id(one)] = one, float(step_ms)
+        return self._nominal_ms[id(one)][1]
 
     def value(self, one: Candidate, num_draws: int, which: int = TRAINING) -> float:
         """The objective by the first draws, over the samples of a step."""
@@ -106,46 +131,59 @@ class Judge:
             self._factors[key] = self.noise.draws(np.ones_like(nominal), self.num_draws, rng)
         return np.concatenate([nominal, nominal * self._factors[key][:num_draws]])
 
-    def _times(self, one: Candidate, num_draws: int, key: tuple[int, int]) -> Times:
+    def _draws_ms(self, one: Candidate, num_draws: int, key: tuple[int, int], known: Draws) -> Draws:
         cut, which = one.choice.cut, key[1]
         if one.is_strict:
-            return self._kept_to(one, self.steps_ms(cut, num_draws, which))
+            return self._kept_to(one, self._drawn(self.steps_ms(cut, num_draws, which)))
         if key not in self._runs:
-            self._runs[key] = [], _simulated_ms(one, self.steps_ms(cut, self.num_draws, which))
-        taken, left = self._runs[key]
-        taken += islice(left, 1 + num_draws - len(taken))
-        return self._timed(np.array(taken))
+            self._runs[key] = self._begun(one, which)
+        return np.append(known, list(islice(self._runs[key], num_draws - len(known))))
 
-    def _kept_to(self, one: Candidate, steps_ms: Durations) -> Times:
+    def _begun(self, one: Candidate, which: int) -> Iterator[float]:
+        """A simulation of all draws; one that learns begins with the step without noise, which is kept."""
+        steps_ms = self.steps_ms(one.choice.cut, self.num_draws, which)
+        if one.order.foresight is None or self.noise.is_none:
+            return self._simulated_ms(one, self._drawn(steps_ms))
+        run = self._simulated_ms(one, steps_ms)
+        self._nominal_ms[id(one)] = one, next(run)
+        return run
+
+    def _kept_to(self, one: Candidate, steps_ms: Durations) -> Draws:
         assert one.choice.ordering.schedule is not None
-        return self.strict_times(one.choice.cut, one.choice.ordering.schedule, steps_ms)
+        return strict_times_ms(one.choice.cut, self._walk_of(one.choice.ordering.schedule), steps_ms)
 
     def strict_times(self, cut: CutModel, table: ScheduleTable, steps_ms: Durations) -> Times:
         """Of a table that is kept to, whether memory has room for it or not."""
+        self.evaluations += 1
+        return Times(strict_times_ms(cut, self._walk_of(table), self._drawn(steps_ms)))
+
+    def _walk_of(self, table: ScheduleTable) -> Walk:
         if id(table) not in self._walks:
             self._walks[id(table)] = table, Walk.of(table)
-        return self._timed(strict_times_ms(cut, self._walks[id(table)][1], steps_ms))
+        return self._walks[id(table)][1]
 
-    def _timed(self, step_ms: Draws) -> Times:
-        """Of a step without noise and those with noise behind it."""
-        self.evaluations += 1
-        return Times(nominal_ms=float(step_ms[0]), draws_ms=step_ms[min(1, len(step_ms) - 1) :])
+    def _drawn(self, steps_ms: Durations) -> Durations:
+        """Without the step that has no noise, where there is any other."""
+        return steps_ms[min(1, len(steps_ms) - 1) :]
 
+    def _simulated_ms(self, one: Candidate, steps_ms: Durations) -> Iterator[float]:
+        """The intervals of these steps. Where stages have foresight, one without noise goes before, from which it
+        learns; all others leave nothing to the next step, so that each is as if one had gone before."""
+        cut = one.choice.cut
+        learning = int(one.order.foresight is not None)
+        durations_ms = np.concatenate([cut.durations_ms] * learning + [steps_ms])
+        run = simulated_steps_ms(
+            self._fresh_arbiters(one),
+            cut.simulated_costs(durations_ms),
+            machine=cut.machine,
+            num_steps=len(durations_ms),
+            starts_ms=starts_ms(cut),
+        )
+        return islice(run, learning, None)
 
-def _simulated_ms(one: Candidate, steps_ms: Durations) -> Iterator[float]:
-    """The intervals of these steps. Where stages have foresight, the first one is simulated twice, and counts when its
-    durations are known; all others leave nothing to the next step, so that each is as if one had gone before."""
-    cut = one.choice.cut
-    learns = one.order.foresight is not None
-    durations_ms = np.concatenate([steps_ms[:1], steps_ms]) if learns else steps_ms
-    rules = StepRules(lockstep=one.choice.shape.data > 1)
-    run = simulated_steps_ms(
-        one.order.arbiters(rules),
-        cut.simulated_costs(durations_ms),
-        machine=cut.machine,
-        num_steps=len(durations_ms),
-        starts_ms=starts_ms(cut),
-    )
-    if learns:
-        next(run)
-    return run
+    def _fresh_arbiters(self, one: Candidate) -> list[StageArbiter]:
+        key = id(one.order)
+        if key not in self._arbiters:
+            rules = StepRules(lockstep=one.choice.shape.data > 1)
+            self._arbiters[key] = one.order, one.order.arbiters(rules)
+        return [each.fresh(None) for each in self._arbiters[key][1]]

@@ -35,7 +35,7 @@ class Parts:
 
 def parts_of(one: Candidate, book: CostBook, judge: Judge, num_draws: int) -> Parts:
     """By the draws that it was chosen by."""
-    cut, times = one.choice.cut, judge.times(one, num_draws)
+    cut, nominal_ms = one.choice.cut, judge.nominal_ms(one)
     works = cut.stage_work_ms
     host_ms = cut.costs.task_ms * cut.num_microbatches * (3 if cut.split else 2)
     average = sum(works) / len(works) + host_ms * cut.placement.num_chunks / len(works)
@@ -48,9 +48,9 @@ def parts_of(one: Candidate, book: CostBook, judge: Judge, num_draws: int) -> Pa
         recomputed=recomputed,
         once=once,
         imbalance=imbalance,
-        communication=times.nominal_ms - silent,
+        communication=nominal_ms - silent,
         bubble=silent - average - once - imbalance,
-        noise=times.value(judge.objective) - times.nominal_ms,
+        noise=judge.times(one, num_draws).value(judge.objective) - nominal_ms,
     )
 
 

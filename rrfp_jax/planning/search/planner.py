@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
-from rrfp_jax.planning.search.contest import FEW_DRAWS, contest
+from rrfp_jax.planning.search.contest import CLEARLY, FEW_DRAWS, FEWEST_DRAWS, contest
 from rrfp_jax.planning.search.forecasting import forecast
 from rrfp_jax.planning.search.judging import HELD_OUT, ROUNDING, TRAINING, Judge
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
@@ -154,7 +154,7 @@ class _Planning:
         distinct = _distinct(best)
         top = distinct[: self.wishes.top]
         close = top[: 1 + self._has_close_second(top)]
-        ranking = [self._told(one, one in close) for one in top]
+        ranking = [self._told(one, close) for one in top]
         reasons = Reasons(
             book=self.book,
             wishes=self.wishes,
@@ -170,13 +170,13 @@ class _Planning:
         changes = self._sensitivities(top)
         return Plan(
             ranking=tuple(ranking),
-            is_decided=self._is_decided(top, len(close) > 1),
+            is_decided=self._is_decided(top, close),
             refused=tuple(self._refused()),
             sensitivities=tuple(changes),
             bottleneck=bottleneck(changes),
-            even=self._told(even[0], even[0] in close) if even else None,
-            named=self._told(named[0], named[0] in close) if named else None,
-            judged=(*ranking, *(self._told(one) for one in distinct[self.wishes.top :])),
+            even=self._told(even[0], close) if even else None,
+            named=self._told(named[0], close) if named else None,
+            judged=(*ranking, *(self._told(one, close, FEWEST_DRAWS) for one in distinct[self.wishes.top :])),
             objective=self.wishes.objective,
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
@@ -192,17 +192,27 @@ class _Planning:
             yield "the costs do not say how durations vary, so all times are those of a step without noise"
 
     def _has_close_second(self, top: list[Candidate]) -> bool:
-        """Whether the second was judged on all draws, as it was not clearly behind."""
-        return len(top) > 1 and self.judge.num_known(top[1]) == self.judge.num_draws
+        """Whether the second may well be the first, by the draws that both were chosen by."""
+        if len(top) < 2:
+            return False
+        number = FEW_DRAWS if self.should_stop() else max(FEW_DRAWS, min(map(self.judge.num_known, top[:2])))
+        behind, error = self.judge.difference(top[0], top[1], number)
+        return behind <= CLEARLY * error
 
-    def _told(self, one: Candidate, is_close: bool = False) -> Ranked:
-        """By draws that nothing was chosen by where it came close, else by those by which it lost. By few where the
-        user had enough."""
-        which = HELD_OUT if is_close else TRAINING
-        number = self.judge.num_draws if is_close else max(FEW_DRAWS, self.judge.num_known(one))
+    def _told(self, one: Candidate, close: list[Candidate], least: int = FEW_DRAWS) -> Ranked:
+        """By draws that nothing was chosen by where it came close, else by those by which it lost, at least so many. By
+        few where the user had enough."""
+        which = HELD_OUT if one in close else TRAINING
+        number = self._num_held_out(one, close) if one in close else max(least, self.judge.num_known(one))
         if self.should_stop():
             number = FEW_DRAWS
         return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, number, which))
+
+    def _num_held_out(self, one: Candidate, close: list[Candidate]) -> int:
+        """By how many draws that nothing was chosen by the first is told, or a close second: by a quarter, which say
+        enough of a difference on the same draws, where it must be simulated and the mean counts."""
+        is_quick = one.is_strict or not self.judge.objective.is_mean
+        return self.judge.num_draws if one is close[0] or is_quick else max(FEW_DRAWS, self.judge.num_draws // 4)
 
     def _sensitivities(self, top: list[Candidate]) -> list[Sensitivity]:
         if not top or not self.wishes.sensitivities:
@@ -242,11 +252,12 @@ class _Planning:
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())
 
-    def _is_decided(self, top: list[Candidate], is_close: bool) -> bool:
+    def _is_decided(self, top: list[Candidate], close: list[Candidate]) -> bool:
         """Whether the first is ahead of the second by more than the error of their difference."""
         if len(top) < 2:
             return bool(top)
-        number = max(FEW_DRAWS, self.judge.num_known(top[1]))
+        is_close = top[1] in close
+        number = self._num_held_out(top[1], close) if is_close else max(FEW_DRAWS, self.judge.num_known(top[1]))
         if self.should_stop():
             number = FEW_DRAWS
         ahead, error = self.judge.difference(top[0], top[1], number, HELD_OUT if is_close else TRAINING)

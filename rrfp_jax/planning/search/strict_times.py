@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rrfp_jax.arbitration import MessageKind
 from rrfp_jax.planning.costs import CutModel
 from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules.validation import all_needed
 from rrfp_jax.simulation.costs import SLOTS
 from rrfp_jax.simulation.jitter import Durations
 from rrfp_jax.tasks import Task, TaskKind
@@ -38,12 +39,12 @@ class Walk:
     @classmethod
     def of(cls, table: ScheduleTable) -> "Walk":
         """``table`` must be one that can run to its end."""
-        graph, stage_of = table.graph, table.placement.stage_of_chunk
+        needed_by, stage_of = all_needed(table.graph), table.placement.stage_of_chunk
         tasks = table.execution
         number = {task: place for place, task in enumerate(tasks)}
 
         def entry(task: Task) -> _Entry:
-            waits = tuple((number[needed], stage_of[needed.chunk]) for needed in graph.dependencies(task))
+            waits = tuple((number[needed], stage_of[needed.chunk]) for needed in needed_by[task])
             kind = _KINDS.index(task.kind)
             return stage_of[task.chunk], kind, task.chunk, task.microbatch, int(kind > 0), waits
 

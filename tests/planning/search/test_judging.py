@@ -60,9 +60,38 @@ def test_draws_are_those_of_one_run_however_they_are_asked_for(consume: str, for
 
 def test_who_is_clearly_behind_is_judged_on_fewer_draws() -> None:
     judge, one, close = a_judge(0.3), a_candidate("strict"), a_candidate("ready")
-    beaten = slower(one, 1.3)
+    beaten = slower(close, 1.3)
     assert contest([beaten, close, one], judge, should_stop=lambda: False)[-1] is beaten
-    assert [judge.num_known(each) for each in (one, close, beaten)] == [64, 64, 4]
+    assert judge.num_known(beaten) == 4 < judge.num_known(close)
+    assert judge.num_known(one) == 64  # no simulation is needed for it
+
+
+def test_the_best_table_that_is_kept_to_is_not_lost_on_few_draws() -> None:
+    judge, simulated = a_judge(0.5), a_candidate("ready")
+    others = [slower(simulated, 1 + number / 1000) for number in range(20)]
+    best = slower(a_candidate("strict"), 0.5)
+    judge.times(best, 64).draws_ms[:2] *= 4  # two draws that happen to be long
+    assert contest([*others, best], judge, should_stop=lambda: False)[0] is best
+
+
+def test_candidates_are_compared_without_the_luck_of_the_draw() -> None:
+    judge, one = a_judge(0.5), a_candidate("ready")
+    draws_ms, standing = judge.times(one, 64).draws_ms, judge.standing(one, 64)
+    steps_ms = judge.steps_ms(one.choice.cut, 64)
+    works_ms = steps_ms.sum(axis=(1, 2, 3)) / 3
+    corrected = draws_ms - works_ms[1:] + works_ms[0]
+    assert standing == pytest.approx(corrected.mean() / 6)
+    assert corrected.std() < 0.8 * draws_ms.std()
+    deviations = Judge(Noise.alike(0.5), Objective.parse("p95"), 64, 0)
+    assert deviations.standing(one, 64) == pytest.approx(deviations.value(one, 64))
+
+
+@pytest.mark.parametrize(("consume", "foresight"), [("strict", None), ("ready", None), ("ready", False)])
+def test_a_step_without_noise_is_that_of_a_judge_without_noise(consume: str, foresight: bool | None) -> None:
+    one, noisy, silent = a_candidate(consume, foresight=foresight), a_judge(0.3), a_judge(0.0)
+    assert noisy.nominal_ms(one) == pytest.approx(silent.times(one, 1).draws_ms[0])
+    noisy.times(one, 4)
+    assert noisy.nominal_ms(one) == pytest.approx(silent.nominal_ms(one))
 
 
 def why(before: Candidate, one: Candidate, judge: Judge) -> str:
