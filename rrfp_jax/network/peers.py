@@ -280,6 +280,14 @@ class PeerNetwork:
         """Have the event loop run something, from a thread other than its own."""
         self._started().call_soon_threadsafe(call)
 
+    def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call on the event loop: now where that runs here, otherwise soon; those of a thread in order."""
+        loop = self._started()
+        if runs_here(loop):
+            call(*arguments)
+        else:
+            loop.call_soon_threadsafe(call, *arguments)
+
     def send_at_once(
         self,
         rank: int,
@@ -376,10 +384,15 @@ class PeerNetwork:
             raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
 
     def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
-        """:meth:`send_packed` for what may be lost: it is dropped where it would have to wait for room at the peer."""
+        """:meth:`send_packed` for what may be lost: it is dropped where it would have to wait for room at the peer.
+
+        From any thread.
+        """
         self._check(rank, topic, header)
-        has_own = self._direct is not None and rank in self._direct
-        self._channels[2 if has_own else 0].send_if_room(rank, topic, header)
+        if self._direct is not None and rank in self._direct:
+            self._direct.channel.send_if_room(rank, topic, header)
+        else:
+            self.on_loop(self._channels[0].send_if_room, rank, topic, header)
 
     def send_arrays(
         self,

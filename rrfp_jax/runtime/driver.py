@@ -1,7 +1,7 @@
 """The asyncio driver: one event loop in a thread of its own, an actor and a compute thread for each stage it hosts.
 
-The actors are called in turns (:mod:`rrfp_jax.runtime.turns`): on the threads of stages where all stages are here, on
-the loop where there are other processes, for the network is the loop's.
+The actors are called in turns (:mod:`rrfp_jax.runtime.turns`), on the threads of stages and on the loop, to which what
+other processes send comes.
 
 ``submit`` may be called from any thread and returns a future. A task's error, no completion within the progress
 deadline, or the loss of another process ends the run: every pending future fails with the wait-for report, and so does
@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
+from rrfp_jax.arbitration.group_member import GroupMember
 from rrfp_jax.network.loop_thread import LoopThread, runs_here
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
@@ -94,7 +95,7 @@ class PipelineRuntime:
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure = peers, on_failure
-        self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states, self._end_with)
+        self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states_apart, self._end_with)
         self._turns = Turns(self._loop, lambda: self._ending.failing is None, self._scheduler_failed)
         self._late = None if delay_s is None else LateDelivery(self._loop, self._deliver, delay_s)
         self.transport = make_transport(self._late or self._deliver, self._transport_failed)
@@ -116,7 +117,9 @@ class PipelineRuntime:
         name, turns = f"rrfp-stage-{stage}", self._turns
         # a thread that waits for tasks launched ahead must go on waiting, to see them end
         waited = partial(self._completed, stage, call=turns.call_on_loop)
-        done = partial(self._completed, stage, call=turns.call if self._peers is None else turns.call_on_loop)
+        # and every task of a group sends notes, which only the loop can
+        sends_notes = isinstance(arbiter, GroupMember)
+        done = partial(self._completed, stage, call=turns.call_on_loop if sends_notes else turns.call)
         thread: StageThreads
         if just_in_time:
             rule = timing_rule(looks_ahead=arbiter.foresight_rules is not None)
@@ -437,6 +440,10 @@ class PipelineRuntime:
             self._ending.begin(failure)
         else:
             self._loop.call_soon_threadsafe(self._ending.begin, failure)
+
+    def _states_apart(self) -> list[StageState]:
+        """On the loop, where a stage's thread may have the turn."""
+        return self._turns.apart(self._states)
 
     def _states(self, failed_stage: int | None = None) -> list[StageState]:
         now = time.perf_counter()

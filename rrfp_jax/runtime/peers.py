@@ -6,7 +6,7 @@ All of it are small messages of plain data over the run's :class:`PeerNetwork`.
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message, Note
@@ -20,6 +20,7 @@ from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
+from rrfp_jax.timeline import Sums
 from rrfp_jax.tree import neighbours
 
 __all__ = ["Listener", "PeerFailed", "Peers"]
@@ -63,6 +64,26 @@ class Peers:
         """Ranks of whose stages the news of a failure has told."""
         network.subscribe(_FAILURE, self._failure)
 
+    # -- on any thread -----------------------------------------------------------------------------------------------
+
+    def tell(self, unit: int, member: int, step: int, note: Note) -> None:
+        """Say something to a member of a unit's group, which a task there may wait for."""
+        ranks = self.layout.ranks_of(unit)
+        header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
+        self.network.on_loop(self.network.send, ranks[member], _NOTE, header)
+
+    def announce_task(self, unit: int, step: int, message: Message) -> None:
+        """Tell a unit, the leader of its group, that what will send it this message has started.
+
+        It travels beside data, for which it never waits: where data wait for room, it is dropped.
+        """
+        header = _UNIT.pack(unit) + pack_key(Key(step, message))
+        self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
+
+    def step_ended_here(self, step: int, sums: Sums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
+        """The units of this rank have ended a step; see :meth:`Outcomes.add`."""
+        self.network.on_loop(self.outcomes.add, step, sums, peaks_of_units)
+
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def attach(self, listener: Listener) -> None:
@@ -78,20 +99,6 @@ class Peers:
             self._listener = None
             self.network.unsubscribe(_NOTE)
             self.network.unsubscribe(_TASK)
-
-    def tell(self, unit: int, member: int, step: int, note: Note) -> None:
-        """Say something to a member of a unit's group, which a task there may wait for."""
-        ranks = self.layout.ranks_of(unit)
-        header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
-        self.network.send(ranks[member], _NOTE, header)
-
-    def announce_task(self, unit: int, step: int, message: Message) -> None:
-        """Tell a unit, the leader of its group, that what will send it this message has started.
-
-        It travels beside data, for which it never waits: where data wait for room, it is dropped.
-        """
-        header = _UNIT.pack(unit) + pack_key(Key(step, message))
-        self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
 
     def announce(self, news: FailureNews) -> None:
         """Tell this rank's neighbours of a failure; no gathering can be completed any more. Never raises."""

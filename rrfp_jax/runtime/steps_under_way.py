@@ -124,7 +124,7 @@ class StepsUnderWay:
         if peers is None or peers.rank:
             self._resolve(step, None)
         if peers is not None:
-            peers.outcomes.add(step, pending.sums, pending.peaks)
+            peers.step_ended_here(step, pending.sums, pending.peaks)
 
     def ended_everywhere(self, step: int, summary: Summary) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""

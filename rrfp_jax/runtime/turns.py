@@ -5,19 +5,20 @@ another thread has the turn, or within a call, is made afterwards by who has it;
 which a task has ended chooses what its stage runs next, and neither it nor the event loop has to be woken for that,
 which takes longer than all else that the runtime does for a task.
 
-What may be called on one thread only, such as timers and the network, is for the event loop. Where a call may need it,
-the loop makes all calls.
+What may be called on one thread only, such as timers and most of the network, is for the event loop: a call that needs
+it has the loop do that.
 """
 
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from rrfp_jax.network.loop_thread import runs_here
 from rrfp_jax.runtime.wake_up import WakeUp
 
+_T = TypeVar("_T")
 _AT_ONCE = 8
 """After so many calls a stage's thread leaves the rest to the loop: its own stage may have work for it."""
 
@@ -39,7 +40,8 @@ class Turns:
         self._loop, self._goes_on, self._failed = loop, goes_on, failed
         self._calls: deque[_Call] = deque()
         self._turn = threading.Lock()
-        """Held by the thread that makes calls; others only try it."""
+        """Held by the thread that makes calls; others only try it, but for :meth:`apart`."""
+        self._maker: int | None = None
         self._is_stopped = False
         self._wake_up = WakeUp(loop, self._take)
 
@@ -49,7 +51,7 @@ class Turns:
         self._take()
 
     def call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Leave a call to the loop; unless all calls are left to it, another thread may make this one too."""
+        """Leave a call to the loop; another thread may make this one too."""
         self._calls.append((function, arguments, False))
         self._wake_up.ring()
 
@@ -58,6 +60,15 @@ class Turns:
         self._calls.append((function, arguments, True))
         self._take()
 
+    def apart(self, function: Callable[[], _T]) -> _T:
+        """What a function returns while no call is under way, other than one that asks for this."""
+        if self._maker == threading.get_ident():
+            return function()
+        with self._turn:
+            result = function()
+        self._take()
+        return result
+
     def stop(self) -> None:
         """Make no more calls but those that are always made."""
         self._is_stopped = True
@@ -65,12 +76,14 @@ class Turns:
     def _take(self) -> None:
         while self._calls and self._turn.acquire(False):
             is_enough, error = False, None
+            self._maker = threading.get_ident()
             try:
                 is_enough = self._make()
             except Exception as caught:
                 self.stop()
                 error = caught
             finally:  # who came in vain has left its call before: the turn is tried again if there is one
+                self._maker = None
                 self._turn.release()
             if error is not None:
                 self._failed(error)

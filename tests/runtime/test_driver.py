@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,21 @@ def make_runtime(
         just_in_time=way.just_in_time,
         loop=loop,
         peers=peers,
+    )
+
+
+def distant_peers(
+    *, refresh: Callable[[], object] = lambda: None, ended: Callable[..., object] = lambda *_: None
+) -> SimpleNamespace:
+    """Other processes, of which none has a part in the stages here, and none ever says anything."""
+    return SimpleNamespace(
+        rank=0,
+        tell=None,
+        attach=lambda _: None,
+        detach=lambda: None,
+        clocks=SimpleNamespace(refresh=refresh, offset_s=0.0),
+        layout=SimpleNamespace(ranks_of=lambda _: (0,)),
+        step_ended_here=ended,
     )
 
 
@@ -256,11 +272,23 @@ def test_patterns_of_absent_pairs_leave_nothing_behind() -> None:
     assert max(held_bytes[50:]) < max(held_bytes[10:20]) + (1 << 17)
 
 
+def test_the_thread_of_a_stage_chooses_what_follows_also_where_there_are_other_processes() -> None:
+    chosen_on, ended = set[str](), threading.Event()
+
+    class Watched(CountingStage):
+        def payload(self, step: int, message: Message) -> Any:
+            chosen_on.add(threading.current_thread().name)
+
+    runtime = make_runtime([Watched(), Watched()], peers=distant_peers(ended=lambda *_: ended.set()))
+    runtime.submit(0, {})
+    assert ended.wait(10)
+    runtime.close()
+    assert chosen_on == {"rrfp-stage-0", "rrfp-stage-1"}
+
+
 def test_clocks_are_compared_as_long_as_a_runtime_lives() -> None:
     refreshed = threading.Semaphore(0)
-    peers = SimpleNamespace(
-        rank=0, tell=None, attach=lambda _: None, detach=lambda: None, clocks=SimpleNamespace(refresh=refreshed.release)
-    )
+    peers = distant_peers(refresh=refreshed.release)
     runtime = make_runtime([CountingStage()], deadline_s=0.2, peers=peers)
     assert all(refreshed.acquire(timeout=10) for _ in range(3))
     runtime.close()

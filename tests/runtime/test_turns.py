@@ -87,6 +87,37 @@ def test_who_comes_while_another_thread_is_at_it_does_not_wait(turns: Turns) -> 
     assert made_on == ["other"]
 
 
+def test_who_wants_to_be_apart_waits_for_the_call_under_way_and_others_come_after(turns: Turns) -> None:
+    lines: list[str] = []
+    is_inside, may_end, is_apart = threading.Event(), threading.Event(), threading.Event()
+
+    def long() -> None:
+        is_inside.set()
+        may_end.wait(PATIENCE_S)
+        lines.append("long")
+
+    def apart() -> str:
+        lines.append("apart")
+        is_apart.set()
+        may_end.wait(PATIENCE_S)
+        turns.call(lines.append, "left meanwhile")
+        return "answer"
+
+    other = threading.Thread(target=turns.call, args=(long,))
+    other.start()
+    assert is_inside.wait(PATIENCE_S)
+    threading.Timer(0.1, may_end.set).start()
+    assert turns.apart(apart) == "answer"
+    other.join()
+    assert lines == ["long", "apart", "left meanwhile"]
+
+
+def test_a_call_may_be_apart_itself(turns: Turns) -> None:
+    answers: list[str] = []
+    turns.call(lambda: answers.append(turns.apart(lambda: "answer")))
+    assert answers == ["answer"]
+
+
 def test_a_thread_leaves_the_rest_to_the_loop_after_some_calls(turns: Turns) -> None:
     made_on, is_done = list[str](), threading.Event()
 

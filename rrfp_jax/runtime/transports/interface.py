@@ -1,5 +1,6 @@
 """What the runtime asks of a transport, and what its remote half has to do."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -30,19 +31,18 @@ class Transport(Protocol):
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        """Send what ``ship`` returned, or plain data, to unit ``stage``; called on the event loop, never blocks.
-
-        Between units of one process it may also be called on their threads, one call at a time.
-        """
+        """Send what ``ship`` returned, or plain data, to unit ``stage``; on any thread, one call at a time; never
+        blocks."""
 
     def close(self) -> None:
         """Stop what was started; what comes or goes from now on is lost, or left to who comes next."""
 
 
 class HeldBytes:
-    """Counts the bytes that a transport holds; on the event loop only, but read anywhere."""
+    """Counts the bytes that a transport holds; on any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.sent = 0
         """Sent or offered, and not confirmed by the receiver."""
         self.received = 0
@@ -51,9 +51,10 @@ class HeldBytes:
         """The most of both together."""
 
     def add(self, *, sent: int = 0, received: int = 0) -> None:
-        self.sent += sent
-        self.received += received
-        self.peak = max(self.peak, self.sent + self.received)
+        with self._lock:
+            self.sent += sent
+            self.received += received
+            self.peak = max(self.peak, self.sent + self.received)
 
 
 class Remote(Protocol):
@@ -67,7 +68,8 @@ class Remote(Protocol):
         """Get a part ready to be sent, from the arrays of a payload; called on the compute thread."""
 
     def send_at_once(self, receiver: int, key: Key, offered: Any) -> Any:  # noqa: ARG002 - not all have such a way
-        """Send what ``offer`` returned, if that can be done now; returns what ``send`` gets in its place.
+        """Send what ``offer`` returned, if that can be done now; returns what ``send`` gets in its place, None where
+        nothing is left to do.
 
         Called on the compute thread, or on the one that waits for its tasks.
         """

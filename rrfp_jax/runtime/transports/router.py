@@ -43,7 +43,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class _Shipment(NamedTuple):
-    """A payload on its way: what every receiving rank gets."""
+    """A payload on its way: what is left to do for the ranks that receive it."""
 
     plan: EdgePlan
     bucket: int
@@ -153,13 +153,14 @@ class PipelineTransport:
                 return _handed_over(plan.leaves[0], leaves[0], plan.stays)
             handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
             return plan.treedef.unflatten(handed)
-        parts = [(receiver, self._offer(plan, receiver, leaves)) for receiver in plan.outgoing]
-        if step is not None and self._remote is not None:
-            key, remote = Key(step, message, bucket), self._remote
-            parts = [
-                (receiver, part if receiver == self._rank else remote.send_at_once(receiver, key, part))
-                for receiver, part in parts
-            ]
+        key, remote = None if step is None else Key(step, message, bucket), self._remote
+        parts = []
+        for receiver in plan.outgoing:
+            part = self._offer(plan, receiver, leaves)
+            if key is not None and remote is not None and receiver != self._rank:
+                part = remote.send_at_once(receiver, key, part)
+            if part is not None:
+                parts.append((receiver, part))
         return _Shipment(plan, bucket, parts)
 
     def _offer(self, plan: EdgePlan, receiver: int, leaves: list[Any]) -> Any:
@@ -168,19 +169,14 @@ class PipelineTransport:
         assert self._remote is not None
         return self._remote.offer(plan, receiver, leaves)
 
-    # -- on the event loop -------------------------------------------------------------------------------------------
+    # -- in turns ----------------------------------------------------------------------------------------------------
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         """See :meth:`Transport.send`."""
         if isinstance(payload, _Shipment):
-            plan, bucket, parts = payload
-            key = Key(step, message, bucket)
-            for receiver, offered in parts:
-                if receiver == self._rank:
-                    self._inbox.part(plan, key, receiver, offered)
-                else:
-                    assert self._remote is not None
-                    self._remote.send(receiver, key, offered)
+            if payload.parts:
+                assert self._network is not None
+                self._network.on_loop(self._send_parts, step, message, payload)
             return
         way = self._ways.of(message)
         if way.plan is not None:
@@ -197,7 +193,21 @@ class PipelineTransport:
             assert self._network is not None
             if packed is None:
                 packed = pack(payload, _MAX_CONTROL_BYTES)
-            self._network.send_arrays(receiver, _CONTROL, pack_key(Key(step, message)), [packed])
+            what = receiver, _CONTROL, pack_key(Key(step, message)), [packed]
+            if not self._network.send_at_once(*what):
+                self._network.on_loop(self._network.send_arrays, *what)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _send_parts(self, step: int, message: Message, shipment: _Shipment) -> None:
+        plan, bucket, parts = shipment
+        key = Key(step, message, bucket)
+        for receiver, offered in parts:
+            if receiver == self._rank:
+                self._inbox.part(plan, key, receiver, offered)
+            else:
+                assert self._remote is not None
+                self._remote.send(receiver, key, offered)
 
     def _receive_control(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
         step, message, _ = unpack_key(header)

@@ -32,12 +32,6 @@ class Packed(NamedTuple):
     num_bytes: int
 
 
-class Sent(NamedTuple):
-    """A part that has left already, of so many bytes."""
-
-    num_bytes: int
-
-
 class SocketsRemote(Remote):
     """Sends parts as messages of a :class:`PeerNetwork`."""
 
@@ -92,17 +86,16 @@ class SocketsRemote(Remote):
         if not isinstance(offered, Packed):
             return offered
         small, frames, num_bytes = offered
-        has_left = self._network.send_at_once(
-            receiver, TOPIC, pack_key(key) + small, frames, partial(self._held.add, sent=-num_bytes)
-        )
-        return Sent(num_bytes) if has_left else offered
+        confirmed = partial(self._held.add, sent=-num_bytes)
+        self._held.add(sent=num_bytes)  # before, for it may be confirmed at once
+        if self._network.send_at_once(receiver, TOPIC, pack_key(key) + small, frames, confirmed):
+            return None
+        confirmed()
+        return offered
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def send(self, receiver: int, key: Key, offered: Packed | Sent | Callable[[], Packed]) -> None:
-        if isinstance(offered, Sent):
-            self._held.add(sent=offered.num_bytes)
-            return
+    def send(self, receiver: int, key: Key, offered: Packed | Callable[[], Packed]) -> None:
         if not isinstance(offered, Packed):
             self._workers.submit(offered, lambda packed: self.send(receiver, key, packed))
             return
