@@ -2,9 +2,9 @@
 
 All meet the same draws, so that differences have a small error. A candidate is left behind where enough others are
 ahead of it, where it is clearly behind, or, by more draws, where that costs next to nothing on average: it is somewhat
-behind, or hardly differs from the best. What keeps to a table takes no simulation, so that the best of these are known by
-all draws; enough others ahead on few draws do not count for them. On the first draw one way to consume a table that is
-simulated stands for the others: they mostly differ less than tables do.
+behind, or hardly differs from the best. What keeps to a table takes no simulation, so that the best of these are known
+by all draws; enough others ahead on few draws do not count for them. On the first draw one way to consume a table that
+is simulated stands for the others: they mostly differ less than tables do.
 """
 
 from collections.abc import Callable
