@@ -36,7 +36,7 @@ def contest(candidates: list[Candidate], judge: Judge, *, should_stop: Callable[
         return _sorted(candidates, _by(judge, 1), should_stop)
     lost: list[Candidate] = []
     left, kept_to = candidates, _best_kept_to(candidates, judge, should_stop)
-    for num_draws, number in ROUNDS:
+    for num_draws, number in ((min(draws, judge.num_draws), number) for draws, number in ROUNDS):
         placed = _sorted(left, _value(left, judge, num_draws), should_stop)
         ahead = [one for one in placed if one not in kept_to][:number]
         left = _not_behind([one for one in placed if one in ahead or one in kept_to], judge, num_draws)
