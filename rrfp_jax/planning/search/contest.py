@@ -1,10 +1,10 @@
 """Successive halving: many candidates on few draws of the noise, few on many.
 
 All meet the same draws, so that differences have a small error. A candidate is left behind where enough others are
-ahead of it, or where that costs next to nothing on average: it is clearly behind, or hardly differs from the best. What
-keeps to a table takes no simulation, so that the best of these are known by all draws; enough others ahead on few draws
-do not count for them. On the first draw one way to consume a table that is simulated stands for the others: they mostly
-differ less than tables do.
+ahead of it, where it is clearly behind, or, by more draws, where that costs next to nothing on average: it is somewhat
+behind, or hardly differs from the best. What keeps to a table takes no simulation, so that the best of these are known
+by all draws; enough others ahead on few draws do not count for them. On the first draw one way to consume a table that
+is simulated stands for the others: they mostly differ less than tables do.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,14 @@ from rrfp_jax.planning.search.judging import Judge
 ROUNDS = ((1, 16), (2, 9), (4, 5), (8, 4), (16, 3), (32, 2))
 """Draws, and how many simulated candidates are left behind them; these are judged on all."""
 FEWEST_DRAWS, FEW_DRAWS, MORE_DRAWS = 2, 4, 16
-"""By how many draws those are told at least that lost early, and those of the ranking; and how many it takes to leave
-somebody behind where not the mean counts."""
+"""By how many draws those are told at least that lost early, and those of the ranking; and how many it takes to tell
+what is lost on average, or anything where not the mean counts."""
 CLEARLY = 3.0
 """How many standard errors are no chance: one in 200 by Student's distribution over 16 draws."""
 _KEPT_TO = 2
 """How many that keep to a table stay in whatever their first draws say."""
-_LITTLE, _CERTAIN = 4e-4, 32
-"""What may be lost of a step on average by leaving a candidate behind, by so many draws; by fewer, which know their own
-error less well, less in the proportion of the squares."""
+_LITTLE = 1e-4
+"""Of a step: what may be lost on average by leaving a candidate behind."""
 Value = Callable[[Candidate], float]
 
 
@@ -37,7 +36,7 @@ def contest(candidates: list[Candidate], judge: Judge, *, should_stop: Callable[
         return _sorted(candidates, _by(judge, 1), should_stop)
     lost: list[Candidate] = []
     left, kept_to = candidates, _best_kept_to(candidates, judge, should_stop)
-    for num_draws, number in ROUNDS:
+    for num_draws, number in ((min(draws, judge.num_draws), number) for draws, number in ROUNDS):
         placed = _sorted(left, _value(left, judge, num_draws), should_stop)
         ahead = [one for one in placed if one not in kept_to][:number]
         left = _not_behind([one for one in placed if one in ahead or one in kept_to], judge, num_draws)
@@ -81,13 +80,13 @@ def _not_behind(placed: list[Candidate], judge: Judge, num_draws: int) -> list[C
         return placed
     best, *others = placed
     known = [judge.difference(best, one, num_draws) for one in others]
-    errors = [error for _, error in known]
-    little = _LITTLE * min(1.0, num_draws / _CERTAIN) ** 2 * judge.standing(best, num_draws)
-    return [best] + [
-        one
-        for one, (behind, error) in zip(others, known, strict=True)
-        if expected_loss(behind, moderated(error, errors, num_draws)) > little
-    ]
+    errors, little = [error for _, error in known], _LITTLE * judge.standing(best, num_draws)
+
+    def stays(behind: float, error: float) -> bool:
+        sure = moderated(error, errors, num_draws)
+        return behind <= CLEARLY * sure if num_draws < MORE_DRAWS else expected_loss(behind, sure) > little
+
+    return [best] + [one for one, found in zip(others, known, strict=True) if stays(*found)]
 
 
 def _sorted(candidates: list[Candidate], value: Value, should_stop: Callable[[], bool]) -> list[Candidate]:
