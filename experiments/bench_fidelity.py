@@ -1,8 +1,9 @@
 """How well simulated step times agree with those of the real runtime on emulated stages.
 
-Twenty seeded settings (4 stages, 16 microbatches): every hint and both consumption modes, log-normal jitter of sigma 0
-to 1, windows 4 to 16. Both sides take the same durations; the simulator also takes the dispatch overhead that the
-emulated run itself shows (see :func:`rrfp_jax.testing.dispatch_overhead_ms`).
+Twenty seeded settings (4 stages, 16 microbatches): every hint, tables kept strictly, tables with footprint and
+foresight, and tables as mere hints; log-normal jitter of sigma 0 to 1; windows of 4 to 16 where no table says what
+memory there is. Both sides take the same durations; the simulator also takes the dispatch overhead that the emulated
+run itself shows (see :func:`rrfp_jax.testing.dispatch_overhead_ms`).
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.emulate import EMULATED_STEP
@@ -26,7 +29,7 @@ ORDERS: tuple[dict[str, Any], ...] = (
     {"hint": "fb"},
     {"hint": "b-priority"},
     {"hint": "f-priority"},
-    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "footprint": False, "foresight": False},
     {"schedule": "1f1b", "consume": "strict"},
     {"schedule": "zb-h1", "consume": "strict"},
     {"schedule": "zb-h2"},
@@ -66,19 +69,24 @@ def bench_fidelity(console: Console | None = None) -> list[Fidelity]:
     return results
 
 
-def compare(seed: int) -> Fidelity:
-    """Run one setting on both sides."""
+def setting(seed: int) -> tuple[Order, float, NDArray[np.float64]]:
+    """An order, the sigma of its noise, and durations in ms, shape (steps, chunks, microbatches, 3)."""
     rng = np.random.default_rng(seed)
     words = dict(ORDERS[seed % len(ORDERS)])
     chunks_per_stage = words.pop("chunks_per_stage", None)
     sigma, window = float(rng.uniform(0, 1)), int(rng.integers(4, 17))
-    if words.get("consume") != "strict":
+    if "schedule" not in words or words.get("footprint") is False:
         words["window"] = window
     order = parse_ordering(**words).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     work_ms = np.full((NUM_STEPS, order.graph.num_chunks, NUM_MICROBATCHES, 3), 10.0 / (chunks_per_stage or 1))
-    durations_ms = lognormal(work_ms, sigma, rng)
+    return order, sigma, lognormal(work_ms, sigma, rng)
+
+
+def compare(seed: int) -> Fidelity:
+    """Run one setting on both sides."""
+    order, sigma, durations_ms = setting(seed)
     emulation = emulate(order.arbiters(EMULATED_STEP), durations_ms, NUM_STEPS)
     overhead_ms = dispatch_overhead_ms(emulation.timeline, durations_ms)
     simulation = simulate(

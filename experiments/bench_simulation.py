@@ -4,6 +4,7 @@ The simulator on 64 stages x 512 microbatches x F, I and W, and how its time gro
 arbiter with its window of 32 always full, per event, which must not depend on how many forwards wait behind it.
 """
 
+import gc
 from collections import deque
 from time import process_time
 
@@ -37,6 +38,8 @@ MICROBATCHES_PER_STEP = (64, 512, 1024, 2048)
 def bench_simulation(console: Console | None = None) -> dict[int, float]:
     """Print and return the CPU seconds per number of tasks, for the hint bfw; the largest case has 98,304 tasks."""
     console = console or make_console()
+    gc.collect()
+    gc.freeze()  # what imports left behind is not the core's to walk over
     seconds = {3 * NUM_STAGES * m: simulation_s(NUM_STAGES, m) for m in MICROBATCHES}
     console.print(f"simulation, {NUM_STAGES} stages, hint bfw (arbiters made and driven, CPU time)")
     for num_tasks, duration_s in seconds.items():

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import bench_deterministic, bench_multimodal, bench_split
+from experiments import bench_deterministic, bench_fidelity, bench_multimodal, bench_split
 from tests.commands.running import run_command, sentence
 
 
@@ -25,6 +25,18 @@ def test_a_split_backward_is_measured_beside_the_fused_one(monkeypatch):
     bench_split.bench_split(Console(file=shown, width=160), repeats=1, only="small")
     assert "small" in shown.getvalue()
     assert "(I+W)/B" in shown.getvalue()
+
+
+def test_simulated_and_real_settings_cover_every_way_to_consume():
+    labels = {bench_fidelity.setting(seed)[0].label for seed in range(bench_fidelity.NUM_SETTINGS)}
+    assert {"bf", "bf-deep", "1f1b strict", "1f1b as hint", "zb-h2 with foresight"} <= labels
+
+
+def test_a_setting_runs_on_both_sides(monkeypatch):
+    monkeypatch.setattr(bench_fidelity, "NUM_STEPS", 2)
+    result = bench_fidelity.compare(8)
+    assert result.label == "zb-h2 with foresight"
+    assert 0.9 < result.ratio < 1.5
 
 
 def test_workloads_run_beside_their_forecast(monkeypatch):
