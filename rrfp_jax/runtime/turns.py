@@ -64,10 +64,11 @@ class Turns:
         """What a function returns while no call is under way, other than one that asks for this."""
         if self._maker == threading.get_ident():
             return function()
-        with self._turn:
-            result = function()
-        self._take()
-        return result
+        try:
+            with self._turn:
+                return function()
+        finally:
+            self._take()
 
     def stop(self) -> None:
         """Make no more calls but those that are always made."""

@@ -112,6 +112,18 @@ def test_who_wants_to_be_apart_waits_for_the_call_under_way_and_others_come_afte
     assert lines == ["long", "apart", "left meanwhile"]
 
 
+def test_what_is_left_while_one_is_apart_is_made_though_that_fails(turns: Turns) -> None:
+    lines: list[str] = []
+
+    def apart() -> None:
+        turns.call(lines.append, "left meanwhile")
+        raise ValueError("no answer")
+
+    with pytest.raises(ValueError, match="no answer"):
+        turns.apart(apart)
+    assert lines == ["left meanwhile"]
+
+
 def test_a_call_may_be_apart_itself(turns: Turns) -> None:
     answers: list[str] = []
     turns.call(lambda: answers.append(turns.apart(lambda: "answer")))
