@@ -1,7 +1,7 @@
 """Two processes that throw arrays to each other as two stages do, for measurements.
 
-A compute thread ships an array, its event loop sends it, the other loop delivers it to the other compute thread. Each
-process has the cores that it would have as a rank.
+A compute thread ships an array, which leaves at once or by its event loop, as in a run; the other loop delivers it to
+the other compute thread. Each process has the cores that it would have as a rank.
 """
 
 import asyncio
@@ -76,6 +76,7 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
     network.start(thread.loop, addresses, lost=lambda *_: None)
     network.wait_connected(PATIENCE_S)
+    network.open_direct([1 - rank])
     server = None
     if selection == "transfer":
         from rrfp_jax.runtime.transports.transfer_server import TransferServer
@@ -133,8 +134,8 @@ class Stage:
     def throw(self, edge: int, step: int) -> None:
         """Send the array of a size to the other stage."""
         transport, message, unit = self.transport, self._messages[edge], 1 - self.rank
-        shipped = transport.ship(self.values[edge], unit, message)
-        self.loop.call_soon_threadsafe(transport.send, unit, step, message, shipped)
+        shipped = transport.ship(self.values[edge], unit, message, step=step)
+        transport.send(unit, step, message, shipped)
 
     def catch(self) -> Any:
         """What the other stage has thrown next."""

@@ -32,7 +32,7 @@ MAX_TOPIC_BYTES = 255
 _HEAD = struct.Struct("<QB")
 """How many of the receiver's messages have come, and the length of the topic (0: a receipt, nothing follows)."""
 _MESSAGES_PER_TURN = 64
-_RECEIPT_BYTES = 1 << 16
+_RECEIPT_BYTES = 1 << 18
 _RECEIPT_DELAY_S = 0.05
 _WELCOME_S = 0.005
 _LAST_WORDS_S = 3.0

@@ -2,76 +2,66 @@
 
 ZeroMQ sends and receives on a thread of its own, at either end; each is woken, and takes the interpreter's core. A
 message that a stage waits for pays for that each time. Here it goes from the loop to the system and back to a loop.
-What does not fit into the system's buffers waits, so nothing ever blocks. Everything is sealed.
+What does not fit into the system's buffers waits, so nothing ever blocks. All is sealed, but for larger frames where
+arrays need not be.
 
 A thread of a stage may send, too, so that what others wait for does not wait for the loop's turn. It seals and hands to
 the system under a lock, which is never held for longer than that takes; the loop does all else.
-
-A record is its length in the clear, and sealed: the number of frames, the head among them, the size of each but the
-last, and the frames one behind another.
 """
 
 import logging
-import struct
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from typing import Any
 
+from rrfp_jax.network.direct_record import closed, opened
 from rrfp_jax.network.lane import Proven
 from rrfp_jax.network.link import Message
 from rrfp_jax.network.loop_thread import runs_here
-from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage
-from rrfp_jax.network.sealing import TAG_BYTES
+from rrfp_jax.network.plain import MalformedMessage
 
 _LOG = logging.getLogger(__name__)
-MAX_FRAMES = 1000
-"""Of a message, beside its head."""
-MAX_FRAME_BYTES = 1 << 18
-"""Of all frames of a message together, beside its head."""
-_MAX_RECORD_BYTES = 2 * MAX_HEADER_BYTES + MAX_FRAME_BYTES
-_LENGTH, _COUNT = struct.Struct("<I"), struct.Struct("<H")
 _READ_BYTES = 1 << 19
 
 
 class _Line:
     """The connection to one rank. Before it stands, what is sent waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, encrypts: bool) -> None:
         self.proven: Proven | None = None
         self.unsent = bytearray()
-        self._early: list[list[Any]] = []
+        self._encrypts = encrypts
+        self._early: list[tuple[bytes, Sequence[Any]]] = []
         self._partial = b""
 
     def open(self, proven: Proven) -> None:
         proven.connection.setblocking(False)
         self.proven = proven
-        for frames in self._early:
-            self.send(frames)
+        for head, frames in self._early:
+            self.send(head, frames)
         self._early.clear()
 
-    def send(self, frames: list[Any]) -> None:
+    def send(self, head: bytes, frames: Sequence[Any]) -> None:
         """Raises OSError where the connection has ended."""
         if self.proven is None:
-            self._early.append(frames)
+            self._early.append((head, frames))
             return
-        sizes = [memoryview(frame).nbytes for frame in frames[:-1]]
-        body = b"".join((_COUNT.pack(len(frames)), struct.pack(f"<{len(sizes)}I", *sizes), *frames))
-        sealed = self.proven.outgoing.closed(body)
-        record = _LENGTH.pack(len(sealed)) + sealed
-        self.unsent += record[0 if self.unsent else self._send(record) :]
+        record = closed(self.proven.outgoing, head, frames, encrypts=self._encrypts)
+        num_sent = 0 if self.unsent else self._send(record)
+        if num_sent < sum(memoryview(each).nbytes for each in record):
+            self.unsent += b"".join(record)[num_sent:]
 
     def flush(self) -> None:
         """Send what waits, as far as the system takes it. Raises OSError."""
-        del self.unsent[: self._send(self.unsent)]
+        del self.unsent[: self._send([self.unsent])]
 
-    def _send(self, data: Any) -> int:
+    def _send(self, buffers: list[Any]) -> int:
         assert self.proven is not None
         try:
-            return self.proven.connection.send(data)
+            return self.proven.connection.sendmsg(buffers)
         except BlockingIOError:
             return 0
 
@@ -87,10 +77,9 @@ class _Line:
         came = scratch[:num_bytes]
         data = memoryview(self._partial + bytes(came)) if self._partial else came
         messages, begin = [], 0
-        while (end := _end_of_record(data, begin)) <= len(data):
-            opened = self.proven.incoming.opened(data[begin + _LENGTH.size : end])
-            messages.append(_frames(memoryview(opened)))
-            begin = end
+        while record := opened(self.proven.incoming, data, begin):
+            frames, begin = record
+            messages.append(frames)
         self._partial = bytes(data[begin:])
         return messages
 
@@ -103,11 +92,12 @@ class DirectLink:
     """Carries messages, each a head and frames, in order per rank. Used on the event loop, but for :meth:`send`.
 
     Args:
+        encrypts: whether larger frames are sealed too; both sides must say the same.
         broken: called where the connection to a rank has ended, other than by :meth:`disconnect`.
     """
 
-    def __init__(self, loop: AbstractEventLoop, *, broken: Callable[[int, str], None]) -> None:
-        self._loop, self._broken = loop, broken
+    def __init__(self, loop: AbstractEventLoop, *, encrypts: bool, broken: Callable[[int, str], None]) -> None:
+        self._loop, self._encrypts, self._broken = loop, encrypts, broken
         self._lines: dict[int, _Line] = {}
         self._lock = threading.Lock()
         """Held by whoever sends."""
@@ -130,7 +120,7 @@ class DirectLink:
 
     def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connection
         """Messages to a rank may be sent from now on; they travel when it is connected."""
-        self._lines[rank] = _Line()
+        self._lines[rank] = _Line(encrypts=self._encrypts)
 
     def open(self, rank: int, connections: Sequence[Proven]) -> None:
         """Begin to exchange messages with a rank over this connection."""
@@ -156,7 +146,7 @@ class DirectLink:
             return
         try:
             with self._lock:
-                line.send([head, *frames])
+                line.send(head, frames)
         except OSError as error:
             self._on_loop(self._lose, rank, line, error)
             return
@@ -242,26 +232,3 @@ class DirectLink:
         for line in self._ended:
             with self._lock:
                 line.close()
-
-
-def _end_of_record(data: memoryview, begin: int) -> int:
-    """Where the record ends that begins there, or beyond the data, if that is not known yet."""
-    if len(data) - begin < _LENGTH.size:
-        return len(data) + 1
-    (size,) = _LENGTH.unpack_from(data, begin)
-    if not TAG_BYTES <= size <= _MAX_RECORD_BYTES:
-        raise MalformedMessage(f"a record of {size} bytes, {TAG_BYTES} to {_MAX_RECORD_BYTES} are read")
-    return begin + _LENGTH.size + int(size)
-
-
-def _frames(body: memoryview) -> list[memoryview]:
-    (count,) = _COUNT.unpack_from(body) if len(body) >= _COUNT.size else (0,)
-    begin = _COUNT.size + 4 * (count - 1)
-    if not count or begin > len(body):
-        raise MalformedMessage(f"a record of {len(body)} bytes, which names {count} frames")
-    if count == 1:
-        return [body[begin:]]
-    *ends, last = accumulate(struct.unpack_from(f"<{count - 1}I", body, _COUNT.size), initial=begin)
-    if last > len(body):
-        raise MalformedMessage(f"a record of {len(body)} bytes, whose frames take {last}")
-    return [body[start:end] for start, end in pairwise([*ends, last, len(body)])]

@@ -10,7 +10,8 @@ import zmq
 
 from rrfp_jax.network.channel import MAX_TOPIC_BYTES, Channel
 from rrfp_jax.network.descriptors import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
-from rrfp_jax.network.direct_link import MAX_FRAMES, DirectLink
+from rrfp_jax.network.direct_link import DirectLink
+from rrfp_jax.network.direct_record import MAX_FRAMES
 from rrfp_jax.network.gate import Gate
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.lane_link import LaneLink
@@ -158,7 +159,12 @@ class PeerNetwork:
                 self.rank, encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes, broken=broken
             ),
         )
-        self._direct = self._own(_DIRECT, "messages", 1, lambda broken: DirectLink(loop, broken=broken))
+        self._direct = self._own(
+            _DIRECT,
+            "messages",
+            1,
+            lambda broken: DirectLink(loop, encrypts=settings.encrypt_arrays, broken=broken),
+        )
         messages = Channel(self._link, loop, self._topics.deliver, settings.high_water_bytes)
         self._channels = [messages, self._lanes.channel, self._direct.channel]
         self._liveness.begin(loop, hosts)

@@ -18,8 +18,8 @@ class NetworkSettings:
     """How much may be unconfirmed per peer before further messages wait at the sender, and how much is kept for topics
     that nobody has subscribed to yet."""
     encrypt_arrays: bool = True
-    """False leaves arrays as they are where they travel over connections of their own: faster, but who controls the
-    network can read them, and alter them."""
+    """False leaves all but small arrays as they are on the connections for a pipeline's arrays and messages: faster,
+    but who controls the network can read them, and alter them."""
     array_connections: int = 2
     """Over how many connections the arrays between two ranks travel; each takes two threads of either rank. So many
     more copy arrays from devices, and as many to them."""

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.network.direct_link import MAX_FRAME_BYTES, MAX_FRAMES, DirectLink
+from rrfp_jax.network.direct_link import DirectLink
+from rrfp_jax.network.direct_record import CLEAR_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, closed, opened
 from rrfp_jax.network.lane import Proven
-from rrfp_jax.network.plain import pack
+from rrfp_jax.network.plain import MalformedMessage, pack
 from rrfp_jax.network.sealing import SECRET_BYTES, Seal
 from tests.network.mesh import Node, eventually, nodes
 
+both_ways = pytest.mark.parametrize("encrypts", [True, False], ids=["encrypted", "clear"])
 TOPIC = b"note"
 SECRET = bytes(range(SECRET_BYTES))
 
@@ -25,10 +27,13 @@ SECRET = bytes(range(SECRET_BYTES))
 class Pair:
     """Two links with a connection between them, one for each rank, and what befell them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, encrypts: bool) -> None:
         self.ends = socket.socketpair()
         self.broken: list[tuple[int, str]] = []
-        self.links = [DirectLink(loop, broken=lambda rank, why: self.broken.append((rank, why))) for _ in range(2)]
+        self.links = [
+            DirectLink(loop, encrypts=encrypts, broken=lambda rank, why: self.broken.append((rank, why)))
+            for _ in range(2)
+        ]
         self.loop = loop
         self._got: list[list[list[bytes]]] = [[], []]
         for rank, link in enumerate(self.links):
@@ -61,9 +66,9 @@ class Pair:
 
 
 @contextmanager
-def pair(*, is_open: bool = True) -> Iterator[Pair]:
+def pair(*, is_open: bool = True, encrypts: bool = True) -> Iterator[Pair]:
     loop = asyncio.new_event_loop()
-    made = Pair(loop)
+    made = Pair(loop, encrypts=encrypts)
     try:
         for rank in range(2 if is_open else 0):
             made.open(rank)
@@ -77,14 +82,19 @@ def messages(count: int, num_bytes: int) -> list[list[bytes]]:
     return [[b"head %d" % number, bytes([number % 256]) * num_bytes] for number in range(count)]
 
 
-def test_messages_of_every_shape_come_both_ways_in_order() -> None:
+@both_ways
+def test_messages_of_every_shape_come_both_ways_in_order(encrypts: bool) -> None:
     sent = [
         [b"head"],
         [b"", b"", b"frame"],
         [b"x" * (1 << 20), bytes(MAX_FRAME_BYTES)],
         [b"many", *[b"%d" % number for number in range(MAX_FRAMES)]],
+        [b"large", b"", bytes(range(256)) * 64, b"", b"end", b""],
+        [b"as many", *[bytes([number % 256]) * 100 for number in range(MAX_FRAMES)]],
+        [b"", bytes(CLEAR_BYTES)],
+        [b"last", bytes(CLEAR_BYTES - 1)],
     ]
-    with pair() as made:
+    with pair(encrypts=encrypts) as made:
         for rank, link in enumerate(made.links):
             for head, *frames in sent:
                 link.send(1 - rank, head, frames)
@@ -93,9 +103,10 @@ def test_messages_of_every_shape_come_both_ways_in_order() -> None:
         assert made.broken == []
 
 
-def test_what_the_system_does_not_take_waits_and_keeps_its_order() -> None:
+@both_ways
+def test_what_the_system_does_not_take_waits_and_keeps_its_order(encrypts: bool) -> None:
     sent = messages(300, 40_000)
-    with pair() as made:
+    with pair(encrypts=encrypts) as made:
         for head, *frames in sent:
             made.links[0].send(1, head, frames)
         assert made.links[0]._lines[1].unsent, "the system took everything: send more"
@@ -115,7 +126,7 @@ def test_what_is_sent_before_both_are_connected_waits() -> None:
 
 
 def test_a_record_in_pieces_is_one_message() -> None:
-    record = sealed(b"\x02\0" + struct.pack("<I", 4) + b"headxyz")
+    record = sealed(b"\x01\0" + struct.pack("<I", 3) + b"headxyz")
     with pair(is_open=False) as made:
         made.open(1)
         for byte in record:
@@ -124,25 +135,48 @@ def test_a_record_in_pieces_is_one_message() -> None:
         assert made.received(1) == [[b"head", b"xyz"]]
 
 
-def sealed(body: bytes) -> bytes:
+def sealed(body: bytes, clear: bytes = b"") -> bytes:
     """The first record that rank 0 may send."""
     closed = Seal(SECRET, 0).closed(body)
-    return struct.pack("<I", len(closed)) + closed
+    return struct.pack("<II", len(closed), len(clear)) + closed + clear
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (sealed(b"\x01\0head")[:-1] + b"?", "altered"),
-        (struct.pack("<I", 15), "a record of 15 bytes"),
-        (struct.pack("<I", 1 << 31), "a record of 2147483648 bytes"),
-        (sealed(b""), "which names 0 frames"),
-        (sealed(b"\0\0"), "which names 0 frames"),
-        (sealed(b"\xff\xff"), "which names 65535 frames"),
-        (sealed(b"\x02\0" + struct.pack("<I", 5) + b"head"), "whose frames take 11"),
+        (sealed(b"\0\0head")[:-1] + b"?", "altered"),
+        (struct.pack("<II", 15, 0), "a record of 15 bytes"),
+        (struct.pack("<II", 1 << 31, 0), "a record of 2147483648 bytes"),
+        (struct.pack("<II", 16, MAX_FRAME_BYTES + 1), f"and {MAX_FRAME_BYTES + 1} in the clear"),
+        (sealed(b""), "a record of 0 bytes"),
+        (sealed(b"\0"), "a record of 1 bytes"),
+        (sealed(b"\xff\x7f"), "which names 32767 frames"),
+        (sealed(b"\x01\0" + struct.pack("<I", 5) + b"head"), "whose frames take 5"),
+        (sealed(b"\0\x80head"), "whose frames take 0"),
+        (sealed(b"\0\0head", b"xyz"), "whose frames take 0"),
+        (sealed(b"\x01\x80" + struct.pack("<I", 3) + b"head"), "whose frames take 3"),
+        (sealed(b"\x01\0" + struct.pack("<I", 3) + b"headxyz", b"xyz"), "whose frames take 3"),
+        (sealed(b"\x01\x80" + struct.pack("<I", 2) + b"head", b"xyz"), "whose frames take 2"),
+        (sealed(b"\x01\x80" + struct.pack("<I", 4) + b"head", b"xyz"), "whose frames take 4"),
         (b"", "closed its connection"),
     ],
-    ids=["altered", "short", "long", "empty", "without a head", "cut", "too little", "ended"],
+    ids=[
+        "altered",
+        "short",
+        "long",
+        "long clear",
+        "empty",
+        "no count",
+        "no sizes",
+        "too little",
+        "clear without frames",
+        "clear that no frame names",
+        "clear that is not there",
+        "sealed and clear",
+        "clear beyond the frames",
+        "too little clear",
+        "ended",
+    ],
 )
 def test_what_no_peer_sends_ends_the_connection(said: bytes, why: str) -> None:
     with pair(is_open=False) as made:
@@ -155,6 +189,29 @@ def test_what_no_peer_sends_ends_the_connection(said: bytes, why: str) -> None:
         assert rank == 0
         assert why in reason
         made.links[1].send(0, b"nobody reads this")
+
+
+def test_larger_frames_go_in_the_clear_only_where_arrays_need_not_be_encrypted() -> None:
+    head, frames = b"the head's own words", [b"what the frame says " * 1000, b"and the next"]
+    for encrypts in (True, False):
+        seal, way_back = Seal(SECRET, 0), Seal(SECRET, 0)
+        wire = b"".join(closed(seal, head, frames, encrypts=encrypts))
+        assert head not in wire
+        assert [frame in wire for frame in frames] == [not encrypts] * 2
+        record = opened(way_back, memoryview(b"before" + wire + b"behind"), 6)
+        assert record is not None
+        assert [[bytes(frame) for frame in record[0]], record[1]] == [[head, *frames], 6 + len(wire)]
+        assert b"next" not in b"".join(closed(seal, head, frames[1:], encrypts=encrypts))
+
+
+def test_who_controls_the_wire_cannot_move_where_frames_begin() -> None:
+    frames = [bytes(CLEAR_BYTES), b"x"]
+    wire = b"".join(closed(Seal(SECRET, 0), b"head", frames, encrypts=False))
+    num_sealed, num_clear = struct.unpack_from("<II", wire)
+    for wrong in (num_clear - 1, num_clear + 1, 0):
+        altered = struct.pack("<II", num_sealed, wrong) + wire[8:] + b"more"
+        with pytest.raises(MalformedMessage, match="whose frames take"):
+            opened(Seal(SECRET, 0), memoryview(altered), 0)
 
 
 def test_who_no_longer_reads_is_noticed_by_who_sends() -> None:
