@@ -106,9 +106,9 @@ class StageArbiter(Choosing):
         """Take an event in; tells whether the stage may have something to do."""
         if event.step != self.step or not self.is_active:
             return self._take_other_step(event, out)
-        if isinstance(event, InputArrived):
+        if type(event) is InputArrived:
             self._arrive(event, out)
-        elif isinstance(event, TaskFinished):
+        elif type(event) is TaskFinished:
             self._finish_task(event.task, out)
         elif isinstance(event, ClockTick):
             if self._foresight is not None:

@@ -80,16 +80,16 @@ class Choosing(Lookout, Transitions):
         ranked = self._ranked
         heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
         footprint, first = self._footprint, heads[0]
-        if footprint is not None and first is not None and not footprint.admits(first, self._waiting):
-            lanes = self._ready.lanes
-            is_first = self._follows_row and self._row.is_even  # type: ignore[union-attr]
-            find = footprint.first_costless if is_first else partial(footprint.first_admitted, self._waiting)
-            heads = (find(lanes[0], lanes[HELD]), *heads[1:])
-        if self._has_other_takers:
-            assert footprint is not None
-            lanes = self._ready.lanes
-            second, third = (footprint.first_admitted(self._waiting, lane) for lane in lanes[1:3])
-            heads = (heads[0], second, third, heads[3])
+        if footprint is not None:
+            if first is not None and not footprint.admits(first, self._waiting):
+                lanes = self._ready.lanes
+                is_first = self._follows_row and self._row.is_even  # type: ignore[union-attr]
+                find = footprint.first_costless if is_first else partial(footprint.first_admitted, self._waiting)
+                heads = (find(lanes[0], lanes[HELD]), *heads[1:])
+            if self._has_other_takers:
+                lanes = self._ready.lanes
+                second, third = (footprint.first_admitted(self._waiting, lane) for lane in lanes[1:3])
+                heads = (heads[0], second, third, heads[3])
         if self._ahead is not None:
             ahead = self._ready.first_ahead(self._ahead.reserves, self._window, ranked.microbatch_at)
             if ahead is not None and (heads[0] is None or ahead < heads[0]):

@@ -72,7 +72,7 @@ class ReadySet:
         """
         fresh, backwards, weights, last, held = self._common
         forward = held[0] if held else None
-        if fresh and (forward is None or fresh[0] < forward):
+        if fresh and not window.is_full and (forward is None or fresh[0] < forward):
             if window.admits(microbatch_at[fresh[0]]):
                 forward = fresh[0]
             elif isinstance(window, Reserve):
@@ -109,8 +109,6 @@ def _first_that_fits(
     fresh: Sequence[int], window: Reserve, microbatch_at: tuple[int, ...], held: int | None
 ) -> int | None:
     """The first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
-    if window.is_full:
-        return held
     refused: dict[int, int] = {}
     for position in fresh:
         if held is not None and position > held:

@@ -75,6 +75,8 @@ def test_the_head_of_the_forwards_is_the_first_that_the_window_admits(seed):
     while waiting or is_ready or running:
         forward, *others = made.heads(window, at, forwards_of)
         assert forward == min((p for p in is_ready if window.admits(at[p])), default=None)
+        fresh = [m for m, left in enumerate(window.left) if left and m not in window.held]
+        assert not fresh or window.is_full != any(map(window.admits, fresh))
         assert others == [None] * 3
         if waiting and random.random() < 0.6:
             is_ready.add(position := waiting.pop())
