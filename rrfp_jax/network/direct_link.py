@@ -49,9 +49,9 @@ class _Line:
         if self.proven is None:
             self._early.append((head, frames))
             return
-        record = closed(self.proven.outgoing, head, frames, encrypts=self._encrypts)
+        record, num_bytes = closed(self.proven.outgoing, head, frames, encrypts=self._encrypts)
         num_sent = 0 if self.unsent else self._send(record)
-        if num_sent < sum(memoryview(each).nbytes for each in record):
+        if num_sent < num_bytes:
             self.unsent += b"".join(record)[num_sent:]
 
     def flush(self) -> None:
@@ -77,7 +77,7 @@ class _Line:
         came = scratch[:num_bytes]
         data = memoryview(self._partial + bytes(came)) if self._partial else came
         messages, begin = [], 0
-        while record := opened(self.proven.incoming, data, begin):
+        while begin < len(data) and (record := opened(self.proven.incoming, data, begin)):
             frames, begin = record
             messages.append(frames)
         self._partial = bytes(data[begin:])

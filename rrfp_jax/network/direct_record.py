@@ -23,25 +23,32 @@ _MAX_SEALED_BYTES = 2 * MAX_HEADER_BYTES + MAX_FRAME_BYTES
 _LENGTHS, _COUNT = struct.Struct("<II"), struct.Struct("<H")
 _CLEAR = 1 << 15
 """Added to the number of frames where those follow in the clear."""
+_NO_FRAMES = _COUNT.pack(0)
+_NOTHING = memoryview(b"")
 
 
-def closed(seal: Seal, head: bytes, frames: Sequence[Any], *, encrypts: bool) -> list[Any]:
-    """The record of a message, as buffers to be sent one behind another.
+def closed(seal: Seal, head: bytes, frames: Sequence[Any], *, encrypts: bool) -> tuple[list[Any], int]:
+    """The record of a message, as buffers to be sent one behind another, and its length.
 
     Args:
         encrypts: whether frames are sealed whatever their size.
     """
+    if not frames:
+        return _record(seal.closed(_NO_FRAMES + head))
     sizes = [memoryview(frame).nbytes for frame in frames]
     num_clear = 0 if encrypts else sum(sizes)
     if num_clear < CLEAR_BYTES:
-        sealed = seal.closed(b"".join((_COUNT.pack(len(sizes)), _packed(sizes), head, *frames)))
-        return [_LENGTHS.pack(len(sealed), 0) + sealed]
-    sealed = seal.closed(b"".join((_COUNT.pack(len(sizes) | _CLEAR), _packed(sizes), head)))
-    return [_LENGTHS.pack(len(sealed), num_clear) + sealed, *frames]
+        return _record(seal.closed(b"".join((_named(sizes), head, *frames))))
+    return _record(seal.closed(_named(sizes, _CLEAR) + head), frames, num_clear)
 
 
-def _packed(sizes: list[int]) -> bytes:
-    return struct.pack(f"<{len(sizes)}I", *sizes)
+def _named(sizes: list[int], clear: int = 0) -> bytes:
+    return struct.pack(f"<H{len(sizes)}I", len(sizes) | clear, *sizes)
+
+
+def _record(sealed: bytes, frames: Sequence[Any] = (), num_clear: int = 0) -> tuple[list[Any], int]:
+    begin = _LENGTHS.pack(len(sealed), num_clear) + sealed
+    return [begin, *frames], len(begin) + num_clear
 
 
 def opened(seal: Seal, data: memoryview, begin: int) -> tuple[list[memoryview], int] | None:
@@ -64,17 +71,17 @@ def opened(seal: Seal, data: memoryview, begin: int) -> tuple[list[memoryview], 
     if end > len(data):
         return None
     body = memoryview(seal.opened(data[begin:middle]))
-    return _frames(body, memoryview(bytes(data[middle:end]))), end
+    return _frames(body, memoryview(bytes(data[middle:end])) if num_clear else _NOTHING), end
 
 
 def _frames(body: memoryview, clear: memoryview) -> list[memoryview]:
     (said,) = _COUNT.unpack_from(body) if len(body) >= _COUNT.size else (_CLEAR - 1,)
+    if not said and not clear:
+        return [body[_COUNT.size :]]
     count, is_clear = said % _CLEAR, said >= _CLEAR
     begin = _COUNT.size + 4 * count
     if begin > len(body):
         raise MalformedMessage(f"a record of {len(body)} bytes, which names {count} frames")
-    if not said and not clear:
-        return [body[begin:]]
     sizes = struct.unpack_from(f"<{count}I", body, _COUNT.size)
     place = clear if is_clear else body
     first = len(place) - sum(sizes)

@@ -195,18 +195,20 @@ def test_larger_frames_go_in_the_clear_only_where_arrays_need_not_be_encrypted()
     head, frames = b"the head's own words", [b"what the frame says " * 1000, b"and the next"]
     for encrypts in (True, False):
         seal, way_back = Seal(SECRET, 0), Seal(SECRET, 0)
-        wire = b"".join(closed(seal, head, frames, encrypts=encrypts))
+        buffers, num_bytes = closed(seal, head, frames, encrypts=encrypts)
+        wire = b"".join(buffers)
+        assert len(wire) == num_bytes
         assert head not in wire
         assert [frame in wire for frame in frames] == [not encrypts] * 2
         record = opened(way_back, memoryview(b"before" + wire + b"behind"), 6)
         assert record is not None
         assert [[bytes(frame) for frame in record[0]], record[1]] == [[head, *frames], 6 + len(wire)]
-        assert b"next" not in b"".join(closed(seal, head, frames[1:], encrypts=encrypts))
+        assert b"next" not in b"".join(closed(seal, head, frames[1:], encrypts=encrypts)[0])
 
 
 def test_who_controls_the_wire_cannot_move_where_frames_begin() -> None:
     frames = [bytes(CLEAR_BYTES), b"x"]
-    wire = b"".join(closed(Seal(SECRET, 0), b"head", frames, encrypts=False))
+    wire = b"".join(closed(Seal(SECRET, 0), b"head", frames, encrypts=False)[0])
     num_sealed, num_clear = struct.unpack_from("<II", wire)
     for wrong in (num_clear - 1, num_clear + 1, 0):
         altered = struct.pack("<II", num_sealed, wrong) + wire[8:] + b"more"

@@ -200,13 +200,15 @@ class _Planning:
         return behind <= CLEARLY * error
 
     def _told(self, one: Candidate, close: list[Candidate], least: int = FEW_DRAWS) -> Ranked:
-        """By draws that nothing was chosen by where it came close, else by those by which it lost, at least so many. By
-        few where the user had enough."""
-        which = HELD_OUT if one in close else TRAINING
-        number = self._num_held_out(one, close) if one in close else max(least, self.judge.num_known(one))
-        if self.should_stop():
-            number = FEW_DRAWS
+        number, which = self._draws_of(one, close, least)
         return Ranked(choice=one.choice, forecast=forecast(one, self.book, self.judge, number, which))
+
+    def _draws_of(self, one: Candidate, close: list[Candidate], least: int = FEW_DRAWS) -> tuple[int, int]:
+        """By how many draws, and which, a candidate is told: by draws that nothing was chosen by where it came close,
+        else by those by which it lost, at least so many. By few where the user had enough."""
+        is_close = one in close
+        number = self._num_held_out(one, close) if is_close else max(least, self.judge.num_known(one))
+        return FEW_DRAWS if self.should_stop() else number, HELD_OUT if is_close else TRAINING
 
     def _num_held_out(self, one: Candidate, close: list[Candidate]) -> int:
         """By how many draws that nothing was chosen by the first is told, or a close second: by a quarter, which say
@@ -256,11 +258,8 @@ class _Planning:
         """Whether the first is ahead of the second by more than the error of their difference."""
         if len(top) < 2:
             return bool(top)
-        is_close = top[1] in close
-        number = self._num_held_out(top[1], close) if is_close else max(FEW_DRAWS, self.judge.num_known(top[1]))
-        if self.should_stop():
-            number = FEW_DRAWS
-        ahead, error = self.judge.difference(top[0], top[1], number, HELD_OUT if is_close else TRAINING)
+        number, which = self._draws_of(top[1], close)
+        ahead, error = self.judge.difference(top[0], top[1], number, which)
         return ahead > error
 
     def _tell(self, doing: str, done: int, total: int) -> None:
