@@ -12,7 +12,7 @@ from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.forecasting import forecast
-from rrfp_jax.planning.search.judging import Judge
+from rrfp_jax.planning.search.judging import Judge, draws_for
 from rrfp_jax.planning.search.objective import Objective
 from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Shape
 from rrfp_jax.planning.unit_axes import TENSOR, describe_axes
@@ -44,7 +44,7 @@ def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | Non
         )
 
 
-def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: int) -> Plan:
+def configured_plan(config: TrainConfig, book: CostBook, *, draws: int | None, seed: int) -> Plan:
     """The one choice that the configuration is, by these costs. Raises ValueError where it does not fit together."""
     layout = config.pipeline
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
@@ -76,7 +76,7 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int, seed: in
         order=order,
         memory=tuple(forecast_memory(order, dict(enumerate(cut.chunk_bytes)), share)),
     )  # fmt: skip
-    judge = Judge(book.noise, Objective.parse("mean"), draws, seed)
+    judge = Judge(book.noise, Objective.parse("mean"), draws or draws_for([shape]), seed)
     ranked = Ranked(choice=one.choice, forecast=forecast(one, book, judge))
     return Plan(
         ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1,

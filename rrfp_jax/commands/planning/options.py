@@ -142,9 +142,8 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     add(
         "--draws",
         type=int,
-        default=64,
         metavar="N",
-        help="of the noise, on which the last ones are judged (default 64)",
+        help="of the noise, on which the last ones are judged (default: 64, for large pipelines fewer, at least 16)",
     )
     add(
         "--effort",

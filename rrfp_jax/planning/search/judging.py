@@ -5,7 +5,7 @@ step, so that foresight has learnt what tasks take. Where more draws are asked f
 was left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,6 +15,7 @@ from rrfp_jax.arbitration import Order, StageArbiter, StepRules
 from rrfp_jax.planning.costs import CutModel, Noise
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.objective import Draws, Objective
+from rrfp_jax.planning.search.records import Shape
 from rrfp_jax.planning.search.strict_times import Walk, starts_ms, strict_times_ms
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import simulated_steps_ms
@@ -24,6 +25,18 @@ TRAINING, HELD_OUT = 0, 1
 """Which draws."""
 ROUNDING = 1e-9
 """What two ways to add up the same times may differ by, in parts of them."""
+
+
+_DRAWS, _LEAST_DRAWS = 64, 16
+_DRAWN = 1 << 15
+"""Stages times microbatches times draws, from which on there are fewer draws: each then has more tasks, whose lengths
+even out."""
+
+
+def draws_for(shapes: Sequence[Shape]) -> int:
+    """How many draws tell enough, where nobody says."""
+    most = max(shape.num_stages * shape.num_microbatches for shape in shapes)
+    return max(_LEAST_DRAWS, min(_DRAWS, _DRAWN // most))
 
 
 @dataclass(frozen=True)
@@ -173,7 +186,7 @@ class Judge:
         learning = int(one.order.foresight is not None)
         durations_ms = np.concatenate([cut.durations_ms] * learning + [steps_ms])
         run = simulated_steps_ms(
-            self._fresh_arbiters(one),
+            self.fresh_arbiters(one),
             cut.simulated_costs(durations_ms),
             machine=cut.machine,
             num_steps=len(durations_ms),
@@ -181,7 +194,8 @@ class Judge:
         )
         return islice(run, learning, None)
 
-    def _fresh_arbiters(self, one: Candidate) -> list[StageArbiter]:
+    def fresh_arbiters(self, one: Candidate) -> list[StageArbiter]:
+        """Of the stages of a candidate, to be simulated."""
         key = id(one.order)
         if key not in self._arbiters:
             rules = StepRules(lockstep=one.choice.shape.data > 1)

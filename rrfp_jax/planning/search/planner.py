@@ -8,7 +8,7 @@ from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
 from rrfp_jax.planning.search.contest import CLEARLY, FEW_DRAWS, FEWEST_DRAWS, contest
 from rrfp_jax.planning.search.forecasting import forecast
-from rrfp_jax.planning.search.judging import HELD_OUT, ROUNDING, TRAINING, Judge
+from rrfp_jax.planning.search.judging import HELD_OUT, ROUNDING, TRAINING, Judge, draws_for
 from rrfp_jax.planning.search.points import points_of, refused_without_points, shapes_of
 from rrfp_jax.planning.search.reasons import Reasons
 from rrfp_jax.planning.search.records import Plan, Ranked, Refused, Sensitivity
@@ -76,7 +76,8 @@ class _Planning:
     ) -> None:
         self.book, self.wishes, self.seed, self.progress = book, wishes, seed, progress
         self.memory_bytes = wishes.memory_bytes or book.device_bytes
-        self.judge = Judge(book.noise, wishes.objectives, wishes.draws, seed)
+        self.shapes = shapes_of(book, wishes)
+        self.judge = Judge(book.noise, wishes.objectives, wishes.draws or draws_for(self.shapes), seed)
         self.sites = Sites(book, wishes, self.judge, self.memory_bytes, FIRST_DRAWS)
         self.refused: list[Refused] = []
         self._hints_tried: list[Candidate] = []
@@ -98,7 +99,7 @@ class _Planning:
         return self._ranked(best)
 
     def _add_points(self) -> None:
-        for shape in shapes_of(self.book, self.wishes):
+        for shape in self.shapes:
             points = list(points_of(shape, self.book, self.wishes))
             if not points:
                 self.refused.append(refused_without_points(shape, self.book))
@@ -227,7 +228,8 @@ class _Planning:
         better than the candidate is not looked for."""
         assert self.memory_bytes is not None
         shape, present = one.choice.shape, self.judge.value(one, FEW_DRAWS)
-        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, FEW_DRAWS, best=present)
+        memory_bytes = self.memory_bytes + GIB
+        sites = Sites(self.book, self.wishes, self.judge, memory_bytes, FEW_DRAWS, best=present, made=self.sites.made)
         for point in points_of(shape, self.book, self.wishes):
             sites.add(point)
         for _ in sites.look(self.should_stop):

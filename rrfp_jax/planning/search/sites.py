@@ -60,6 +60,8 @@ class Sites:
     tables: list[TriedTable] = field(default_factory=list)
     best: float = float("inf")
     """Milliseconds per sample of the best that fits."""
+    made: dict[tuple[str, ScheduleRequest], ScheduleTable] = field(default_factory=dict)
+    """Large named tables, which take long to make."""
     refused: dict[Shape, None] = field(default_factory=dict)
     """What has no cut that fits."""
     num_waiting: int = 0
@@ -135,7 +137,12 @@ class Sites:
                 continue
             for least, name, request in self._estimated(site, cut):
                 if least < self.best:
-                    self._try(site, cut, [build_schedule(name, request, twice=False)], is_even=is_even)
+                    self._try(site, cut, [self._whole(name, request)], is_even=is_even)
+
+    def _whole(self, name: str, request: ScheduleRequest) -> ScheduleTable:
+        if (name, request) not in self.made:
+            self.made[name, request] = build_schedule(name, request, twice=False)
+        return self.made[name, request]
 
     def _named(self, cut: CutModel) -> Iterator[tuple[ScheduleTable, ScheduleRequest]]:
         """The named tables that are allowed."""
@@ -158,8 +165,7 @@ class Sites:
                     num_microbatches=m,
                     graph=None if request.graph is None else chain(placement.num_chunks, m),
                 )
-                ms = self.judge.nominal_of(few, tried.table) + further_ms
-                found.append((ms / site.point.shape.batch_size, table.name, whole))
+                found.append((tried.value + further_ms / site.point.shape.batch_size, table.name, whole))
         return sorted(found, key=lambda each: each[:2])
 
     def _try(self, site: Site, cut: CutModel, tables: Iterable[ScheduleTable], *, is_even: bool) -> None:

@@ -1,4 +1,4 @@
-"""Step times of a table that is consumed strictly, for many draws of the noise at once.
+"""Step times of an order that is kept to, as a table that is consumed strictly, for many draws of the noise at once.
 
 A stage that keeps to its row starts each task as soon as the one before has ended and what it waits for is there. So
 the times are longest paths, and one walk over the tasks gives them for all draws: an array operation per task in place
@@ -21,7 +21,7 @@ from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.validation import all_needed
 from rrfp_jax.simulation.costs import SLOTS
 from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import parent
 
 Times = NDArray[np.float64]
@@ -32,15 +32,19 @@ _Entry = tuple[int, int, int, int, int, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """The tasks of a table in an order in which they can run; the same for all cuts."""
+    """The tasks of a step in an order in which they can run; the same for all cuts."""
 
     entries: tuple[_Entry, ...]
 
     @classmethod
     def of(cls, table: ScheduleTable) -> "Walk":
         """``table`` must be one that can run to its end."""
-        needed_by, stage_of = all_needed(table.graph), table.placement.stage_of_chunk
-        tasks = table.execution
+        return cls.along(table.execution, table.graph, table.placement)
+
+    @classmethod
+    def along(cls, tasks: Sequence[Task], graph: PipelineGraph, placement: Placement) -> "Walk":
+        """All tasks of a step, each behind what it waits for; those of a stage in its order."""
+        needed_by, stage_of = all_needed(graph), placement.stage_of_chunk
         number = {task: place for place, task in enumerate(tasks)}
 
         def entry(task: Task) -> _Entry:
@@ -56,7 +60,7 @@ def strict_times_ms(cut: CutModel, walk: Walk, durations_ms: Durations) -> Times
 
     Args:
         cut: the cut, with links and what ends a step.
-        walk: of a table on its placement and graph.
+        walk: of an order on its placement and graph.
         durations_ms: [draws, chunks, microbatches, 3].
     """
     links, num_stages = cut.links, cut.placement.num_stages

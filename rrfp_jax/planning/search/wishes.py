@@ -39,8 +39,8 @@ class Wishes:
     """None: all for which there are costs."""
     objective: str = "mean"
     """``mean``, ``p95``, or ``mean+Ksd`` for a number K."""
-    draws: int = 64
-    """Of the noise, on which the last ones are judged."""
+    draws: int | None = None
+    """Of the noise, on which the last ones are judged; None: 64, for large pipelines fewer, at least 16."""
     orders: bool = True
     """Whether orders are searched for that no name stands for."""
     sensitivities: bool = True
