@@ -5,7 +5,8 @@ A stage's peak is the sum of
 * what it holds all the time: parameters, gradient accumulators, optimizer state, values derived from parameters;
 * what each microbatch in flight holds, ``window`` of them at most: per chunk the stash from F to the backward or, where
   the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
-  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks. Where
+  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks, as far as
+  these may be held without others (:func:`rrfp_jax.planning.order_memory.paths`). Where
   microbatches differ in size and the window is given in bytes, it is that many bytes;
 * where operations move activations, what each of those that are away leaves on the device: the gradient that may wait
   for it, and what its stash refers to beside inputs;
@@ -20,6 +21,7 @@ All of it is an upper bound: not everything peaks at once. What lies in host mem
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.planning.moved_activations import MovedActivations
@@ -141,6 +143,7 @@ def forecast_stage(
     num_microbatches: int,
     *,
     reaches: Sequence[Reach] = (),
+    paths: Sequence[Sequence[int]] = (),
     footprint: int | None = None,
     in_row: int | None = None,
     capacity: int | None = None,
@@ -151,11 +154,16 @@ def forecast_stage(
     ``footprint`` is in activations, those on the device where operations move some (``moved``); ``in_row``, where it is
     known, is what they and all that waits take at most in the very row that the stage keeps to. Activations may wait
     for every microbatch that is not in flight here yet, of those that may be here (``reaches``, which name each chunk
-    once; empty: all).
+    once; empty: all). ``paths`` names each chunk once too: an activation is held with those of the chunks before it in
+    its path (empty: alone).
     """
     reaches = reaches or [Reach(chunks=(place,), number=num_microbatches) for place in range(len(chunks))]
     reached = min(num_microbatches, max(reach.number for reach in reaches))
-    in_footprint = 0 if footprint is None else _in_footprint(chunks, footprint, num_microbatches, reaches, moved)
+    paths = paths or [(place,) for place in range(len(chunks))]
+    in_footprint = 0
+    if footprint is not None:
+        in_footprint = _in_footprint(chunks, footprint, num_microbatches, paths)
+        in_footprint += _beside_footprint(chunks, footprint, num_microbatches, reaches, moved)
     return StageForecast(
         window=min(window, reached),
         reached=reached,
@@ -173,20 +181,26 @@ def forecast_stage(
 
 
 def _in_footprint(
+    chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, paths: Sequence[Sequence[int]]
+) -> int:
+    """What so many activations take at most beyond their inputs."""
+    more = [chunk.more_than_waiting for chunk in chunks]
+    return min(_largest(more, footprint, num_microbatches), _along(more, footprint, paths))
+
+
+def _beside_footprint(
     chunks: Sequence[ChunkBytes],
     footprint: int,
     num_microbatches: int,
     reaches: Sequence[Reach],
     moved: MovedActivations | None,
 ) -> int:
-    """All that may be here wait, but for as many activations as the footprint has room for, and those that were
-    moved."""
+    """All that may be here as if it waited, and what those leave here that were moved."""
     waiting = sum(
         _largest([chunks[place].inputs for place in reach.chunks], reach.number, num_microbatches) for reach in reaches
     )
-    held = _largest([chunk.more_than_waiting for chunk in chunks], footprint, num_microbatches)
     away = 0 if moved is None else max(0, moved.under_way - footprint)
-    return waiting + held + _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)
+    return waiting + _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)
 
 
 def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
@@ -196,6 +210,15 @@ def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
         num_bytes += size * min(room, num_microbatches)
         room -= min(room, num_microbatches)
     return num_bytes
+
+
+def _along(sizes: Sequence[int], number: int, paths: Sequence[Sequence[int]]) -> int:
+    """What so many activations take at most where each has those of the chunks before it in its path beside it."""
+    starts = [total for path in paths for total in enumerate(accumulate(sizes[place] for place in path), start=1)]
+    best = [0]
+    for room in range(1, number + 1):
+        best.append(max(best[room - length] + size for length, size in starts if length <= room))
+    return best[number]
 
 
 def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, num_microbatches: int) -> int:

@@ -13,6 +13,10 @@ is an activation of p that p's stage holds, and of no other chunk's. So where a 
 stage, it bounds those at all the chunks that the stage feeds in this way together; what these hold between I and W, the
 footprint of their own stage bounds together. A window, in whole microbatches, bounds those at each chunk alone.
 
+For the same reason an activation of c that lies between F and B has one of p's beside it, and so on: where chunks of
+one stage feed each other in this way, through others, a footprint has no room for the last of them alone. Between I and
+W that does not hold.
+
 This says nothing where p and c pass no gradient, where bytes are bounded in place of microbatches, and where operations
 move what stages hold or make it again: all microbatches may then be at c. A step's first activations may come while the
 step before still ends here; of that one nothing is held any more.
@@ -43,6 +47,7 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
             order.windows[stage],
             num_microbatches,
             reaches=reaches(order, stage),
+            paths=paths(order.graph, chunks),
             footprint=_of_row(order, stage) if footprints[stage] is None else footprints[stage],
             in_row=_bytes_of_row(order, stage, sizes),
             capacity=capacities[stage],
@@ -89,6 +94,30 @@ def reaches(order: Order, stage: int) -> tuple[Reach, ...]:
         Reach(chunks=tuple(together), number=max(_reached(order, chunks[place]) for place in together))
         for together in places.values()
     )
+
+
+def paths(graph: PipelineGraph, chunks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """A stage's chunks by their places: each activation that it holds of one has another beside it, of the same
+    microbatch, of the chunk before it in the same path."""
+    found: dict[int, tuple[int, ...]] = {}
+    """By the chunk that ends them."""
+    for place, chunk in enumerate(chunks):
+        before = found.pop(_held_beside(graph, chunk, chunks), ())
+        found[chunk] = (*before, place)
+    return tuple(found.values())
+
+
+def _held_beside(graph: PipelineGraph, chunk: int, chunks: Sequence[int]) -> int:
+    """The nearest of some chunks that holds every microbatch that this one does; -1 where none is known to."""
+    if graph.ops or chunk in graph.split:
+        return -1
+    while len(sources := graph.required_predecessors(chunk)) == 1:
+        if not sources == graph.predecessors(chunk) == graph.gradient_predecessors(chunk):
+            break
+        (chunk,) = sources
+        if chunk in chunks:
+            return chunk
+    return -1
 
 
 def _only_feeder(order: Order, chunk: int) -> int | None:

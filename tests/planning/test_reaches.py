@@ -13,9 +13,9 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.planning.forecast import ChunkBytes
-from rrfp_jax.planning.order_memory import forecast_memory, reaches
+from rrfp_jax.planning.order_memory import forecast_memory, paths, reaches
 from rrfp_jax.simulation import Costs, simulate
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind
 from rrfp_jax.timeline import Timeline
 
 MICROBATCHES, STEPS = 12, 2
@@ -99,3 +99,28 @@ def _changes(
 
 def _most(changes: Iterator[tuple[float, int, int]]) -> int:
     return max(accumulate(num_bytes for *_, num_bytes in sorted(changes)))
+
+
+def test_the_last_chunk_is_not_held_alone() -> None:
+    """Of five activations two at most are of a stage's second chunk, where the backward is one task."""
+    order = parse_ordering(schedule="interleaved-1f1b").resolve(num_stages=4, num_microbatches=MICROBATCHES)
+    sizes = {c: replace(_CHUNK, stash=100 if c == 7 else 1) for c in range(8)}
+    assert (order.footprints or ())[3] == 5
+    assert forecast_memory(order, sizes, MICROBATCHES)[3].peak == 2 * 100 + 3 * 1
+    assert paths(order.graph, (3, 7)) == ((0, 1),)
+    assert paths(replace(order.graph, split=frozenset({7})), (3, 7)) == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("edges", "found"),
+    [
+        ((Edge(0, 1), Edge(1, 2), Edge(2, 3)), ((0, 1, 2, 3),)),
+        ((Edge(0, 1), Edge(1, 2, is_optional=True), Edge(2, 3)), ((0, 1), (2, 3))),
+        ((Edge(0, 1, carries_gradient=False), Edge(1, 2), Edge(2, 3)), ((0,), (1, 2, 3))),
+        ((Edge(0, 2), Edge(1, 2), Edge(2, 3)), ((0,), (1,), (2, 3))),
+        ((Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)), ((0, 1), (2,), (3,))),
+    ],
+    ids=["chain", "skipped", "without a gradient", "two feed one", "one feeds two"],
+)
+def test_what_is_held_with_what_came_before(edges: tuple[Edge, ...], found: tuple[tuple[int, ...], ...]) -> None:
+    assert paths(PipelineGraph(num_chunks=4, num_microbatches=4, edges=edges), range(4)) == found
