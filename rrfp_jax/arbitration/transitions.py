@@ -84,10 +84,11 @@ class Transitions(SelfReport):
                 self._foresight.finish(self._ranked.position[node], self._now_s)
                 if self._certainty is not None and self._running:
                     self._begin_next(self._foresight, self._running[0], out)
-        if task.microbatch >= 0:
+        microbatch = task.microbatch
+        if microbatch >= 0:
             self._tasks_left -= 1
             if left == RUNNING:
-                self._free(node)
+                self._free(node, microbatch)
         dependents = plan.dependents[node]
         self._finish_node(node, dependents if left == RUNNING else others(plan, dependents), out)
 
@@ -143,7 +144,7 @@ class Transitions(SelfReport):
         self._capacity += 1
         self._waiting[node] = DUE
         if plan.tasks[node].microbatch >= 0:
-            self._free(node)
+            self._free(node, plan.tasks[node].microbatch)
         self._count_down(followers(plan, plan.dependents[node]), out)
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
@@ -177,13 +178,10 @@ class Transitions(SelfReport):
             return AHEAD + number
         return HELD if forward.microbatch in self._window.held else 0
 
-    def _free(self, node: int) -> None:
-        """A task with a microbatch has ended, or counts as ended: so does what it held."""
-        ranked = self._ranked
-        position = ranked.position[node]
-        microbatch = ranked.microbatch_at[position]
+    def _free(self, node: int, microbatch: int) -> None:
+        """A task of a microbatch has ended, or counts as ended: so does what it held."""
         self._window.finish(microbatch)
         if self._ahead is not None:
             self._ahead.finish(node, microbatch)
         if self._footprint is not None:
-            self._footprint.finish(position)
+            self._footprint.finish(self._ranked.position[node])

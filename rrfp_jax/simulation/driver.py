@@ -228,6 +228,7 @@ class _Driver:
         self._senders_wait = machine.communication is not Communication.ASYNC
         """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
         self._may_lose = machine.links.announce_loss > 0
+        self._may_await = machine.awaits_inputs
         self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
         """How long announcements take, by sending and receiving stage."""
         self.transfers = make_transfers(
@@ -347,9 +348,10 @@ class _Driver:
     def _start_task(self, index: int, stage: _Stage) -> None:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
-        stage.awaits_input = stage.arbiter.awaits_input(task)
-        if stage.awaits_input:
-            return
+        if self._may_await:
+            stage.awaits_input = stage.arbiter.awaits_input(task)
+            if stage.awaits_input:
+                return
         start_ms = max(now_ms, host_ready_ms)
         if stage.idle is not None:
             self._set_idle(index, stage, None)
