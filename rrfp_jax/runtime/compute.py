@@ -15,7 +15,7 @@ two such delays, while one that found them idle is longer by one.
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from rrfp_jax.arbitration import RunTask
@@ -66,9 +66,20 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.submit: Callable[[RunTask], None] = self._queue.put
         self.started: Started | None = None
+        self._alarm: tuple[float, Callable[[], None]] | None = None
 
     def start(self) -> None:
         self._thread.start()
+
+    def wake_later(self, at_s: float, call: Callable[[], None]) -> bool:
+        """Have this called then, unless an instruction comes first, which costs no timer that would wake a thread.
+
+        Only where this thread itself asks, as it reports a task or is woken: else nothing is done, and False returned.
+        """
+        if threading.get_ident() != self._thread.ident:
+            return False
+        self._alarm = at_s, call
+        return True
 
     def ask_to_stop(self) -> None:
         self._queue.put(None)
@@ -87,7 +98,7 @@ class ComputeThread:
 
     def _work(self) -> None:
         clock = time.perf_counter
-        while (instruction := self._queue.get()) is not None:
+        while (instruction := self._next()) is not None:
             error: BaseException | None = None
             start = clock()
             self.started = (instruction, start)
@@ -99,3 +110,12 @@ class ComputeThread:
             end = clock()
             self.started = None
             self._done(instruction, start, end, error)
+
+    def _next(self) -> RunTask | None:
+        while self._alarm is not None:
+            (at_s, call), self._alarm = self._alarm, None
+            try:
+                return self._queue.get(timeout=max(0.0, at_s - time.perf_counter()))
+            except Empty:
+                call()
+        return self._queue.get()

@@ -142,7 +142,7 @@ class PipelineRuntime:
             submit_awaiting=partial(self._submit_awaiting, stage),
             ended=self._stage_ended,
             announce=self._announce,
-            wake_later=self._wake_later,
+            wake_later=partial(self._wake_by, thread) if isinstance(thread, ComputeThread) else self._wake_later,
             tell=None if self._peers is None else self._peers.tell,
             log_steps=log_steps,
         )
@@ -351,6 +351,11 @@ class PipelineRuntime:
             self._loop.call_later(max(0.0, at_s - time.perf_counter()), self._turns.call, call)
         else:
             self._loop.call_soon_threadsafe(self._wake_later, at_s, call)
+
+    def _wake_by(self, thread: ComputeThread, at_s: float, call: Callable[[], None]) -> None:
+        """The same for a stage that starts nothing until then: by its own thread, where that is about to wait."""
+        if not thread.wake_later(at_s, partial(self._turns.call, call)):
+            self._wake_later(at_s, call)
 
     def _decide(self, stage: int, instruction: RunTask, due_s: float) -> None:
         thread = self._threads[stage]

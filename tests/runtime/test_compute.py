@@ -183,3 +183,37 @@ def test_no_decision_is_asked_for_when_the_task_has_ended() -> None:
     assert asked.tasks.empty()
     threads.ask_to_stop()
     assert threads.join(10)
+
+
+def test_its_own_thread_wakes_a_stage_unless_an_instruction_comes_first() -> None:
+    woken: SimpleQueue[tuple[str, float, int]] = SimpleQueue()
+    asked: list[bool] = []
+
+    def wake(name: str) -> None:
+        woken.put((name, time.perf_counter(), threading.get_ident()))
+        if name == "first":
+            asked.append(threads.wake_later(time.perf_counter() + 0.02, partial(wake, "again")))
+
+    def done(instruction: RunTask, *_: object) -> None:
+        number = TASKS.index(instruction)
+        in_s = {0: 0.05, 1: 60.0}.get(number)
+        if in_s is not None:
+            asked.append(threads.wake_later(time.perf_counter() + in_s, partial(wake, ["first", "never"][number])))
+
+    threads = ComputeThread("stage", lambda *_: Launched(time.perf_counter(), lambda: None), done)
+    threads.start()
+    assert not threads.wake_later(0.0, partial(wake, "from elsewhere"))
+    begun_s = time.perf_counter()
+    threads.submit(TASKS[0])
+    (first, first_s, thread), (again, again_s, _) = (woken.get(timeout=10) for _ in range(2))
+    assert [first, again] == ["first", "again"]
+    assert first_s >= begun_s + 0.05
+    assert again_s >= first_s + 0.02
+    assert thread == threads._thread.ident
+    for instruction in TASKS[1:3]:
+        threads.submit(instruction)
+    eventually(lambda: len(asked) == 3)
+    assert asked == [True] * 3
+    threads.ask_to_stop()
+    assert threads.join(10)
+    assert woken.empty()
