@@ -117,8 +117,8 @@ class FreesAsItStarts(Broken):
         for run in out[before:]:
             self._footprint.finish(self._ranked.position[self._ranked.plan.index[run.task]])
 
-    def _free(self, node):
-        super()._free(node)
+    def _free(self, node, microbatch):
+        super()._free(node, microbatch)
         if self._ranked.plan.lanes[node] < 0:
             self._footprint.held += self._footprint._row.frees[self._ranked.position[node]]
 

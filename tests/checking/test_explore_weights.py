@@ -116,6 +116,10 @@ class Blind(Reserve):
     def weight(self, microbatch):
         return 1
 
+    @property
+    def is_full(self):
+        return len(self.held) >= self.limit
+
     def admits(self, microbatch):
         return microbatch in self.held or len(self.held) < self.limit
 
