@@ -72,7 +72,7 @@ class ReadySet:
         """
         fresh, backwards, weights, last, held = self._common
         forward = held[0] if held else None
-        if fresh and not window.is_full and (forward is None or fresh[0] < forward):
+        if fresh and (forward is None or fresh[0] < forward) and not window.is_full:
             if window.admits(microbatch_at[fresh[0]]):
                 forward = fresh[0]
             elif isinstance(window, Reserve):

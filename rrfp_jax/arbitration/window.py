@@ -44,22 +44,25 @@ class Window:
     ``tasks_per_microbatch`` counts the stage's tasks of each of its microbatches, whose numbers begin at ``first``.
     """
 
-    __slots__ = ("first", "held", "is_full", "left", "limit", "oldest")
+    __slots__ = ("first", "held", "left", "limit", "oldest")
 
     def __init__(self, limit: int | None, tasks_per_microbatch: tuple[int, ...], first: int = 0) -> None:
         self.limit, self.first = limit, first
         self.left = list(tasks_per_microbatch)
         self.held: set[int] = set()
-        self.is_full = limit is not None and limit <= 0
-        """Whether nothing is admitted that is not held."""
         self.oldest = first
         self._advance()
 
     def copy(self) -> "Window":
         twin = object.__new__(type(self))
-        twin.limit, twin.first, twin.oldest, twin.is_full = self.limit, self.first, self.oldest, self.is_full
+        twin.limit, twin.first, twin.oldest = self.limit, self.first, self.oldest
         twin.left, twin.held = self.left.copy(), self.held.copy()
         return twin
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is admitted that is not held."""
+        return self.limit is not None and len(self.held) >= self.limit
 
     def free(self) -> int | None:
         """How many slots are free; None without a limit."""
@@ -74,7 +77,6 @@ class Window:
 
     def start_forward(self, microbatch: int) -> None:
         self.held.add(microbatch)
-        self.is_full = self.limit is not None and len(self.held) >= self.limit
 
     def finish(self, microbatch: int) -> None:
         """One of the stage's tasks with this microbatch has finished."""
@@ -82,7 +84,6 @@ class Window:
         self.left[place] -= 1
         if not self.left[place]:
             self.held.discard(microbatch)
-            self.is_full = self.limit is not None and len(self.held) >= self.limit
             if microbatch == self.oldest:
                 self._advance()
 

@@ -228,7 +228,6 @@ class _Driver:
         self._senders_wait = machine.communication is not Communication.ASYNC
         """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
         self._may_lose = machine.links.announce_loss > 0
-        self._may_await = machine.awaits_inputs
         self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
         """How long announcements take, by sending and receiving stage."""
         self.transfers = make_transfers(
@@ -348,7 +347,7 @@ class _Driver:
     def _start_task(self, index: int, stage: _Stage) -> None:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
-        if self._may_await:
+        if self.machine.awaits_inputs:
             stage.awaits_input = stage.arbiter.awaits_input(task)
             if stage.awaits_input:
                 return

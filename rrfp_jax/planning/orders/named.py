@@ -36,7 +36,7 @@ def named_tables(
         seen: list[ScheduleTable] = []
         for request in _variants(name, entry, plain, problem):
             try:
-                table = _built(name, request)
+                table = built_table(name, request)
             except ValueError:  # these sizes do not suit it
                 continue
             if (cut.split or not table.graph.split) and table not in seen:
@@ -45,7 +45,8 @@ def named_tables(
 
 
 @lru_cache(maxsize=256)  # another cut on the same placement has the same tables, but for those made from times
-def _built(name: str, request: ScheduleRequest) -> ScheduleTable:
+def built_table(name: str, request: ScheduleRequest) -> ScheduleTable:
+    """A named table, made once for equal requests; raises ValueError where these sizes do not suit it."""
     return build_schedule(name, request, twice=False)
 
 

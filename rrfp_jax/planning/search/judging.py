@@ -115,10 +115,6 @@ class Judge:
             self._luck_ms[key] = cut, works_ms[1:] - works_ms[0]
         return self._luck_ms[key][1]
 
-    def nominal_of(self, cut: CutModel, table: ScheduleTable) -> float:
-        """Of a table that is kept to, without noise."""
-        return float(self.strict_times(cut, table, cut.durations_ms).draws_ms[0])
-
     def nominal_ms(self, one: Candidate) -> float:
         """Without noise."""
         if self.noise.is_none:

@@ -228,8 +228,7 @@ class _Planning:
         better than the candidate is not looked for."""
         assert self.memory_bytes is not None
         shape, present = one.choice.shape, self.judge.value(one, FEW_DRAWS)
-        memory_bytes = self.memory_bytes + GIB
-        sites = Sites(self.book, self.wishes, self.judge, memory_bytes, FEW_DRAWS, best=present, made=self.sites.made)
+        sites = Sites(self.book, self.wishes, self.judge, self.memory_bytes + GIB, FEW_DRAWS, best=present)
         for point in points_of(shape, self.book, self.wishes):
             sites.add(point)
         for _ in sites.look(self.should_stop):

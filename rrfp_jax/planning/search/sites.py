@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.orders.activations import room_for_activations
 from rrfp_jax.planning.orders.found import SEARCHED
-from rrfp_jax.planning.orders.named import named_tables, split_orders
+from rrfp_jax.planning.orders.named import built_table, named_tables, split_orders
 from rrfp_jax.planning.orders.problem import problem_of
 from rrfp_jax.planning.orders.search import search_orders
 from rrfp_jax.planning.search.candidates import Candidate
@@ -23,7 +23,7 @@ from rrfp_jax.planning.search.records import Shape
 from rrfp_jax.planning.search.step_bound import quick_bound_ms, step_bound_ms
 from rrfp_jax.planning.search.tables import TriedTable
 from rrfp_jax.planning.search.wishes import Wishes
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable
 from rrfp_jax.tasks import chain
 
 _SEARCHED = 4
@@ -60,8 +60,6 @@ class Sites:
     tables: list[TriedTable] = field(default_factory=list)
     best: float = float("inf")
     """Milliseconds per sample of the best that fits."""
-    made: dict[tuple[str, ScheduleRequest], ScheduleTable] = field(default_factory=dict)
-    """Large named tables, which take long to make."""
     refused: dict[Shape, None] = field(default_factory=dict)
     """What has no cut that fits."""
     num_waiting: int = 0
@@ -137,12 +135,7 @@ class Sites:
                 continue
             for least, name, request in self._estimated(site, cut):
                 if least < self.best:
-                    self._try(site, cut, [self._whole(name, request)], is_even=is_even)
-
-    def _whole(self, name: str, request: ScheduleRequest) -> ScheduleTable:
-        if (name, request) not in self.made:
-            self.made[name, request] = build_schedule(name, request, twice=False)
-        return self.made[name, request]
+                    self._try(site, cut, [built_table(name, request)], is_even=is_even)
 
     def _named(self, cut: CutModel) -> Iterator[tuple[ScheduleTable, ScheduleRequest]]:
         """The named tables that are allowed."""
