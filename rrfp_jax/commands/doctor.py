@@ -35,6 +35,7 @@ from rrfp_jax.commands.diagnosis.network_checks import (
     check_host_name,
     check_interfaces,
     check_ports,
+    check_proxies,
     given_interface,
 )
 from rrfp_jax.commands.diagnosis.start_check import check_start
@@ -104,6 +105,7 @@ def _findings(arguments: Any, head: Address | None) -> Iterator[tuple[str, Findi
         "open files": check_open_files,
         "interfaces": lambda: check_interfaces(head, interface),
         "host name": check_host_name,
+        "proxies": lambda: check_proxies(os.environ),
         **({} if head is None else {"head": lambda: check_head(head, interface)}),
         "ports": lambda: check_ports(head, port, is_asked=is_asked),
         "run directory": lambda: check_run_directory(Path(arguments.run_dir)),

@@ -7,6 +7,8 @@ from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, check_fields
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """After how long JAX's coordination service gives up a silent rank, and then aborts all others without a report: long
 after :class:`ClusterConfig`'s ``silence_deadline_s``, so that the ranks notice first and end by themselves."""
+GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_ADDRESS_HTTP_PROXY")
+"""The variables by which gRPC chooses a proxy, and JAX's coordination client with it; other spellings are not read."""
 MAX_ARRAY_CONNECTIONS = 16
 PINNED_THREADS = 8
 """The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,

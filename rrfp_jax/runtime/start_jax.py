@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from rrfp_jax.network.certificates import rank_credentials
-from rrfp_jax.network.cluster_config import HEARTBEAT_TIMEOUT_S, PINNED_THREADS
+from rrfp_jax.network.cluster_config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.membership import Membership
 from rrfp_jax.private.jax_names import (
@@ -179,18 +179,33 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
         raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
     if global_state.client is not None:
         raise RuntimeError("JAX is already connected to a coordination service")
-    client = get_distributed_runtime_client(
-        coordinator,
-        rank,
-        init_timeout=max(1, round(timeout_s)),
-        use_compression=True,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
-        shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
-        **rank_credentials(key, rank),
-    )
-    client.connect()
+    with _without_proxies(os.environ):
+        client = get_distributed_runtime_client(
+            coordinator,
+            rank,
+            init_timeout=max(1, round(timeout_s)),
+            use_compression=True,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+            shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
+            **rank_credentials(key, rank),
+        )
+        client.connect()
     global_state.client, global_state.process_id, global_state.num_processes = client, rank, num_ranks
     global_state.coordinator_address = coordinator
+
+
+@contextmanager
+def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hide the variables by which gRPC chooses a proxy, which it reads while it connects.
+
+    A proxy for the world outside does not lead to the run's own hosts, and gRPC would go on trying without a word. The
+    variables come back, since trackers need them.
+    """
+    hidden = {name: environ.pop(name) for name in GRPC_PROXIES if name in environ}
+    try:
+        yield
+    finally:
+        environ.update(hidden)
 
 
 def use_gloo(host: str) -> None:

@@ -18,6 +18,7 @@ from rrfp_jax.commands.diagnosis.network_checks import (
     check_host_name,
     check_interfaces,
     check_ports,
+    check_proxies,
     given_interface,
 )
 from rrfp_jax.launch.settings import Address
@@ -138,3 +139,10 @@ def test_a_host_without_loopback_is_found() -> None:
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "127.0.0.1 is missing" in told
     assert "ip link set lo up" in told
+
+
+def test_proxies_are_told() -> None:
+    environ = {"https_proxy": "http://proxy:3128", "NO_PROXY": "*", "GRPC_ADDRESS_HTTP_PROXY": "x", "PATH": ""}
+    found = check_proxies(environ)
+    assert_found(found, Status.OK, "GRPC_ADDRESS_HTTP_PROXY, NO_PROXY, https_proxy: for trackers", "")
+    assert check_proxies({}).text == "none is set"

@@ -26,6 +26,19 @@ def test_ranks_compute_together_and_none_waits_for_another_at_the_end():
     assert json.loads(launcher.stdout[-1])["rank"] == 0
 
 
+def test_a_proxy_for_the_world_outside_is_not_asked_for_the_way_to_the_ranks():
+    """It is the trackers', so it stays in the environment; the coordination service is reached without."""
+    nobody = dict.fromkeys(("http_proxy", "https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
+    grpc = {"grpc_proxy": "127.0.0.1:9", "GRPC_ADDRESS_HTTP_PROXY": "127.0.0.1:9"}
+    enabled = {"GRPC_ADDRESS_HTTP_PROXY_ENABLED_ADDRESSES": "0.0.0.0/0", "no_proxy": "*"}
+    with launched("--processes", 2, "--", "summing", **nobody, **grpc, **enabled) as launcher:
+        assert launcher.wait() == 0, launcher.text
+    rows = [json.loads(line[line.index("{") :]) for line in launcher.lines if '"sum"' in line]
+    assert [row["sum"] for row in rows] == [6.0, 6.0]
+    for row in rows:
+        assert {name: row["proxies"][name] for name in (*nobody, *grpc)} == {**nobody, **grpc}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_noticed_by_us_before_jax_aborts(victim: int):

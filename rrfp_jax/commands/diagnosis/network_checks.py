@@ -9,11 +9,13 @@ from typing import Any
 from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
 from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.network.cluster_config import GRPC_PROXIES
 from rrfp_jax.network.membership import INTERFACE
 from rrfp_jax.network.routes import addresses_of, is_misleading
 from rrfp_jax.network.sockets import LOOPBACK
 
 _CONNECT_S = 3.0
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENOPROTOOPT)
 """Of a host without IPv6."""
 
@@ -57,6 +59,13 @@ def check_host_name() -> Finding:
             name=name,
         )
     return ok(f"{name} is {' '.join(addresses)}", name=name, addresses=addresses)
+
+
+def check_proxies(environ: Mapping[str, str]) -> Finding:
+    """The variables that send programs to a proxy; ranks reach each other without."""
+    names = sorted(name for name in environ if name in GRPC_PROXIES or name.lower() in _PROXIES)
+    text = f"{', '.join(names)}: for trackers and downloads; ranks reach each other without" if names else "none is set"
+    return ok(text, variables=names)
 
 
 def check_head(head: Address, interface: str | None) -> Finding:

@@ -36,7 +36,9 @@ def main() -> int:
         if is_last and len(devices) < DEVICES:
             time.sleep(600)  # the others find out
         total = sum_over_all(cluster.num_ranks)
-        print(json.dumps({"rank": cluster.rank, "devices": len(devices), "sum": total, "pid": os.getpid()}), flush=True)
+        proxies = {name: value for name, value in os.environ.items() if "proxy" in name.lower()}
+        seen = {"devices": len(devices), "sum": total, "pid": os.getpid(), "proxies": proxies}
+        print(json.dumps({"rank": cluster.rank, **seen}), flush=True)
         time.sleep(arguments.wait_s)
         cluster.watch(lambda rank, reason: None)
     if is_last:
