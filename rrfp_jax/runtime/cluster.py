@@ -34,6 +34,7 @@ from rrfp_jax.network.membership import Membership
 from rrfp_jax.network.routes import await_name, is_misleading, own_address
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.runtime.last_words import say_last_words
+from rrfp_jax.runtime.xla_flags import flags_agreed
 
 if TYPE_CHECKING:
     import jax
@@ -56,7 +57,7 @@ def join(
     """Meet all other ranks; returns when all have come with the same configuration.
 
     Args:
-        configuration: what must be the same on all ranks, as plain data.
+        configuration: what must be the same on all ranks, as plain data, beside JAX's version, flags and settings.
         key: the run's; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
 
     Raises:
@@ -81,9 +82,7 @@ def join(
     if is_misleading(host, port):  # the head is here, and listens on the interface that was named
         membership = membership.meeting_at(host_of(network.address).strip("[]"))
     member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
-    # Ranks of different versions may compile different programs and then wait for each other.
-    about_jax = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
-    hello = Hello.of(member, membership.num_ranks, {**configuration, **about_jax})
+    hello = Hello.of(member, membership.num_ranks, {**configuration, **_about_jax()})
     try:
         members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
@@ -93,6 +92,15 @@ def join(
             raise StartFailed(str(error)) from error
         raise
     return Cluster(membership, config, network, addresses, tuple(other.host for other in members), key=key)
+
+
+def _about_jax() -> dict[str, Any]:
+    """Versions, flags and settings: ranks that differ may compile different programs, and then wait for each other, or
+    begin with different parameters."""
+    from rrfp_jax.runtime.start_jax import settings_agreed
+
+    versions = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
+    return {**versions, **flags_agreed(os.environ), **settings_agreed()}
 
 
 class Cluster(AbstractContextManager["Cluster"]):

@@ -13,7 +13,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 from rrfp_jax.runtime.plugins import check_plugin
-from rrfp_jax.runtime.xla_flags import flags_agreed, use_xla_flags
+from rrfp_jax.runtime.xla_flags import use_xla_flags
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
@@ -71,7 +71,7 @@ def enter(
         return process
     process = Process(
         layout,
-        join(membership, {**configuration, **flags_agreed(os.environ)}, cluster),
+        join(membership, configuration, cluster),
         num_devices=devices,
         transport=transport,
         patience_s=max(cluster.start_deadline_s, progress_deadline_s),

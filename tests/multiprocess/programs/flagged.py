@@ -1,4 +1,4 @@
-"""A rank of ``rrfp train`` whose environment has one flag of XLA more than rank 0's, if it is another one."""
+"""A rank of ``rrfp train`` whose environment has one flag of XLA and one setting of JAX more, if it is not rank 0."""
 
 import os
 import sys
@@ -11,5 +11,6 @@ FLAG = "--xla_cpu_enable_fast_math=true"
 if __name__ == "__main__":
     if os.environ[RANK] != "0":
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+        os.environ["JAX_THREEFRY_PARTITIONABLE"] = "0"
     sys.argv[1:1] = ["train"]
     main()
