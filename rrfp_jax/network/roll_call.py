@@ -7,7 +7,8 @@ made anew, so that it never names as missing who has come meanwhile. Launchers l
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,28 @@ class Member:
     pid: int
     address: dict[str, str]
     """Where its sockets listen (``PeerAddress.as_dict()``)."""
+    boot: str = ""
+    """The identifier of its host's boot; empty where the system has none."""
     token: str = _TOKEN
     """Random, of this process alone: containers may share a host name, and call each of their first processes 1."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"
+
+
+def name_hosts(members: Sequence[Member]) -> tuple[str, ...]:
+    """The host of each member, by its name; hosts that have one name get their addresses and boots added.
+
+    Containers and images often share a name, so two ranks share a host where name, boot and address are all equal.
+    """
+    places = [
+        (m.host, m.address.get("messages", "").rpartition(":")[0].removeprefix("tcp://"), m.boot) for m in members
+    ]
+    known = Counter(name for name, _, _ in set(places))
+    return tuple(
+        name if known[name] == 1 else f"{name} (at {address}, boot {boot[:8] or 'unknown'})"
+        for name, address, boot in places
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

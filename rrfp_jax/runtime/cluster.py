@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.exit_codes import PEER_LOST
@@ -31,6 +32,7 @@ from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.network.membership import Membership
+from rrfp_jax.network.roll_call import name_hosts
 from rrfp_jax.network.routes import await_name, is_misleading, own_address
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.runtime.last_words import say_last_words
@@ -81,7 +83,13 @@ def join(
     )
     if is_misleading(host, port):  # the head is here, and listens on the interface that was named
         membership = membership.meeting_at(host_of(network.address).strip("[]"))
-    member = Member(rank=membership.rank, host=socket.gethostname(), pid=os.getpid(), address=network.address.as_dict())
+    member = Member(
+        rank=membership.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        address=network.address.as_dict(),
+        boot=_boot(),
+    )
     hello = Hello.of(member, membership.num_ranks, {**configuration, **_about_jax()})
     try:
         members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
@@ -91,7 +99,14 @@ def join(
         if isinstance(error, RendezvousFailed):
             raise StartFailed(str(error)) from error
         raise
-    return Cluster(membership, config, network, addresses, tuple(other.host for other in members), key=key)
+    return Cluster(membership, config, network, addresses, name_hosts(members), key=key)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return ""
 
 
 def _about_jax() -> dict[str, Any]:
@@ -196,10 +211,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         if not self._is_connected:
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
-        from rrfp_jax.runtime.start_jax import explaining_plugins, start_jax
+        from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax
 
         self._await_coordinator()
-        with explaining_plugins(), self.losses_first():
+        with naming_neighbours(self.rank, self.hosts, platform), explaining_plugins(), self.losses_first():
             return start_jax(
                 self.membership,
                 self.hosts,

@@ -18,6 +18,7 @@ from rrfp_jax.network.certificates import rank_credentials
 from rrfp_jax.network.cluster_config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.membership import Membership
+from rrfp_jax.network.roll_call import name_ranks
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
     global_state,
@@ -149,7 +150,7 @@ def visible_devices(
     ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES`` already names exactly ``num_local`` devices, a scheduler has
     done that before.
     """
-    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    neighbours = _neighbours(rank, hosts)
     if len(neighbours) == 1:
         return None
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
@@ -157,6 +158,30 @@ def visible_devices(
             return None
     first = neighbours.index(rank) // per_device * num_local
     return ",".join(str(device) for device in range(first, first + num_local))
+
+
+def _neighbours(rank: int, hosts: Sequence[str]) -> list[int]:
+    """The ranks on the host of this one, which is one of them."""
+    return [other for other, host in enumerate(hosts) if host == hosts[rank]]
+
+
+@contextmanager
+def naming_neighbours(rank: int, hosts: Sequence[str], platform: str | None) -> Iterator[None]:
+    """Around JAX's start: an error says with which ranks this one was taken to share its host's GPUs."""
+    neighbours = [] if platform in (_CPU, _TPU) else _neighbours(rank, hosts)
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if len(neighbours) < 2:
+            raise
+        told = (
+            f"{name_ranks(neighbours)} were taken for ranks of one host, {hosts[rank]}, whose GPUs they divide; where "
+            "they are not, set CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of each rank to its own GPUs"
+        )
+        if not isinstance(error, ValueError):
+            error.add_note(told)
+            raise
+        raise ValueError(f"{error}; {told}") from error
 
 
 def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: int, num_local: int) -> None:

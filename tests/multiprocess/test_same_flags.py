@@ -17,5 +17,5 @@ def test_differing_flags_and_settings_are_refused_by_name(tmp_path: Path) -> Non
     )
     assert sentence in launcher.text, launcher.text
     setting = "JAX's setting jax_threefry_partitionable (JAX_THREEFRY_PARTITIONABLE)"
-    assert f'{setting} is true on rank 0, false on rank 1' in launcher.text
+    assert f"{setting} is true on rank 0, false on rank 1" in launcher.text
     assert not (tmp_path / "run").exists()

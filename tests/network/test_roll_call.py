@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.network import Hello, Member
-from rrfp_jax.network.roll_call import Ending, RollCall, differences, name_ranks
+from rrfp_jax.network.roll_call import Ending, RollCall, differences, name_hosts, name_ranks
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 KILLED = Ending(code=137, at_s=1.0)
@@ -195,3 +195,16 @@ def test_what_does_not_fit_the_head_is_named_and_who_says_nothing_of_it_is_welco
     equal = RollCall(1, {"service": "open"})
     assert equal.admit(hello(0, num_ranks=1, service="open")) is None
     assert equal.members is not None
+
+
+def test_hosts_are_told_apart_where_they_have_one_name() -> None:
+    def member(rank: int, host: str, address: str, boot: str) -> Member:
+        return Member(rank=rank, host=host, pid=1, boot=boot, address={"messages": f"tcp://{address}:{7000 + rank}"})
+
+    places = [("w", "10.0.0.1", "a"), ("w", "10.0.0.1", "a"), ("w", "10.0.0.2", "b"), ("v", "[fe80::1]", "c")]
+    one, other, third, fourth = name_hosts([member(rank, *place) for rank, place in enumerate(places)])
+    assert (one, other, third) == (*["w (at 10.0.0.1, boot a)"] * 2, "w (at 10.0.0.2, boot b)")
+    assert fourth == "v"
+    containers = name_hosts([member(0, "w", "172.17.0.2", "a"), member(1, "w", "172.17.0.3", "a")])
+    assert len(set(containers)) == 2, "of one machine, each with devices of its own"
+    assert name_hosts([member(0, "w", "10.0.0.1", "a"), member(1, "w", "10.0.0.1", "a")]) == ("w", "w")

@@ -2,7 +2,13 @@
 
 import pytest
 
-from rrfp_jax.runtime.start_jax import check_devices, settings_agreed, take_part_of_memory, visible_devices
+from rrfp_jax.runtime.start_jax import (
+    check_devices,
+    naming_neighbours,
+    settings_agreed,
+    take_part_of_memory,
+    visible_devices,
+)
 
 HOSTS = ("a", "b", "a", "b", "c")
 
@@ -68,3 +74,15 @@ def test_settings_that_decide_numbers_are_compared_between_ranks():
     may_differ = {"compilation_cache_dir", "logging_level", "log_compiles", "cuda_visible_devices", "dump_ir_to"}
     may_differ |= {"platforms", "num_cpu_devices", "cross_host_transfer_socket_address", "debug_nans"}
     assert not {f"jax_{name}" for name in may_differ} & told
+
+
+def test_a_failure_says_which_ranks_were_taken_for_neighbours():
+    told = "ranks 0, 2 were taken for ranks of one host, a, whose GPUs they divide"
+    with pytest.raises(ValueError, match=f"rank 2 has 0: start more; {told}"), naming_neighbours(2, HOSTS, None):
+        raise ValueError("rank 2 has 0: start more")
+    with pytest.raises(RuntimeError) as failed, naming_neighbours(2, HOSTS, "cuda"):
+        raise RuntimeError("no supported devices found for platform CUDA")
+    assert told in failed.value.__notes__[0]
+    for rank, platform in ((4, None), (0, "cpu")):  # alone on its host; virtual devices
+        with pytest.raises(ValueError, match="^short$"), naming_neighbours(rank, HOSTS, platform):
+            raise ValueError("short")
