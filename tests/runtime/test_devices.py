@@ -84,5 +84,5 @@ def test_a_failure_says_which_ranks_were_taken_for_neighbours():
         raise RuntimeError("no supported devices found for platform CUDA")
     assert told in failed.value.__notes__[0]
     for rank, platform in ((4, None), (0, "cpu")):  # alone on its host; virtual devices
-        with pytest.raises(ValueError, match="^short$"), naming_neighbours(rank, HOSTS, platform):
+        with pytest.raises(ValueError, match=r"^short$"), naming_neighbours(rank, HOSTS, platform):
             raise ValueError("short")
