@@ -4,6 +4,29 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnContext
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@contextmanager
+def spawning() -> Iterator[SpawnContext]:
+    """The context of a pool's processes, which are started within the block.
+
+    Python starts them by ``python -c``, which looks for modules in the current folder first. A file of the user's
+    there, such as ``queue.py``, must not take the place of a module.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield multiprocessing.get_context("spawn")
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,8 @@
     rrfp launch --nodes 2 --node-rank 0 --head HOST0:8476 --processes 8 -- \\
         train --config gpu/two_nodes_16
 
-What follows ``--`` is a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs it.
+What follows ``--`` is a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs it. A
+module in the current folder is found behind all others, so that no file there takes the place of another module.
 Lines come out as ``[rank 2] ...``. Where standard output is no terminal it is rank 0's alone, unchanged, so that its
 ``--json`` can be read by a program; everything else goes to the errors (``--prefix always`` and ``never`` change that).
 
@@ -30,6 +31,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
@@ -194,6 +196,8 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
     if command[0] in COMMANDS:
         return (_MAIN, *command)
+    with suppress(FileNotFoundError):  # the current folder, where ranks look last, may be gone
+        sys.path.append(os.getcwd())
     try:
         is_known = importlib.util.find_spec(command[0]) is not None
     except (ImportError, ValueError):

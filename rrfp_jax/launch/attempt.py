@@ -13,12 +13,12 @@ to stop, or the run cannot go on.
 """
 
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from functools import partial
 
 from rrfp_jax.exit_codes import DONE, INTERRUPTED, START_FAILED
+from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.launch.binding import rank_cores
 from rrfp_jax.launch.children import Child
 from rrfp_jax.launch.endings import STOOD_STILL, Endings, meaning
@@ -104,7 +104,7 @@ class Attempt:
                 interface=head.interface,
             )
             self._alive[rank] = Child(
-                [sys.executable, "-m", *self._settings.command],
+                python_module(*self._settings.command),
                 {**self._launcher.environment, **membership.environment(), **self._key.environment()},
                 self._launcher.guardian,
                 partial(self._ended, rank),

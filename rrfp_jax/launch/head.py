@@ -2,11 +2,11 @@
 
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.launch.children import Child, Guardian
 from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
@@ -80,7 +80,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
     port = 0 if place is None else place.next_port().port
     module = "rrfp_jax.launch.coordination_process"
     service = Child(
-        [sys.executable, "-m", module, host, str(port), str(settings.num_ranks)],
+        python_module(module, host, str(port), str(settings.num_ranks)),
         {**launcher.environment, **key.environment()},
         launcher.guardian,
         server.service_ended,

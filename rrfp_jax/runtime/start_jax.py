@@ -41,7 +41,7 @@ _OF_A_PROCESS = re.compile(
     "log|dump|cache|debug|check_|checks|guard|visible_devices|traceback|locations|explain|pprint|platform|backend|timeout"
     "|address|transfer_size|options|default_device|num_cpu_devices|async_dispatch|captured_constants|url_schema"
 )
-"""Settings of JAX that change neither programs nor numbers, or say what a process finds on its host: they may differ."""
+"""JAX's settings that change neither programs nor numbers, or say what a process finds on its host: they may differ."""
 
 
 def settings_agreed() -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _beside(folder: Path) -> Iterator[None]:
     """What lies in the folder can be imported meanwhile. Modules that do are forgotten then: those beside another file
     may be named alike."""
     known = set(sys.modules)
-    sys.path.insert(0, str(folder))
+    sys.path.append(str(folder))  # last: a file named like a module, such as random.py, does not take its place
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem
 from rrfp_jax.hardware import CPU, PACKAGES, find_hardware, install_command, installed_accelerators
+from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.runtime.plugins import idle_plugin, two_cudas
 from rrfp_jax.version import __version__
 
@@ -34,11 +35,10 @@ def check_jax(deadline_s: float = _DEADLINE_S) -> Finding:
     installed = installed_accelerators()
     if (both := two_cudas(installed)) is not None:
         return problem(*_parted(both))
-    command = [sys.executable, "-m", _PROBE]
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     try:
         done = subprocess.run(
-            command,
+            python_module(_PROBE),
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,

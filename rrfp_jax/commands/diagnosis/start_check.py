@@ -2,14 +2,14 @@
 
 import os
 import subprocess
-import sys
 import time
 from typing import Any
 
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
+from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.network.membership import ATTEMPT, COORDINATOR, DETECT, NUM_RANKS, RANK, RENDEZVOUS
 
-_LAUNCH = "rrfp_jax.commands.launch --processes 2 --start-deadline-s 60 --grace-s 5 --prefix always"
+_LAUNCH = "launch --processes 2 --start-deadline-s 60 --grace-s 5 --prefix always"
 _EMULATE = "emulate --num-stages 2 --num-microbatches 4 --durations-ms 1,1,1 --steps 2"
 _DEADLINE_S = 150.0
 _OF_A_RANK = (RANK, NUM_RANKS, RENDEZVOUS, COORDINATOR, ATTEMPT, DETECT)
@@ -22,7 +22,8 @@ def check_start(*, jax_starts: bool, deadline_s: float = _DEADLINE_S) -> Finding
     if not jax_starts:
         return warning("not tried, since JAX does not start", "see above")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-    command = [sys.executable, "-m", *_LAUNCH.split(), "--", *_EMULATE.split()]
+    options = [*_LAUNCH.split(), "--", *_EMULATE.split()]
+    command = python_module("rrfp_jax.commands.main", *options)
     started_s = time.monotonic()
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, env=environment, text=True, **streams) as launcher:
@@ -30,7 +31,7 @@ def check_start(*, jax_starts: bool, deadline_s: float = _DEADLINE_S) -> Finding
             told, _ = launcher.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             launcher.kill()  # its ranks end with it
-            return problem(f"two ranks were not done after {deadline_s:g} s", _by_hand(command))
+            return problem(f"two ranks were not done after {deadline_s:g} s", _by_hand(options))
         except BaseException:
             launcher.kill()
             raise
@@ -38,7 +39,7 @@ def check_start(*, jax_starts: bool, deadline_s: float = _DEADLINE_S) -> Finding
     if launcher.returncode:
         return problem(
             f"two ranks did not come to run a step, code {launcher.returncode}: {_first_error(told)}",
-            _by_hand(command),
+            _by_hand(options),
             code=launcher.returncode,
         )
     return ok(f"started, met and ran steps together, in {took_s:.0f} s", seconds=round(took_s, 1))
@@ -50,5 +51,5 @@ def _first_error(told: str) -> str:
     return chosen[:_REASON]
 
 
-def _by_hand(command: list[str]) -> str:
-    return f"mend what is wrong above, or see all that is said: {' '.join(command)}"
+def _by_hand(options: list[str]) -> str:
+    return f"mend what is wrong above, or see all that is said: rrfp {' '.join(options)}"

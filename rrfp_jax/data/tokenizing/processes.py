@@ -1,16 +1,16 @@
 """Several processes that tokenise pieces, or this one alone; none outlives the one that asked for them."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing.context import SpawnContext
 
 from rrfp_jax.data.tokenizing.pieces import Piece
 from rrfp_jax.data.tokenizing.tokenizer import threads_of_tokenizers
 from rrfp_jax.data.tokenizing.worker import Task, Worker
-from rrfp_jax.pools import end_with_parent
+from rrfp_jax.pools import end_with_parent, spawning
 
 _AHEAD = 3
 """Pieces that wait for each process, so that none waits for its next."""
@@ -41,7 +41,11 @@ def _alone(task: Task, pieces: Sequence[Piece]) -> Iterator[int]:
 
 
 def _together(task: Task, pieces: Sequence[Piece], num_workers: int) -> Iterator[int]:
-    context = multiprocessing.get_context("spawn")
+    with spawning() as context:
+        yield from _in_pool(context, task, pieces, num_workers)
+
+
+def _in_pool(context: SpawnContext, task: Task, pieces: Sequence[Piece], num_workers: int) -> Iterator[int]:
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(task,))
     is_whole = False
     try:

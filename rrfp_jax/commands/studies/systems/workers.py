@@ -1,17 +1,17 @@
 """A study's jobs in several processes, with a bar on a terminal; Ctrl-C ends all, and says how far they had come."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rrfp_jax.exit_codes import NO_PROGRESS, PEER_LOST
-from rrfp_jax.pools import end_with_parent
+from rrfp_jax.pools import end_with_parent, spawning
 
 _PATIENCE_S = 1800.0
 """Without the end of any job; the longest takes seconds."""
@@ -46,9 +46,9 @@ class Workers:
     """Processes for the jobs of a study, or this process alone where one is enough; to be used in a ``with``."""
 
     def __init__(self, processes: int) -> None:
-        self._pool = None
+        self._pool, self._starting = None, ExitStack()
         if processes > 1:
-            context = multiprocessing.get_context("spawn")
+            context = self._starting.enter_context(spawning())
             self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
 
     def __enter__(self) -> "Workers":
@@ -57,6 +57,7 @@ class Workers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        self._starting.close()
 
     def run(self, work: Callable[[J], R], jobs: Sequence[J], words: str) -> list[R]:
         """The results of the jobs, in their order; the largest begin first. ``words`` say what they are."""
