@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench", __doc__ or "")
+    parser = CommandParser("bench", __doc__)
     names = [*_parts(None)]
     parser.add_argument(
         "--only", choices=names, metavar="NAME", help=f"measure this alone: {', '.join(names)} (default: all)"

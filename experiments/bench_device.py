@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_device", __doc__ or "")
+    parser = CommandParser("bench_device", __doc__)
     parser.add_argument("--accelerator", action="store_true", help="the first GPU or TPU instead of a CPU device")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that count")
     return parser

@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_foresight", __doc__ or "")
+    parser = CommandParser("bench_foresight", __doc__)
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the jitter")
     parser.add_argument("--csv", metavar="FILE", help="write every cell to this file")
     return parser

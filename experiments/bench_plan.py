@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_plan", __doc__ or "")
+    parser = CommandParser("bench_plan", __doc__)
     parser.add_argument(
         "--only", choices=[*PARTS], metavar="NAME", help=f"measure this alone: {', '.join(PARTS)} (default: all)"
     )

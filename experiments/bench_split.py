@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_split", __doc__ or "")
+    parser = CommandParser("bench_split", __doc__)
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="runs of each program")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases whose name contains this (default: all)"

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_tokenize", __doc__ or "")
+    parser = CommandParser("bench_tokenize", __doc__)
     parser.add_argument("--mib", type=int, default=100, metavar="N", help="how much text, in MiB, if there is as much")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each")
     return parser

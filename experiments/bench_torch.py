@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_torch", __doc__ or "")
+    parser = CommandParser("bench_torch", __doc__)
     add = parser.add_argument
     add("--torch-python", default=sys.executable, metavar="PATH", help="an interpreter that has torch (default: this)")
     add_size_arguments(parser)

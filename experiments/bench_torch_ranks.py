@@ -60,7 +60,7 @@ def turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("bench_torch_ranks", __doc__ or "")
+    parser = CommandParser("bench_torch_ranks", __doc__)
     parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
     parser.add_argument("--num-chunks", type=int, metavar="C", help="chunks of the pipeline (default: one per stage)")
     add_size_arguments(parser)

@@ -148,7 +148,7 @@ def _loop(turn: dict[str, Any]) -> dict[str, list[float]]:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("model_ranks", __doc__ or "")
+    parser = CommandParser("model_ranks", __doc__)
     parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
     add_size_arguments(parser)
     return parser

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     """The parser of the command."""
-    parser = CommandParser("paper", __doc__ or "")
+    parser = CommandParser("paper", __doc__)
     parser.add_argument("action", choices=("run", "report"), help="measure and write the report, or only write it")
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)} (default: all)")
     parser.add_argument("--full", action="store_true", help="all settings, which takes hours; without it minutes")

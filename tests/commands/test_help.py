@@ -207,3 +207,17 @@ def test_a_record_made_of_another_has_the_texts_of_both() -> None:
     assert set(texts) >= {"", *(field.name for field in fields(VisionConfig))}
     assert all(texts.values())
     assert texts[""].startswith("A vision transformer")
+
+
+@pytest.mark.parametrize("command", ["train --help", "simulate --num-stages 2 --num-microbatches 2", "launch --help"])
+def test_commands_run_without_docstrings(command: str) -> None:
+    """PYTHONOPTIMIZE=2 leaves them out, and assertions too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rrfp_jax.commands.main", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONOPTIMIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

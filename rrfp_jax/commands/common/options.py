@@ -24,8 +24,9 @@ class CommandParser(ArgumentParser):
     commands behind ``::`` becomes the examples, after ``closing``.
     """
 
-    def __init__(self, name: str, doc: str, *, closing: str = "", **options: Any) -> None:
+    def __init__(self, name: str, doc: str | None, *, closing: str = "", **options: Any) -> None:
         in_checkout = Path(sys.argv[0]).parent.name == "experiments"
+        doc = doc or ""  # python -OO leaves docstrings out
         examples = examples_in(doc)
         ending = [closing, "examples:\n" + re.sub("^", "  ", examples, flags=re.MULTILINE) if examples else ""]
         super().__init__(
