@@ -22,7 +22,7 @@ def run_as_module() -> None:
     root = str(Path(__file__).parents[2])
     if root not in sys.path:  # a checkout that is not installed: its own code, whatever else is installed
         sys.path.insert(0, root)
-        import rrfp_jax  # noqa: F401 - from now on all its modules are this checkout's
+        import rrfp_jax.version  # noqa: F401 - from now on all of rrfp_jax is this checkout's
 
         sys.path.append(sys.path.pop(0))
     with suppress(FileNotFoundError):  # the folder is gone

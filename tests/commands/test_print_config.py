@@ -46,6 +46,52 @@ def test_what_is_printed_loads_as_the_same_and_nothing_runs(
     assert (config == load_train_config(preset, {})) == (not options)
 
 
+@pytest.mark.parametrize(
+    "name", ["try #2", "20261126", "2026-11-26", "no", "1_000", "&x", "*x", "!x", "null", "'q'", "a: b"]
+)
+@pytest.mark.parametrize("name_of", ["run.run_dir", "data.path"])
+def test_a_path_is_taken_as_it_stands(name: str, name_of: str) -> None:
+    given = train.make_parser().parse_args(["--config", "cpu/debug", f"--{name_of.replace('_', '-')}", name])
+    assert train.overrides_of(given) == {name_of: name}
+
+
+def test_a_name_that_yaml_takes_for_something_else_is_to_be_quoted_in_a_file(tmp_path: Path) -> None:
+    text = (ROOT / "tpu_gpu_configs/cpu/debug.yaml").read_text()
+    for name in ("2026-11-26", "20261126", "no"):
+        (tmp_path / "run.yaml").write_text(text.replace("run:\n", f"run:\n  run_dir: {name}\n"))
+        shown = "False" if name == "no" else name
+        with pytest.raises(ValueError, match=f"run.run_dir is {shown}: give text, in quotes$"):
+            load_train_config(str(tmp_path / "run.yaml"), {})
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("tracking.name", "2026-11-26", "2026-11-26"),
+        ("tracking.name", "null", None),
+        ("run.init_from", "null", None),
+        ("run.init_from", "", None),
+        ("jsonl.column", "null", "null"),
+        ("jsonl.path", "try #2", ["try #2"]),
+        ("jsonl.path", "a b, no,2026-11-26", ["a b", "no", "2026-11-26"]),
+        ("jsonl.path", "[x, 'a, b', \"1\"]", ["x", "a, b", "1"]),
+        ("pipeline.freeze", "[]", []),
+        ("optimizer.adam_parameters", "null", None),
+        ("pipeline.window", "4,4,3,3", [4, 4, 3, 3]),
+        ("pipeline.window", "null", None),
+        ("pipeline.memory_limit", "16GiB", "16GiB"),
+        ("pipeline.mesh", "{tensor: 2}", {"tensor": 2}),
+        ("optimizer.learning_rate", "1e-3", 1e-3),
+        ("pipeline.skip_nonfinite", "no", False),
+        ("model.hidden", "1_000", 1000),
+    ],
+)
+def test_what_options_mean(option: str, text: str, value: object) -> None:
+    flag = f"--{option.replace('_', '-')}"
+    given = train.overrides_of(train.make_parser().parse_args(["--config", "cpu/debug", flag, text]))[option]
+    assert (float(given) if isinstance(value, float) else given) == value
+
+
 def test_bad_values_are_refused_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInput, match=r"^--num-layers -1: model: num_layers is -1: give"):
         train.main(["--config", "cpu/debug", "--num-layers", "-1", "--print-config"])

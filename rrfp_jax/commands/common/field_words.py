@@ -18,6 +18,8 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _MANY = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 _PLACES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 _NARROW = 24
+FOLDERS = r"(path|_dir|folder)$"
+"""How the names of fields end that hold a file or a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def _place(field: Field, choices: Sequence[str]) -> str:
         listed = "|".join(choices)
         return listed if len(listed) <= _NARROW else "NAME"
     place = "|".join(map(_place_of, kinds_of(field.type)))
-    return "PATH" if place == "TEXT" and re.search(r"(path|_dir|folder)$", field.name) else place
+    return "PATH" if place == "TEXT" and re.search(FOLDERS, field.name) else place
 
 
 def _place_of(kind: Any) -> str:

@@ -1,16 +1,19 @@
 """Load the configuration of a run: a YAML file of sections, overridden from the command line.
 
 Each section is a record that lives beside its owner; this file only composes them. A command-line option is the
-field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``); values are read as YAML, and ``4,4,3,3``
-as a list. Nothing here imports JAX, so that what does not fit is refused at once.
+field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``). What holds text takes the argument as it
+stands; other values are read as YAML, and ``4,4,3,3`` as a list. Nothing here imports JAX, so that what does not fit is
+refused at once.
 """
 
 import dataclasses
 import difflib
 import math
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import date
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -19,7 +22,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
-from rrfp_jax.commands.common.field_words import as_text, takes_list
+from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.data.image_text_config import ImageTextConfig
@@ -144,6 +147,8 @@ QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.
 """Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")
 """Sections in the order in which help texts have them; the others follow."""
+_NULLS = ("null", "Null", "NULL")
+_ITEM = re.compile(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""")
 _OPTIONAL = ("cluster", "data", *_WITH_SECTION)
 """Sections that a file may leave out."""
 
@@ -224,16 +229,35 @@ def overrides_of(arguments: Namespace) -> dict[str, Any]:
 
 def _parse(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
-    is_list = takes_list(next(each.type for each in fields(SECTIONS[section]) if each.name == key))
+    kind = next(each.type for each in fields(SECTIONS[section]) if each.name == key)
+    if (members := kinds_of(kind)) in ((str,), (tuple[str, ...],)):
+        is_optional = isinstance(kind, UnionType)
+        return _text(text, key, is_optional=is_optional) if members == (str,) else _texts(text, is_optional=is_optional)
     flag = flag_of(SECTIONS, name, QUALIFIED)
     try:
-        value = read_yaml(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
+        value = read_yaml(f"[{text}]" if takes_list(kind) and "," in text and not text.startswith("[") else text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
         raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
     for key, of in value.items() if isinstance(value, dict) else ():
         if of is None and ":" in str(key):  # YAML takes {tensor:2} for a key without a value
             raise ValueError(f"{flag} {text!r} has no value for {key!r}: write {key.replace(':', ': ', 1)!r}")
     return value
+
+
+def _text(text: str, key: str, *, is_optional: bool) -> str | None:
+    """A name or a path, whatever YAML would make of it: ``try #2``, ``2026-11-26``, ``no``. ``null`` is None where a
+    field may be left out, and yet a folder's name."""
+    names_folder = re.search(FOLDERS, key) is not None
+    return None if is_optional and (not text or (text in _NULLS and not names_folder)) else text
+
+
+def _texts(text: str, *, is_optional: bool) -> list[str] | None:
+    """The items of a list of texts; one that holds a comma stands in quotes."""
+    if is_optional and text in ("", *_NULLS):
+        return None
+    listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    found = ("".join(parts) for parts in _ITEM.findall(listed))
+    return [item for item in found if item]
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
@@ -329,6 +353,8 @@ def _sentence(section: str, error: ValidationError) -> str:
         return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
     # a field of several types gives one entry per type
     wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
+    if [*wanted] == ["text"] and isinstance(first["input"], bool | int | float | date):  # YAML takes a name for these
+        return f"{section}.{field} is {first['input']}: give text, in quotes"
     return f"{section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
 
 
