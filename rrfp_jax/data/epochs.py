@@ -31,6 +31,11 @@ def items_of(step: int, *, batch_size: int, num: int, seed: int) -> NDArray[np.i
     return items_at(np.arange(step * batch_size, (step + 1) * batch_size), num=num, seed=seed)
 
 
+def comes_again(step: int, batch_size: int, num: int) -> NDArray[np.bool_]:
+    """Which of a step's items, ``[batch_size]``, have come before in the run, as all do after the first ``num``."""
+    return np.arange(step * batch_size, (step + 1) * batch_size) >= num
+
+
 def check_step(step: int) -> None:
     """Raises ValueError where it is negative."""
     if step < 0:

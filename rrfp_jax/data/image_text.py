@@ -18,6 +18,7 @@ order that follows from (seed, epoch) alone.
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
-from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.held_together import group_keys, most_together
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
@@ -65,6 +66,8 @@ class ImageText:
 
     vocab_size = 256
     """A token is a byte."""
+    counts_once = False
+    """Whether a sample that has come before has no weight, as in evaluations."""
 
     def __init__(
         self,
@@ -216,7 +219,15 @@ class ImageText:
 
     def samples(self, step: int) -> list[Sample]:
         """The samples of ``step``, whatever microbatches they come into."""
-        return [self._samples[number] for number in self._numbers(step)]
+        numbers = self._numbers(step)
+        samples = [self._samples[number] for number in numbers]
+        if not self.counts_once:
+            return samples
+        again = comes_again(step, len(numbers), self.num_samples)
+        return [
+            replace(sample, weights=np.zeros_like(sample.weights)) if once_more else sample
+            for sample, once_more in zip(samples, again, strict=True)
+        ]
 
     def batch(self, step: int, reads: Reads | None = None) -> Batch:
         """The batch of ``step`` (0, 1, ...), a list of microbatches for each leaf; what is not read is not decoded.
@@ -230,7 +241,7 @@ class ImageText:
         def patches(sample: int, image: int) -> NDArray[np.float32]:
             return self._patches(self._lines[numbers[sample]], image)
 
-        return self._batching.leaves([self._samples[number] for number in numbers], patches, reads)
+        return self._batching.leaves(self.samples(step), patches, reads)
 
     def _patches(self, line: _Line, image: int) -> NDArray[np.float32]:
         grid = [part for part in line.parts if isinstance(part, Grid)][image]

@@ -41,6 +41,9 @@ class OwnData:
     Raises ValueError, with the remedy, where there is no such object, or its first element does not fit.
     """
 
+    counts_once = False
+    """Whether an element that has come before has no weight, as in evaluations."""
+
     def __init__(self, config: OwnDataConfig, vocab_size: int, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
         self.config, self.vocab_size, self.is_packed = config, vocab_size, config.pack
@@ -89,16 +92,21 @@ class OwnData:
             reads is None or self.is_packed or any(number in reads.get(name, ()) for name in self._dtypes)
             for number in range(config.num_microbatches)
         ]
+        again = (places >= self.num_elements).reshape(config.num_microbatches, size)
         spec = self.buckets[0]
         microbatches: Sequence[Mapping[str, Any]] = [
-            self._microbatch(own) if is_needed else spec for own, is_needed in zip(numbers, needed, strict=True)
+            self._microbatch(own, once_more) if is_needed else spec
+            for own, once_more, is_needed in zip(numbers, again, needed, strict=True)
         ]
         leaves = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
         return {name: np.stack(leaf) for name, leaf in leaves.items()} if all(needed) else leaves
 
-    def _microbatch(self, numbers: Sequence[int]) -> Element:
+    def _microbatch(self, numbers: Sequence[int], again: NDArray[np.bool_]) -> Element:
         elements = [self._element(number) for number in numbers]
-        return {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
+        leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
+        if self.counts_once:
+            leaves["weights"][again] = 0
+        return leaves
 
     def _element(self, number: int) -> Element:
         """Element ``number`` of the part, checked."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Reads
-from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.parts import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
@@ -79,6 +79,8 @@ class TextBytes:
 
     vocab_size = VOCAB_SIZE
     bytes_per_token = 1.0
+    counts_once = False
+    """Whether a window that has come in an earlier place has no weight, as in evaluations."""
 
     def __init__(self, config: DataConfig, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
@@ -121,7 +123,10 @@ class TextBytes:
         length, seed = self.config.length, self.config.seed
         items = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed)
         starts = self._first + items * length
-        return token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
+        leaves = token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
+        if self.counts_once:
+            leaves["weights"].reshape(len(items), length)[comes_again(step, len(items), self.num_windows)] = 0
+        return leaves
 
 
 def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:

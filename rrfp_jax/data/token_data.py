@@ -39,6 +39,8 @@ class Tokens:
 
     buckets = None
     """All microbatches are of one shape."""
+    counts_once = False
+    """Whether a row that has come before has no weight, as in evaluations."""
 
     def __init__(self, config: TokensConfig, part: Part = TRAIN) -> None:
         self.config, self.is_packed = config, config.pack
@@ -74,26 +76,30 @@ class Tokens:
         """
         check_step(step)
         config = self.config
-        sources, numbers = self._places(step)
+        sources, numbers, again = self._places(step)
         wanted = {
             name: [reads is None or number in reads.get(name, ()) for number in range(config.num_microbatches)]
             for name in _READ_WHERE_NEEDED
         }
         rows = self._read(sources, numbers, np.any([*wanted.values()], axis=0).repeat(config.microbatch_size))
         leaves = self._layouts(sources, numbers)
+        if self.counts_once:
+            leaves["weights"][again] = 0
         leaves |= {"tokens": rows[:, :-1], "targets": rows[:, 1:] * (leaves["weights"] > 0)}
         shape = (config.num_microbatches, config.microbatch_size, config.length)
         whole = {name: leaf.reshape(shape) for name, leaf in leaves.items()}
         return whole | {name: _where_read(whole[name], wanted[name]) for name in wanted}
 
-    def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, number of the row in it) of every row of a batch, each ``[batch_size]``."""
+    def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """(source, number of the row in it, whether it has come before) of every row of a batch, each
+        ``[batch_size]``."""
         size, seed = self.config.batch_size, self.config.seed
         sources, numbers = self._mixture.sources(step * size, size)
+        again = numbers >= np.array([rows.num for rows in self._rows])[sources]
         for source in np.unique(sources).tolist():
             own = sources == source
             numbers[own] = items_at(numbers[own], num=self._rows[source].num, seed=seed, source=source)
-        return sources, numbers
+        return sources, numbers, again
 
     def _read(
         self, sources: NDArray[np.int64], numbers: NDArray[np.int64], is_read: NDArray[np.bool_]

@@ -58,6 +58,20 @@ def test_what_cannot_be_is_refused_in_a_sentence(overrides: dict[str, Any], mess
     assert "\n" not in str(refused.value)
 
 
+def test_the_rows_of_a_set_count_once_however_many_batches_are_taken(text: Path) -> None:
+    few = text.with_name("few.txt")
+    few.write_text("x" * 200)
+    length, batch = {"length": 16}, {"batch_size": 8}
+    settings = config(data__held_out=0.0, evaluation__sets={"own": {"path": str(few), **length, **batch}})
+    own = make_evaluation_sets(settings)["own"]
+    assert sum(own.batch(step)["weights"].sum() for step in range(3)) == own.num_windows * 16 < 3 * 8 * 16
+    few.write_text("abc")
+    with pytest.raises(
+        ValueError, match="hold 0 sequences of length 16 to evaluate on, fewer"
+    ):
+        make_evaluation_sets(settings)
+
+
 def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

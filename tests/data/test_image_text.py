@@ -408,3 +408,10 @@ def test_images_keep_their_shape_within_the_most_patches(size, max_patches):
     assert min(grid) >= 2
     if max_patches == 1024 and max(size) <= 3000 and min(size) > 16:
         assert grid.columns / grid.rows == pytest.approx(size[0] / size[1], rel=0.4)
+
+
+def test_a_set_that_is_evaluated_counts_each_sample_once(folder):
+    found = dataset(folder)
+    once = sum(map(np.sum, found.batch(0)["weights"]))
+    found.counts_once = True
+    assert [sum(map(np.sum, found.batch(step)["weights"])) for step in range(3)] == [once, 0, 0]

@@ -58,6 +58,13 @@ def numbers(batch):
     return np.asarray(batch["tokens"])[..., 0].ravel().tolist()
 
 
+def test_a_set_that_is_evaluated_counts_each_element_once(module):
+    found = data(batch_size=8)
+    assert sum(found.batch(step)["weights"].sum() for step in range(3)) == 24 * LENGTH
+    found.counts_once = True
+    assert sum(found.batch(step)["weights"].sum() for step in range(3)) == NUM * LENGTH
+
+
 def test_batches_hold_every_element_once_an_epoch_in_an_order_that_follows_from_the_step(module):
     found = data()
     seen = [number for step in range(5) for number in numbers(found.batch(step))]

@@ -45,6 +45,15 @@ def test_an_epoch_visits_every_row_once_and_parts_have_no_row_in_common(sets, pa
 
 
 @pytest.mark.parametrize("pack", [False, True])
+def test_a_set_that_is_evaluated_counts_each_row_once(sets, pack):
+    """Also where a source is shorter than its weight has it."""
+    found = data(sets, "a", "b", pack=pack, weights=(1.0, 3.0), batch_size=1, num_microbatches=1)
+    found.counts_once = True
+    counted = [batch["tokens"].tobytes() for step in range(400) if (batch := found.batch(step))["weights"].any()]
+    assert len(counted) == len(set(counted)) == found.num_rows
+
+
+@pytest.mark.parametrize("pack", [False, True])
 def test_a_batch_is_the_same_for_any_number_of_microbatches_and_whatever_is_read(sets, pack):
     whole = data(sets, "a", "b", pack=pack).batch(7)
     cut = data(sets, "a", "b", pack=pack, num_microbatches=2).batch(7)

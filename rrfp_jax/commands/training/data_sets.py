@@ -54,9 +54,11 @@ def make_evaluation_sets(config: TrainConfig) -> dict[str, RunData]:
         all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
         of_set = config.with_data({**all_of_it, **differences}, where)
         try:
-            sets[name] = make_data_set(of_set, TRAIN if is_own else HELD_OUT)
+            found = sets[name] = make_data_set(of_set, TRAIN if is_own else HELD_OUT)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
+        if not isinstance(found, RenderedText):  # which never ends
+            found.counts_once = True
     return sets
 
 
