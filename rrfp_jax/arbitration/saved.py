@@ -8,10 +8,11 @@ from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.group_rounds import ProposingMember
-from rrfp_jax.arbitration.hints import SCHEDULE, SCHEDULE_WEIGHTS_LAST, hint_by_name, schedule_hint
+from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, SCHEDULE_WEIGHTS_LAST, Hint, schedule_hint
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.read_ahead import AheadBound
 from rrfp_jax.arbitration.stage_setup import StageSetup
+from rrfp_jax.schedules.user_file import is_in_file, rule_in_file
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 
@@ -69,8 +70,16 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
     )
 
 
-def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> StageArbiter:
-    """A fresh arbiter; raises ValueError where its parts do not fit together, or the hint is unknown here."""
+def rebuild(
+    saved: SavedArbiter, graph: PipelineGraph, placement: Placement, *, rules_file: str | None = None
+) -> StageArbiter:
+    """A fresh arbiter.
+
+    ``rules_file`` is the Python file that defines the rule where the hint is one of a user's. The record names that
+    file too, but a record may come from anybody, and to take a rule from a file is to run the file.
+
+    Raises ValueError where the parts do not fit together, or the hint is unknown here.
+    """
     if not 0 <= saved.stage < placement.num_stages:
         raise ValueError(f"stage {saved.stage} is none of the {placement.num_stages} stages")
     has_window = not saved.is_strict and saved.footprint is None
@@ -80,7 +89,7 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
         graph,
         placement,
         saved.stage,
-        consumption=_consumption(saved),
+        consumption=_consumption(saved, rules_file),
         window=1 if saved.window is None else saved.window,  # ignored where it is None
         capacity=saved.capacity,
         rules=saved.rules,
@@ -94,11 +103,24 @@ def rebuild(saved: SavedArbiter, graph: PipelineGraph, placement: Placement) -> 
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 
 
-def _consumption(saved: SavedArbiter) -> Consumption:
+def _consumption(saved: SavedArbiter, rules_file: str | None) -> Consumption:
     weights_last = saved.hint == SCHEDULE_WEIGHTS_LAST
     needs_row = saved.is_strict or weights_last or saved.hint == SCHEDULE
     if not needs_row:
-        return ready(hint_by_name(saved.hint))
+        return ready(_hint(saved.hint, rules_file))
     if saved.row is None:
         raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
     return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))
+
+
+def _hint(name: str, rules_file: str | None) -> Hint:
+    if name in HINTS:
+        return HINTS[name]
+    if not is_in_file(name):
+        raise ValueError(f"hint {name!r:.200} is unknown: this program has {', '.join(HINTS)}")
+    if rules_file is None:
+        raise ValueError(
+            f"the hint is {name!r:.200}, a rule in a file, and a record's word runs no file: name the file yourself, "
+            "with --rules FILE.py"
+        )
+    return Hint.of(name, rule_in_file(f"{rules_file}:{name.rpartition('.py:')[2]}"))

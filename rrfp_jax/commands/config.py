@@ -17,7 +17,7 @@ import argparse
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.help_text import wrap
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.config import read_train_config
 from rrfp_jax.commands.training.explaining import all_names, explain_key, explain_section, find_key
 from rrfp_jax.commands.training.presets import find_preset, preset_names, summary_of
 from rrfp_jax.exit_codes import DONE
@@ -58,7 +58,7 @@ def _text(arguments: argparse.Namespace) -> str:
     if arguments.show is not None:
         return find_preset(arguments.show).read_text(encoding="utf-8")
     section, key = find_key(arguments.explain)
-    given = None if arguments.config is None else (arguments.config, load_train_config(arguments.config, {}).as_dict())
+    given = None if arguments.config is None else (arguments.config, read_train_config(arguments.config, {}).as_dict())
     return explain_section(section, given) if key is None else explain_key(section, key, given)
 
 

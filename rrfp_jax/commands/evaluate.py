@@ -20,8 +20,15 @@ from typing import Any
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
+from rrfp_jax.commands.training.config import (
+    TrainConfig,
+    add_overrides,
+    load_train_config,
+    overrides_of,
+    read_train_config,
+)
 from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.run_directory import CONFIG
@@ -49,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     run = Path(arguments.run)
     with checking_input():
-        config = config_of(run, overrides_of(arguments), batches=arguments.batches, sets=arguments.set)
+        asked = {"batches": arguments.batches, "sets": arguments.set, "trust": arguments.trust}
+        config = config_of(run, overrides_of(arguments), **asked)
         planned = plan_run(config, run)
         from rrfp_jax.commands.training.evaluating import evaluate_run
 
@@ -81,19 +89,22 @@ def make_parser() -> CommandParser:
     parser.add_argument("--set", action="append", metavar="NAME", help="only this set of the run's; several times")
     parser.add_argument("--batches", type=int, metavar="N", help="batches of each set (left out: as the run says)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    add_trust_argument(parser)
     add_overrides(parser)
     return parser
 
 
-def config_of(run: Path, overrides: dict[str, Any], *, batches: int | None, sets: list[str] | None) -> TrainConfig:
+def config_of(
+    run: Path, overrides: dict[str, Any], *, batches: int | None, sets: list[str] | None, trust: bool = False
+) -> TrainConfig:
     """The configuration of a run, changed to evaluate it; raises ValueError, with the remedy, where it cannot be."""
     path = run / CONFIG
     if not path.is_file():
         raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
-    config = load_train_config(str(path), {})
+    config = read_train_config(str(path), {})
     layout = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     resets = {f"pipeline.{name}": value for name, value in layout.items()}
-    config = load_train_config(str(path), {**resets, **overrides})
+    config = load_train_config(str(path), {**resets, **overrides}, trust=trust)
     evaluation = config.evaluation or EvaluationConfig()
     if batches is not None:
         evaluation = replace(evaluation, batches=batches)

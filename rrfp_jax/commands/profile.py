@@ -27,6 +27,7 @@ from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.planning.setting import REMATS, Setting, every_setting
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.runtime.detection import membership_from
 
@@ -79,6 +80,7 @@ def make_parser() -> CommandParser:
     )
     offer(file, preset_names())
     parser.add_argument("--timeline", metavar="RUN", help="take the times of this run directory's last steps instead")
+    add_trust_argument(parser)
     ways = parser.add_argument_group("ways to run the stages, each measured with each")
     ways.add_argument("--microbatch-sizes", metavar="N,N,...", help="samples of a microbatch (default: the run's)")
     ways.add_argument("--tensor", metavar="N,N,...", help="devices that share every layer (default: the run's)")
@@ -103,14 +105,14 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
     if (arguments.config is None) == (arguments.timeline is None):
         raise ValueError("either --config says which model is measured, or --timeline in which run: give one of them")
     if arguments.config is not None:
-        return load_train_config(arguments.config, {})
+        return load_train_config(arguments.config, {}, trust=arguments.trust)
     given = [name for name in ("microbatch_sizes", "tensor", "remat") if getattr(arguments, name) is not None]
     if given:
         flag = given[0].replace("_", "-")
         raise ValueError(f"a timeline is of one way to run the stages: leave --{flag} out")
     from rrfp_jax.training.run_directory import CONFIG
 
-    return load_train_config(str(Path(arguments.timeline) / CONFIG), {})
+    return load_train_config(str(Path(arguments.timeline) / CONFIG), {}, trust=arguments.trust)
 
 
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[Setting]:

@@ -16,7 +16,7 @@ from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone
-from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.commands.training.config import TrainConfig, read_train_config
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.training.run_directory import CONFIG
@@ -69,7 +69,7 @@ def _config_of(run: Path) -> TrainConfig:
     path = run / CONFIG
     if not path.is_file():
         raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
-    config = load_train_config(str(path), {})
+    config = read_train_config(str(path), {})
     if config.rendered_text is None or config.vision is None:
         raise ValueError(f"{run} was not trained to read pictures: give a run whose data is rendered_text")
     return config

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         check_outputs(timeline=arguments.timeline, trace=arguments.trace)
-        run = replay_run([read_log(path) for path in _files(arguments.logs)])
+        run = replay_run([read_log(path) for path in _files(arguments.logs)], rules_file=arguments.rules)
         told = _Story(run, arguments.microbatch, arguments.stage, arguments.step)
         timeline = run.timeline()
         if (arguments.timeline or arguments.trace) and not timeline.spans:
@@ -49,6 +49,12 @@ def make_parser() -> CommandParser:
     parser = CommandParser("replay", __doc__)
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="a run directory, or the logs of one run's processes (events*.json.gz)"
+    )
+    parser.add_argument(
+        "--rules",
+        metavar="FILE.py",
+        help="the file of the rule that was the run's hint; it is run, so take your own copy (default: a log names no "
+        "code that is run)",
     )
     story = parser.add_argument_group("story of a microbatch")
     story.add_argument(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone
-from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.commands.training.config import TrainConfig, read_train_config
 from rrfp_jax.exchange.model_folder import RUN, ModelFolder, open_model
 from rrfp_jax.exit_codes import DONE
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         text = _text(arguments)
         folder = open_model(Path(arguments.folder), "the model")
-        run = None if folder.is_import else load_train_config(str(folder.path / RUN), {})
+        run = None if folder.is_import else read_train_config(str(folder.path / RUN), {})
         _check_images(arguments, folder, run)
         start_alone(None if run is None else run.run.platform)
         from rrfp_jax.commands.sampling.generating import Drawing

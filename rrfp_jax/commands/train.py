@@ -31,6 +31,7 @@ from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_t
 from rrfp_jax.commands.training.data_sets import vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
 from rrfp_jax.network.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.last_words import say_last_words
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
-        config = load_train_config(arguments.config, overrides_of(arguments))
+        config = load_train_config(arguments.config, overrides_of(arguments), trust=arguments.trust)
         cut = resolved(config, fresh=arguments.fresh)
     if arguments.print_config:
         print("".join(f"# {line}\n" for line in cut.lines) + cut.config.as_yaml(), end="")
@@ -77,6 +78,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--force", action="store_true", help="go on from a checkpoint although model, data or optimizer differ from it"
     )
+    add_trust_argument(parser)
     add_overrides(parser)
     return parser
 

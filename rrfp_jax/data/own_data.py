@@ -143,6 +143,7 @@ class OwnData:
 def _found(config: OwnDataConfig) -> Any:
     """The data set that is meant; raises ValueError where there is none."""
     module, _, name = config.object.partition(":")
+    _refuse_pythons_own(config.object, module)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -150,9 +151,12 @@ def _found(config: OwnDataConfig) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
         if isinstance(found, type) or not hasattr(found, "__getitem__"):
+            _refuse_pythons_own(config.object, getattr(found, "__module__", None) or "builtins")
             found = found(**config.arguments)
         elif config.arguments:
             raise ValueError("it is a data set already and takes no arguments")
+    except _PythonsOwn as error:
+        raise ValueError(str(error)) from None
     except Exception as error:  # whatever somebody else's code raises
         raise ValueError(
             f"{config.object} cannot be had ({type(error).__name__}: {error}): mend object or arguments"
@@ -164,3 +168,13 @@ def _found(config: OwnDataConfig) -> Any:
             "a length and elements by number, such as a grain.MapDataset"
         )
     return found
+
+
+class _PythonsOwn(ValueError):
+    """A name of the standard library, where a data set is looked for."""
+
+
+def _refuse_pythons_own(name: str, module: str) -> None:
+    """Raise for what Python itself has: it holds no data set, but much that does harm when it is called."""
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise _PythonsOwn(f"object {name} is of Python's standard library: name a class, function or data set of yours")

@@ -228,3 +228,24 @@ def test_the_command_refuses_in_one_sentence_and_loads_no_jax(tmp_path: Path) ->
     arguments = [sys.executable, "-c", program, tmp_path / log_name(0, 3), "--timeline", tmp_path / "t.html"]
     subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True)
     assert (tmp_path / "t.html").stat().st_size > 1000
+
+
+def test_a_rule_that_a_log_names_is_run_only_where_the_command_line_names_its_file(tmp_path: Path) -> None:
+    """A log comes with a folder that somebody sends; the path in it may lead to anything."""
+    (tmp_path / "rules.py").write_text(
+        "from rrfp_jax.schedules.language import B, F, W, rule, turns\nmine = rule(turns(B, F), W)\n"
+    )
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')\n")
+    resolved = Ordering(hint=f"{tmp_path}/rules.py:mine", window=2).resolve(num_stages=2, num_microbatches=4)
+    emulation = emulate(resolved.arbiters(RULES), np.full((1, 2, 4, 3), 0.5), 1)
+    log = tmp_path / log_name()
+    write_log(take_log(emulation.logs), log)
+    content = gzip.decompress(log.read_bytes()).replace(b"rules.py:mine", b"theirs.py:mine")
+    log.write_bytes(gzip.compress(content))
+    with pytest.raises(
+        BadInput, match=r"theirs.py:mine', a rule in a file, .* name the file yourself, with --rules FILE"
+    ):
+        replay.main([str(log)])
+    assert replay.main([str(log), "--rules", f"{tmp_path}/rules.py"]) == 0
+    with pytest.raises(BadInput, match="it ran"):
+        replay.main([str(log), "--rules", f"{tmp_path}/theirs.py"])

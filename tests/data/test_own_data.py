@@ -155,3 +155,13 @@ def test_a_map_dataset_of_grain_is_one_as_it_stands(module, tmp_path):
     assert numbers(OwnData(OwnDataConfig(**config), 40).batch(3)) == numbers(
         OwnData(OwnDataConfig(**config), 40).batch(3)
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "builtins:exec", "my_corpus:os.system", "my_corpus:eval"]
+)
+def test_what_python_itself_has_is_not_called(module, tmp_path, name):
+    (tmp_path / "my_corpus.py").write_text("import os\neval = eval\n")
+    with pytest.raises(ValueError, match=f"object {name} is of Python's standard library: name a class, function or"):
+        OwnData(OwnDataConfig(object=name, arguments={"command": "touch ran"}, batch_size=2, num_microbatches=1), 100)
+    assert not (tmp_path / "ran").exists()

@@ -23,7 +23,6 @@ def test_a_second_start_of_four_ranks_compiles_nothing(tmp_path: Path) -> None:
         num_stages=NUM_RANKS,
         steps=2,
         checkpoint_minutes=None,
-        compile_cache=str(tmp_path / "programs"),
     )
     first, second = (_start(config, tmp_path / name) for name in ("first", "second"))
     print("first", first, "second", second)
@@ -36,7 +35,9 @@ def test_a_second_start_of_four_ranks_compiles_nothing(tmp_path: Path) -> None:
 def _start(config: Path, folder: Path) -> list[dict[str, Any]]:
     """What every rank has written down."""
     folder.mkdir()
-    arguments = ("--processes", NUM_RANKS, "--", "counting_train", "--config", config, "--run-dir", folder / "run")
+    programs = folder.parent / "programs"
+    command = ("counting_train", "--config", config, "--run-dir", folder / "run", "--compile-cache", programs)
+    arguments = ("--processes", NUM_RANKS, "--", *command)
     with launched(*arguments, COUNTS=str(folder), RRFP_COMPILE_CACHE="") as run:
         assert run.wait(300) == 0, run.stderr
     return [json.loads((folder / str(rank)).read_text()) for rank in range(NUM_RANKS)]

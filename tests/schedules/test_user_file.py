@@ -113,7 +113,9 @@ def test_a_rule_is_a_hint_and_no_schedule(path: Path) -> None:
     ran, expected = (simulate(one.arbiters(rules), costs).timeline.order() for one in (order, known))
     assert ran == expected
     saved = save_arbiter(order.arbiters(rules)[0])
-    assert rebuild(saved, graph, linear(2)).consumption.hint.name == hint.name
+    with pytest.raises(ValueError, match="a record's word runs no file: name the file yourself, with --rules FILE"):
+        rebuild(saved, graph, linear(2))
+    assert rebuild(saved, graph, linear(2), rules_file=str(path)).consumption.hint.name == hint.name
     with pytest.raises(ValueError, match="is a rule: give it as a hint, or describe a table with its"):
         build_schedule(f"{path}:in_turn", REQUEST)
     with pytest.raises(ValueError, match="is a schedule, not a rule"):

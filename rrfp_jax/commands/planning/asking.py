@@ -37,7 +37,7 @@ class Asked:
 
 def read_asked(arguments: argparse.Namespace) -> Asked:
     """Raises ValueError, in one sentence with the remedy, for what does not fit together."""
-    config = None if arguments.config is None else load_train_config(arguments.config, {})
+    config = None if arguments.config is None else load_train_config(arguments.config, {}, trust=arguments.trust)
     if arguments.as_configured:
         check_as_configured(arguments, config)
     check_given(arguments, has_config=config is not None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rrfp_jax.arbitration import READY, STRICT
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.planning.costs import Noise
 from rrfp_jax.planning.devices import DEVICES
 from rrfp_jax.planning.layer_sizes import REMATS
@@ -32,6 +33,7 @@ def plan_parser(doc: str) -> CommandParser:
         help="model, data and batch: a file, or a preset by name; optional with --costs, which tells the layers too",
     )
     offer(config, preset_names())
+    add_trust_argument(parser)
     parser.add_argument(
         "--as-configured",
         action="store_true",

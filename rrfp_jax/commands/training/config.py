@@ -25,6 +25,7 @@ from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hin
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
+from rrfp_jax.commands.training.trust import refuse_code
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
@@ -180,8 +181,21 @@ def choices_of_options() -> dict[str, Sequence[str]]:
     }
 
 
-def load_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
+def load_train_config(path: str, overrides: Mapping[str, Any], *, trust: bool = False) -> TrainConfig:
+    """Read the configuration of a run that is to begin, as :func:`read_train_config` does.
+
+    Raises ValueError also where the file names code, and neither ``overrides`` do nor is the file to be trusted.
+    """
+    config = read_train_config(path, overrides)
+    if not trust:
+        refuse_code(path, config.as_dict(), overrides)
+    return config
+
+
+def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     """Read ``path``, a file or the name of a preset, and apply ``overrides``, from ``section.field`` to a value.
+
+    Nothing that it names may be run then, see :mod:`rrfp_jax.commands.training.trust`.
 
     Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
     type, and values that the records refuse.

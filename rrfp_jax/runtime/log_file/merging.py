@@ -68,8 +68,11 @@ class RunReplay:
         return min(taken_s, last_s + longest_s)
 
 
-def replay_run(logs: Sequence[RunLog]) -> RunReplay:
-    """Replay the logs of one run's processes; raises ValueError where they cannot be of one run."""
+def replay_run(logs: Sequence[RunLog], *, rules_file: str | None = None) -> RunReplay:
+    """Replay the logs of one run's processes; raises ValueError where they cannot be of one run.
+
+    ``rules_file`` is as for :func:`replay_log`.
+    """
     logs = sorted(logs, key=lambda log: log.rank)
     for before, log in pairwise(logs):
         if before.rank == log.rank:
@@ -78,7 +81,7 @@ def replay_run(logs: Sequence[RunLog]) -> RunReplay:
             raise ValueError(
                 f"the logs of ranks {before.rank} and {log.rank} are of different pipelines: give the logs of one run"
             )
-    stages = [stage for log in logs for stage in replay_log(log)]
+    stages = [stage for log in logs for stage in replay_log(log, rules_file=rules_file)]
     return RunReplay(logs=tuple(logs), stages=tuple(sorted(stages, key=lambda s: (s.arbiter.stage, s.rank))))
 
 

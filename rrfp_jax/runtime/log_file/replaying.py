@@ -63,15 +63,18 @@ class StageReplay:
     """What the stage did when the log was taken."""
 
 
-def replay_log(log: RunLog) -> list[StageReplay]:
-    """Replay every stage of a log; raises ValueError for records that contradict each other."""
-    return [_Replay(log, stage).run() for stage in log.stages]
+def replay_log(log: RunLog, *, rules_file: str | None = None) -> list[StageReplay]:
+    """Replay every stage of a log; raises ValueError for records that contradict each other.
+
+    ``rules_file`` defines the rule that was the run's hint, where that was a user's own.
+    """
+    return [_Replay(log, stage, rules_file).run() for stage in log.stages]
 
 
 class _Replay:
-    def __init__(self, run: RunLog, stage: StageLog) -> None:
+    def __init__(self, run: RunLog, stage: StageLog, rules_file: str | None) -> None:
         self.run_log, self.log = run, stage
-        self.arbiter = rebuild(stage.arbiter, run.graph, run.placement)
+        self.arbiter = rebuild(stage.arbiter, run.graph, run.placement, rules_file=rules_file)
         self.recorder = StageRecorder(stage.arbiter.stage, run.placement.num_stages)
         self.timeline = Timeline(run.placement.num_stages)
         self.num_events = 0

@@ -1,0 +1,58 @@
+"""Code that a configuration names: it runs where the command line names it too, or says that the file is trusted.
+
+A configuration, and the ``config.yaml`` of a run's folder, may come from somebody else. Read as data they do no harm,
+so whatever would load code for them asks first.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from rrfp_jax.schedules.user_file import is_in_file
+
+FLAG = "--trust"
+_OF_PATHS = ("_dir", "_directory", "_file", "_files", "_path", "_paths", "_to")
+"""How the names of XLA's flags end whose values are files or folders, such as that of the compiler which it calls."""
+
+
+def add_trust_argument(parser: ArgumentParser) -> None:
+    """Add the option that has a command run the code that its configuration names."""
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="run the code that the configuration names: a data set, schedule or hint of one's own, compiled programs; "
+        "without it only what options name is run",
+    )
+
+
+def refuse_code(path: str, sections: Mapping[str, Mapping[str, Any]], given: Container[str]) -> None:
+    """Raise ValueError where the file ``path`` names code; ``given`` are the keys that options have given."""
+    for key, value in _code_in(sections):
+        if key not in given:
+            flag = f"--{key.replace('_', '-')}"
+            of_set = key.startswith("evaluation.sets")
+            named = "" if of_set else f"give {flag} {value} to run that, or "
+            raise ValueError(
+                f"{path} names code to run, {key} {value}: {named}{'give ' if of_set else ''}{FLAG} to run all that it "
+                "names"
+            )
+
+
+def _code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The keys of a configuration's plain data that name code, with their values."""
+    if (own := sections.get("own_data")) is not None:
+        yield "own_data.object", own["object"]
+    for name, differences in ((sections.get("evaluation") or {}).get("sets") or {}).items():
+        if "object" in differences:
+            yield f"evaluation.sets.{name}.object", differences["object"]
+    for key in ("schedule", "hint"):
+        value = sections["pipeline"][key]
+        if value is not None and is_in_file(value):
+            yield f"pipeline.{key}", value
+    run = sections["run"]
+    if run["compile_cache"] not in ("auto", "none"):
+        yield "run.compile_cache", run["compile_cache"]
+    for flag in run["xla_flags"]:
+        name, _, value = flag.partition("=")
+        if "/" in value or name.endswith(_OF_PATHS):
+            yield "run.xla_flags", flag
