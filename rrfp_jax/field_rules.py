@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rrfp_jax.bounded_text import shown
+
 
 class Rule(NamedTuple):
     """What a value must be, in words that follow "give", and whether it is."""
@@ -18,12 +20,27 @@ POSITIVE = Rule("a positive number", lambda value: 0 < value < math.inf)
 SECONDS = Rule("a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
+_MOST = {
+    **dict.fromkeys(("num_layers", "num_stages", "chunks_per_stage", "encoder_stages", "data", "tensor"), 1 << 14),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "num_experts", "experts_per_token"), 1 << 16),
+    **dict.fromkeys(("num_microbatches", "group_size", "offload", "recompute"), 1 << 16),
+    **dict.fromkeys(
+        ("devices", "batch_size", "length", "image_length", "max_patches", "patch_size", "merge", "image_size"), 1 << 24
+    ),
+    **dict.fromkeys(("vocab_size", "hidden", "head_dim", "mlp_dim", "shared_mlp_dim"), 1 << 31),
+}
+"""Far more than any machine has, by the name of the field. What is counted is gone through one by one, before anything
+shows how much of it there is; so a number that a file names is refused for itself."""
+
+
 def check_fields(record: object, rule: Rule, *names: str) -> None:
-    """Raise ValueError where a field of the record is not what the rule says; None always is."""
+    """Raise ValueError where a field of the record is not what the rule says, or beyond all bounds; None never is."""
     for name in names:
         value = getattr(record, name)
         if value is not None and not rule.holds(value):
-            raise ValueError(f"{name} is {value}: give {rule.words}")
+            raise ValueError(f"{name} is {shown(value)}: give {rule.words}")
+        if name in _MOST and isinstance(value, int) and value > _MOST[name]:
+            raise ValueError(f"{name} is {shown(value)}: give at most {_MOST[name]}")
 
 
 def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rrfp_jax.exchange.model_folder import open_model
 from rrfp_jax.yaml_text import read_yaml
@@ -24,3 +25,20 @@ def test_a_models_folder_that_is_no_yaml_is_refused(text: str, tmp_path: Path) -
     (tmp_path / "model.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"^the folder .*model\.yaml cannot be read \(no YAML\): import"):
         open_model(tmp_path, "the folder")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: &x [1]\nb: *x", "an alias"),
+        ("a: &x {b: *x}", "an alias"),
+        ("a: &x {b: 1}\nc: {<<: *x}", "an alias"),
+        ("a: " + "[" * 20_000, "nested more than 50 deep"),
+        ("a: [" + "1," * 60_000 + "1]", "more than 50000 values"),
+        ("a: " + "x" * (1 << 20), "more than 1,048,576 characters"),
+    ],
+    ids=["alias", "itself", "merged", "deep", "many", "long"],
+)
+def test_yaml_without_bounds_is_refused(text: str, why: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=why):
+        read_yaml(text)

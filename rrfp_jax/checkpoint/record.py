@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from rrfp_jax.checkpoint.arrays import Name
 from rrfp_jax.checkpoint.durable_files import FileSum, canonical_json, sum_file, write_whole
-from rrfp_jax.record_files import read_record
+from rrfp_jax.record_files import parse_json, read_record
 
 FORMAT, VERSION = "rrfp-jax checkpoint", 1
 COMMIT = "commit.json"
@@ -105,7 +105,7 @@ class Commit(BaseModel, frozen=True, strict=True):
     def read(cls, directory: Path) -> "Commit":
         """Read what :meth:`write` wrote; raises Unusable for anything else."""
         try:
-            data = json.loads(read_record(directory / COMMIT)[0])
+            data = parse_json(read_record(directory / COMMIT)[0])
             content: Any = data.get("content") if isinstance(data, dict) else None
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise Unusable("it is no checkpoint of this package")
@@ -116,7 +116,7 @@ class Commit(BaseModel, frozen=True, strict=True):
             raise Unusable(f"{COMMIT} cannot be read ({error.strerror})") from None
         except Unusable:
             raise
-        except (ValueError, RecursionError):  # no JSON, numbers that are none, or too deep
+        except ValueError:  # no JSON, numbers that are none, or too deep
             is_whole = False
         if not is_whole:
             raise Unusable(f"{COMMIT} is damaged")

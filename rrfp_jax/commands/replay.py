@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rrfp_jax.commands.common.console import say
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         from rrfp_jax.observe.chrome_trace import write_trace
 
         write_trace(timeline, arguments.trace)
-    print(json.dumps(_figures(run, told)) if arguments.json else "\n\n".join(_text(run, told)))
+    say(json.dumps(_figures(run, told)) if arguments.json else "\n\n".join(_text(run, told)))
     return DIFFERS if any(stage.difference for stage in run.stages) else 0
 
 

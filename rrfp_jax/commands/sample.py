@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rrfp_jax.commands.common.console import show_text
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         prompt = _prompt(text, [Path(image) for image in arguments.image], vocabulary, folder, run)
         check_fits(prompt.tokens, folder, drawing.max_tokens)
         made = _made(folder, prompt, drawing, vocabulary)
-    print(made)
+    show_text(made)
     return DONE
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp_jax.byte_sizes import format_bytes, parse_bytes
-from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.console import make_console, say, show_text
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.exit_codes import DONE, PEER_LOST
@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
+_MOST_SHOWN = 1 << 20
+"""Tokens of a document that are put on a screen."""
 _WORDS = {
     "reading": "reading the files",
     "training": "making the tokenizer",
@@ -164,16 +166,18 @@ def _show(path: str, number: int, *, is_json: bool) -> int:
         if not 0 <= number < tokens.num_documents:
             raise ValueError(f"{path} has {tokens.num_documents} documents: give --document from 0, less than that")
         start, stop = tokens.document(number)
-        text, header = tokens.decode(tokens.tokens(start, stop - 1)), tokens.header
+        shown = tokens.tokens(start, min(stop - 1, start + _MOST_SHOWN))
+        text, header = tokens.decode(shown), tokens.header
     if is_json:
         told = {"header": to_plain(header), "document": number, "num_tokens": stop - start, "text": text}
         print(json.dumps(told), flush=True)
         return DONE
-    print(
+    say(
         f"{path}: {header.num_documents:,} documents, {header.num_tokens:,} tokens of {header.tokenizer.name} "
-        f"(vocabulary {header.vocab_size:,}); document {number}, {stop - start:,} tokens:\n"
+        f"(vocabulary {header.vocab_size:,}); document {number}, {stop - start:,} tokens"
+        f"{'' if len(shown) == stop - start - 1 else f', the first {_MOST_SHOWN:,}'}:\n"
     )
-    print(text)
+    show_text(text)
     return DONE
 
 

@@ -17,7 +17,6 @@ order that follows from (seed, epoch) alone.
 """
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothi
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 from rrfp_jax.planning.cut_sizes import CutSizes
+from rrfp_jax.record_files import parse_json
 
 MARKER = "<image>"
 _END = b"\0"
@@ -153,8 +153,8 @@ class ImageText:
 
     def _fields(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            fields = parse_json(line)
+        except ValueError as error:
             raise self._refusal(number, f"is not JSON ({error}): mend or remove it") from error
         if not isinstance(fields, dict) or fields.keys() - {"images"} not in _FIELDS:
             raise self._refusal(number, "must be an object with text, or with prompt and target, and perhaps images")

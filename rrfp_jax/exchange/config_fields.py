@@ -7,7 +7,10 @@ unless its value says that something is off.
 from collections.abc import Mapping
 from typing import Any
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.exchange.silent_fields import SILENT
+
+_MOST = (1 << 31) - 1
 
 
 class ConfigFields:
@@ -41,8 +44,8 @@ class ConfigFields:
     def whole(self, name: str, *older: str) -> int:
         """A whole number of at least 1."""
         value = self.get(name, *older)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refusal(name, value, "a whole number of at least 1 is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise self.refusal(name, value, f"a whole number from 1 to {_MOST} is needed")
         return value
 
     def number(self, name: str) -> float:
@@ -81,7 +84,7 @@ class ConfigFields:
 
     def refusal(self, name: str, value: Any, why: str) -> ValueError:
         """The error for a field's value."""
-        return ValueError(f"{self.where}: {name} is {value!r}: {why}")
+        return ValueError(f"{self.where}: {name} is {shown(value)}: {why}")
 
     def finish(self) -> None:
         """Refuse the first field that nobody has read, unless it is silent or off."""

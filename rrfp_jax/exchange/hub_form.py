@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.exchange.config_fields import ConfigFields
 from rrfp_jax.exchange.families.llama import LLAMA
 from rrfp_jax.exchange.families.llava import DECODER
@@ -54,8 +55,8 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
     """
     kind = config.get("model_type")
     known = {**TEXT_FAMILIES, **READERS}
-    if kind not in known:
-        raise ValueError(f"{where}: model_type is {kind!r}: models here are {', '.join(known)}")
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{where}: model_type is {shown(kind)}: models here are {', '.join(known)}")
     if config.get(_QUANTISED) is not None:
         raise ValueError(f"{where}: {_QUANTISED} is given: give the model as it was before it was quantised")
     if kind in READERS:
@@ -85,7 +86,7 @@ def check_architecture(config: Mapping[str, Any], wanted: str, where: str) -> No
     """Raise ValueError where the file says that it holds another model than the family's."""
     given = config.get("architectures")
     if given and given != [wanted]:
-        raise ValueError(f"{where}: architectures is {given!r}: models here are {wanted}")
+        raise ValueError(f"{where}: architectures is {shown(given)}: models here are {wanted}")
 
 
 def _located(error: ValueError, where: str) -> ValueError:

@@ -60,6 +60,7 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
     config, where = read_json(source / CONFIG), str(source / CONFIG)
     probe = read_config(config, where, has_head=None, dtype="float32")  # what is not a model of ours says so first
     found = stored_tensors(source)
+    _check_layers(probe, len(found), where)
     stored = _by_older_names(found, probe)
     kept = dtype or _dtype_of(stored)
     has_head = _has_own_head(stored, probe)
@@ -75,6 +76,20 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
             raise ValueError(f"{tensor.path} holds {tensor.name}, for which this model has no place")
         _check_dtype(tensor)
     return PlannedImport(source, form, planned, {name: stored[name] for name in used}, list(rest.items()), kept)
+
+
+def _check_layers(form: HubForm, num_tensors: int, where: str) -> None:
+    """Raise ValueError where the model would have more layers, or experts, than its files have tensors."""
+    sections = form.sections
+    told = {"num_hidden_layers": sections.model.num_layers}
+    if sections.vision is not None:
+        told["num_hidden_layers of the tower"] = sections.vision.num_layers
+    for name, number in told.items():
+        if number > num_tensors:
+            raise ValueError(
+                f"{where}: {name} is {number}, and the files hold {num_tensors} tensors: give files that belong "
+                "together"
+            )
 
 
 def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, int], None] = lambda *_: None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rrfp_jax.exchange.model_sections import ModelSections, differences
+from rrfp_jax.record_files import TEXT_BYTES, read_record
 from rrfp_jax.yaml_text import read_yaml
 
 MODEL, CHECKPOINTS, CARRIED = "model.yaml", "checkpoints", "hugging-face"
@@ -77,7 +78,7 @@ def open_model(path: Path, what: str) -> ModelFolder:
     if file is None:
         raise ValueError(f"{what} {path} has neither {MODEL} nor {RUN}: give the folder of an import, or of a run")
     try:
-        config = read_yaml(file.read_text(encoding="utf-8"))
+        config = read_yaml(read_record(file, TEXT_BYTES)[0].decode())
     except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, and dates that do not exist, are of the second
         reason = getattr(error, "strerror", None) or "no YAML"
         raise ValueError(f"{what} {file} cannot be read ({reason}): import or train again") from None

@@ -1,6 +1,5 @@
 """The safetensors files of a folder: what is in them, and one tensor at a time."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.exchange.transforms import Shape
+from rrfp_jax.record_files import parse_json, read_record
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -66,10 +66,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds an object; raises ValueError in one sentence where it cannot be read as one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_record(path)[0])
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): give the folder of a model") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ValueError(f"{path} is no JSON: copy the folder again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no object: copy the folder again")

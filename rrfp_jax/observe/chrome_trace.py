@@ -15,6 +15,7 @@ from typing import Any
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import first_start_s, require_drawable
 from rrfp_jax.observe.style import IDLE_LOOKS, task_looks
+from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.tasks import COMPUTE, Task
 from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
@@ -46,7 +47,7 @@ def read_trace(path: str | os.PathLike[str]) -> Timeline:
     Raises ValueError, with the file's name, where there is none or it is something else.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(read_record(Path(path))[0])["traceEvents"]
         boxes = [event for event in events if event["ph"] == "X"]
         lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         timeline = Timeline(max(event["pid"] for event in boxes))

@@ -5,10 +5,14 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 
+from rrfp_jax.bounded_text import shown
+
 TENSOR, FSDP, EXPERT, CONTEXT = "tensor", "fsdp", "expert", "context"
 """Axes whose names have a meaning: see :mod:`rrfp_jax.programs.shardings`."""
 _RESERVED = ("data", "stage")
 """Axes of the pipeline itself."""
+
+_MOST_DEVICES = 1 << 16
 
 Axes = tuple[tuple[str, int], ...]
 """Names and sizes, innermost first: neighbours along the first one are neighbouring devices."""
@@ -27,6 +31,8 @@ def checked_axes(mesh: Mapping[str, int]) -> Axes:
             )
         if size < 1:
             raise ValueError(f"mesh has {size} devices along {name}: give at least 1")
+        if size > _MOST_DEVICES:
+            raise ValueError(f"mesh has {shown(size)} devices along {name}: give at most {_MOST_DEVICES}")
     return tuple(mesh.items())
 
 

@@ -3,6 +3,8 @@
 import sys
 from contextlib import suppress
 
+from rrfp_jax.bounded_text import printable
+
 
 def say_last_words(text: str) -> None:
     """Write ``text``, if any, to stderr, after what stdout still holds; either may be closed, or read by nobody.
@@ -12,5 +14,5 @@ def say_last_words(text: str) -> None:
     with suppress(OSError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, AttributeError):
-        sys.stderr.write(f"{text}\n" if text else "")
+        sys.stderr.write(f"{printable(text)}\n" if text else "")
         sys.stderr.flush()

@@ -19,10 +19,13 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
 
 _log = logging.getLogger(__name__)
+_MOST_BYTES, _MOST_ROWS, _LONGEST_CELL = 1 << 24, 1 << 14, 200
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -47,11 +50,13 @@ def read_csv(
     """Read and validate a table; its name is the file's. Raises ValueError as :func:`from_csv` does."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path, _MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"cannot read schedule {path}: {error.strerror}: give the path of a CSV table") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read schedule {path}: it is not UTF-8 text") from error
+    if text.count("\n") > _MOST_ROWS:
+        raise ValueError(f"schedule {path} has more than {_MOST_ROWS} lines: give one line per stage")
     return from_csv(text, name=path.stem, placement=placement, graph=graph)
 
 
@@ -67,11 +72,17 @@ def from_csv(
     operations that the graph does not have, and whatever :meth:`ScheduleTable.validate` finds.
     """
     own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
-    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(text)))
+    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(name, text)))
     _note(name, text, own)
     tasks = [task for row in rows for task in row if task is not None]
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
+    for what, largest in (("chunk", max(t.chunk for t in tasks)), ("microbatch", max(t.microbatch for t in tasks))):
+        if largest >= len(tasks):  # all of them have a task, so that lists of this length may be made
+            raise ValueError(
+                f"table {name!r} names {what} {shown(largest)} and holds {len(tasks)} tasks: number them from 0 "
+                "without gaps"
+            )
     unknown = sorted({str(task.kind) for task in tasks}.difference(BUILT_IN, own))
     if unknown:
         raise ValueError(
@@ -90,9 +101,14 @@ def from_csv(
     return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
 
 
-def _lines(text: str) -> list[list[str]]:
+def _lines(name: str, text: str) -> list[list[str]]:
     """The cells line by line; a last line without any cell is the file's end, not a stage."""
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(
+            f"table {name!r} is no CSV ({error}): write one line per stage, for example 0F0,0F1,0B0"
+        ) from None
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     return lines
@@ -100,6 +116,13 @@ def _lines(text: str) -> list[list[str]]:
 
 def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> Iterator[Task | None]:
     for column, cell in enumerate(line):
+        if not cell:
+            yield None
+            continue
+        if len(cell) > _LONGEST_CELL:
+            raise ValueError(
+                f"table {name!r}, stage {stage}, column {column}: {shown(cell)} is not a task: write one, such as 2F5"
+            )
         lowered = _LOWERED.fullmatch(cell.strip())
         if lowered and lowered.group(1) not in own:
             continue

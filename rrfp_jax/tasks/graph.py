@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.tasks.graph_operations import GraphOperations
 from rrfp_jax.tasks.kinds import Task, TaskKind
 from rrfp_jax.tasks.operations import COMPUTE, Op
+
+MOST_PAIRS = 1 << 20
+"""Of a chunk and a microbatch, in one step. A pair takes about a kilobyte and 50 microseconds to plan."""
 
 Absences = tuple[tuple[int, int], ...]
 """(chunk, microbatch) pairs that do not exist, as (chunk, mask) by ascending chunk; bit ``m`` of a mask, which is never
@@ -68,6 +72,11 @@ class PipelineGraph:
         if self.num_chunks < 1 or self.num_microbatches < 1:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
+            )
+        if self.num_chunks * self.num_microbatches > MOST_PAIRS:  # before anything is made for each of them
+            raise ValueError(
+                f"{shown(self.num_chunks)} chunks of {shown(self.num_microbatches)} microbatches are more than the "
+                f"{MOST_PAIRS} pairs that a step may have: give fewer of either"
             )
         self._check_edges()
         if self.owned and len(self.owned) != self.num_chunks:

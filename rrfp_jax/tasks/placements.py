@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+
+from rrfp_jax.bounded_text import shown
+
+_MOST_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,14 @@ class Placement:
             raise ValueError("a placement needs at least one chunk")
         if min(self.stage_of_chunk) < 0:
             raise ValueError(
-                f"placement {self.stage_of_chunk} has a stage below 0: number the stages from 0 without gaps"
+                f"placement {shown(self.stage_of_chunk)} has a stage below 0: number the stages from 0 without gaps"
             )
-        unused = set(range(self.num_stages)) - set(self.stage_of_chunk)
+        used = set(self.stage_of_chunk)
+        gaps = (stage for stage in range(self.num_stages) if stage not in used)
+        unused = list(islice(gaps, _MOST_TOLD))  # a few of them: the largest number may be any
         if unused:
             raise ValueError(
-                f"placement {self.stage_of_chunk} leaves stages {sorted(unused)} without a chunk: "
+                f"placement {shown(self.stage_of_chunk)} leaves stages {unused} without a chunk: "
                 "number the stages from 0 without gaps"
             )
 

@@ -39,6 +39,7 @@ from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
+from rrfp_jax.runtime.log_file.run_log import FORMAT, VERSION
 from rrfp_jax.runtime.report import StageState, WaitForReport
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
 from rrfp_jax.tasks import Op, Task, TaskKind, chain, linear
@@ -386,6 +387,45 @@ def test_files_that_are_cut_or_damaged_are_refused(written: Path) -> None:
 def test_foreign_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / log_name()
     path.write_bytes(gzip.compress(content))
+    assert message in refused(path)
+
+
+def test_a_log_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / log_name()
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(257):
+            file.write(b" " * (1 << 20))
+    assert "unfolds to more than 256 MiB" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("graph", "num_microbatches"), 10**9, "more than the 1048576 pairs that a step may have"),
+        (("graph", "num_microbatches"), 10**18, "more than the 1048576 pairs that a step may have"),
+        (("graph", "num_microbatches"), 200_000, "a replay has at most 262144"),
+        (("graph", "num_chunks"), 10**9, "more than the 1048576 pairs that a step may have"),
+        (("graph", "num_chunks"), 10**5, "the graph has 100000 chunks and the placement 2 of them"),
+        (("placement", "stage_of_chunk"), [0, 10**9], "leaves stages [1, 2, 3, 4, 5, 6, 7, 8] without a chunk"),
+        (("stages", 0, "arbiter", "evaluation_batches"), 10**9, "a replay has at most 262144"),
+        (("taken_s",), float("nan"), "a time in it is no number of seconds"),
+        (("clock_offset_s",), 1e308, "a time in it is no number of seconds"),
+        (("stages", 0, "segments", 0, "entries", 0, 0, 2), float("inf"), "a time in it is no number of seconds"),
+    ],
+)
+def test_numbers_of_a_log_are_compared_before_anything_is_made_as_large(
+    where: tuple[Any, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    log = log_of(
+        LoggedRun({(s, 0): arbiter_of(s, num_stages=2, num_microbatches=2) for s in range(2)}).start(2).run(25)
+    )
+    plain: Any = to_plain(log)
+    inner = plain
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    path = tmp_path / log_name()
+    path.write_bytes(gzip.compress(json.dumps({"format": FORMAT, "version": VERSION, "log": plain}).encode()))
     assert message in refused(path)
 
 

@@ -123,3 +123,31 @@ def test_operations_that_no_graph_has_are_named() -> None:
         from_csv(to_csv(table))
     with pytest.raises(ValueError, match="names operations L, O"):
         from_csv(to_csv(table), graph=build_schedule("1f1b", ScheduleRequest(num_stages=4, num_microbatches=8)).graph)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F999999999999,0B0\n", "names microbatch 999999999999 and holds 2 tasks: number them from 0 without gaps"),
+        ("0F100000000,0B100000000\n", "names microbatch 100000000 and holds 2 tasks"),
+        ("99999999F0,99999999B0\n", "names chunk 99999999 and holds 2 tasks"),
+        ('"' + "a" * 200_000, "field larger than field limit"),
+        ("(" * 50_000 + "0F0)OVERLAP_F_B\n", "is not a task: write one, such as 2F5"),
+        ("9" * 5000 + "F0\n", "is not a task: write one, such as 2F5"),
+    ],
+)
+def test_a_table_is_refused_before_anything_is_made_as_large_as_its_numbers(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        from_csv(text)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_table_of_empty_lines_or_cells_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    for text, words in (
+        ("\n" * 20_000 + "0F0,0B0\n", "more than 16384 lines"),
+        ("," * (1 << 24), "more than 16,777,2"),
+    ):
+        path.write_text(text + "\n")
+        with pytest.raises(ValueError, match=words):
+            read_csv(path)

@@ -9,6 +9,9 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
+
+from rrfp_jax.bounded_text import printable
 
 _OURS = ("rrfp_jax", "experiments", "root")
 _FOREIGN_LINES = 2
@@ -25,8 +28,22 @@ class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False, **options})
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """What a line, or a table's cell, is made of: names that others gave are among them."""
+        return super().render_str(printable(text), **options)
+
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def say(text: str) -> None:
+    """Print a report of several lines, in which names and words of others may stand."""
+    print(printable(text))
+
+
+def show_text(text: str) -> None:
+    """Print a text that others wrote, as it is, unless a terminal would obey what stands in it."""
+    print(printable(text) if sys.stdout.isatty() else text)
 
 
 def make_console(*, is_quiet: bool = False) -> Console:
@@ -44,7 +61,7 @@ class _LogLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(printable(self.format(record)), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 

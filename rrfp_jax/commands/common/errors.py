@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.console import log_plainly
 from rrfp_jax.commands.common.interrupts import raise_lost_interrupts_again
 from rrfp_jax.exit_codes import (
@@ -60,7 +61,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         log_plainly()
         code = _run(main)
     except BadInput as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {sentence(str(error))}", file=sys.stderr)
         code = BAD_INPUT
     except BrokenPipeError:  # whoever read the output has seen enough
         _end(SIGNALLED + signal.SIGPIPE, "")

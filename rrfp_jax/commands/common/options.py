@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
 from rrfp_jax.commands.common.help_text import HelpText, examples_in, width, wrap
 
@@ -46,7 +47,7 @@ class CommandParser(ArgumentParser):
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {sentence(message)}", file=sys.stderr)
         sys.exit(2)
 
     def format_help(self) -> str:

@@ -22,6 +22,7 @@ from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.cuts import Room, best_cut, even_cut
 from rrfp_jax.planning.devices import Device, device_of
+from rrfp_jax.record_files import read_record
 from rrfp_jax.training.run_config import AUTO_CUT
 from rrfp_jax.training.run_directory import CONFIG
 from rrfp_jax.yaml_text import read_yaml
@@ -119,7 +120,7 @@ def _kept(config: TrainConfig) -> _Counts | None:
         wanted["encoder_layers_per_chunk"] = config.vision.num_layers_run
     asked: dict[str, Any] = config.as_dict()["pipeline"]
     try:
-        saved = read_yaml((Path(config.run.run_dir) / CONFIG).read_text(encoding="utf-8"))["pipeline"]
+        saved = read_yaml(read_record(Path(config.run.run_dir) / CONFIG)[0].decode())["pipeline"]
         counts = {name: tuple(map(int, saved[name])) for name in wanted}
         is_same = all(saved[name] == asked[name] for name in _SAME)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):

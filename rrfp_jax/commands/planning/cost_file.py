@@ -34,9 +34,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rrfp_jax.field_rules import POSITIVE, check_fields
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.record_files import read_bounded
 
 VERSION = 1
 """Of the files that are written; no other is read."""
+_MOST_BYTES = 1 << 24
 _SHORT_LIST = re.compile(r"\[\n\s+[^\[\]{}\n]+(,\n\s+[^\[\]{}\n]+){0,7}\n\s+\]")
 """A list of at most eight numbers and words, as it stands in indented JSON: a string has no line break."""
 
@@ -79,7 +81,7 @@ class _File(BaseModel):
 def read_costs(path: str | Path) -> CostBook:
     """The costs of a file; raises ValueError, in one sentence with the file and the key, for what does not fit."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bounded(path, _MOST_BYTES).decode()
     except OSError as error:
         raise ValueError(f"costs {path} cannot be read ({error.strerror}): give the path of a JSON file") from None
     except UnicodeDecodeError:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rrfp_jax.data.tokenizing.tokenizer import load, read_tokenizer
 from rrfp_jax.data.tokens.header import TOKENIZER, read_header
 from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
+from rrfp_jax.exchange.tensor_files import read_json
 
 _OF_BYTES = {"data": (), "rendered_text": (), "image_text": (0,)}
 """Sections of data sets whose tokens are bytes, and what ends their samples."""
@@ -177,7 +178,7 @@ def _positions_of(folder: ModelFolder) -> int | None:
     path = None if origin is None else origin.path / CARRIED / "config.json"
     if path is None or not path.is_file():
         return None
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     most: int | None = config.get("text_config", config).get("max_position_embeddings")
     return most
 
@@ -186,7 +187,7 @@ def _of_hub(folder: Path) -> Vocabulary:
     stops: set[int] = set()
     for name in _HUB_FILES:
         path = folder / name
-        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        told = read_json(path) if path.is_file() else {}
         ends = told.get("eos_token_id", (told.get("text_config") or {}).get("eos_token_id"))
         stops |= {ends} if isinstance(ends, int) else set(ends or ())
     return Tokenizer(_existing(folder / TOKENIZER), stops=tuple(sorted(stops)))

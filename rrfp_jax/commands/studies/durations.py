@@ -3,7 +3,6 @@
 A file also tells which pairs of chunk and microbatch do not exist in a step, for example without images.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
+from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
 from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, absences, bits
 from rrfp_jax.timeline import Span, Timeline
@@ -190,7 +190,7 @@ def from_array(durations_ms: Durations) -> GivenDurations:
 def load_trace(path: str) -> Timeline:
     """The tasks in a trace file that a run has written; raises ValueError for anything else."""
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(read_record(Path(path))[0])["traceEvents"]
         spans = [_span(event) for event in events if event["ph"] == "X" and event["cat"].startswith("task,")]
     except OSError as error:
         raise ValueError(f"cannot read trace {path}: {error.strerror}") from error

@@ -14,7 +14,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
-from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
@@ -22,6 +21,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.presets import find_config
@@ -36,6 +36,7 @@ from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
+from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
@@ -276,7 +277,7 @@ def _texts(text: str, *, is_optional: bool) -> list[str] | None:
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bounded(path).decode()
     except OSError as error:
         raise ValueError(
             f"configuration {path} cannot be read ({error.strerror}): give the path of a YAML file"
@@ -353,7 +354,7 @@ def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
-            raise ValueError(f"{path}: {key!r} is no {what}: {hint}")
+            raise ValueError(f"{path}: {shown(key)} is no {what}: {hint}")
 
 
 def _sentence(section: str, error: ValidationError) -> str:
@@ -369,7 +370,7 @@ def _sentence(section: str, error: ValidationError) -> str:
     wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
     if [*wanted] == ["text"] and isinstance(first["input"], bool | int | float | date):  # YAML takes a name for these
         return f"{section}.{field} is {first['input']}: give text, in quotes"
-    return f"{section}.{field} is {first['input']!r}: give {' or '.join(wanted)}"
+    return f"{section}.{field} is {shown(first['input'])}: give {' or '.join(wanted)}"
 
 
 def _wanted(kind: str) -> str:

@@ -4,7 +4,6 @@ A text is tokenised as it stands: what the file says about cutting, padding, dro
 open a text is not applied, for those are no part of the text.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
+from rrfp_jax.record_files import parse_json, read_record
 
 _CONFIG = "tokenizer_config.json"
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -132,7 +132,7 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
 
 def _configured_end(path: Path) -> str | None:
     try:
-        token = json.loads(path.read_bytes()).get("eos_token")
+        token = parse_json(read_record(path)[0]).get("eos_token")
     except (OSError, ValueError, AttributeError):  # missing, or nothing that tells
         return None
     if isinstance(token, dict):

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.record_files import TEXT_BYTES, parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 FORMAT, VERSION = "rrfp-jax token set", 1
@@ -150,7 +152,7 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
     if not folder.is_dir():
         raise ValueError(f"token set {folder} does not exist: write it with rrfp tokenize, or name another folder")
     try:
-        data = path.read_bytes()
+        data, _ = read_record(path, TEXT_BYTES)
     except FileNotFoundError:
         raise ValueError(
             f"{folder} is no token set, for it has no {HEADER}: name a folder that rrfp tokenize has written"
@@ -160,18 +162,24 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
             f"cannot read {path} ({error.strerror}): make it readable, or name another token set"
         ) from None
     try:
-        plain = json.loads(data)
+        plain = parse_json(data)
         if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
             raise MalformedRecord(f"it does not say {FORMAT!r}")
         version = plain.pop("version", None)
         if version != VERSION:
-            raise ValueError(
-                f"{path} is of version {version!r}, and this program reads version {VERSION}: write the token set anew "
-                "with rrfp tokenize, or take the version of the program that wrote it"
+            raise _OtherVersion(
+                f"{path} is of version {shown(version)}, and this program reads version {VERSION}: write the token set "
+                "anew with rrfp tokenize, or take the version of the program that wrote it"
             )
         return from_plain(TokenSetHeader, plain), hashlib.sha256(data).hexdigest()
-    except (MalformedRecord, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except _OtherVersion as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): write the token set anew with rrfp tokenize") from None
+
+
+class _OtherVersion(ValueError):
+    """A header that another program wrote."""
 
 
 IS_LITTLE_ENDIAN = sys.byteorder == "little"

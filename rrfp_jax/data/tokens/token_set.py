@@ -100,7 +100,9 @@ class TokenSet:
         """Where document ``number`` (0, 1, ...) begins and ends, in tokens, with the one that closes it."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"{self.path} has {self.num_documents} documents, and no number {number}")
-        start, *rest = self._index.ends(max(number - 1, 0), number + 1).tolist()
+        ends = self._index.ends(max(number - 1, 0), number + 1)
+        self._check_ascending(ends)
+        start, *rest = ends.tolist()
         return (start, rest[0]) if rest else (0, start)
 
     def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:

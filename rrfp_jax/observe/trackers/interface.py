@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.trackers.columns import Row
 from rrfp_jax.observe.trackers.config import TrackingConfig
+from rrfp_jax.record_files import parse_json, read_record
 
 
 class Tracker(Protocol):
@@ -81,7 +82,7 @@ class TrackedRun:
     def state(self, tracker: str) -> dict[str, Any]:
         """What a tracker has kept about the run when it last ran; empty where it has not, or where that is damaged."""
         try:
-            state = json.loads((self.path / state_name(tracker)).read_text(encoding="utf-8"))
+            state = parse_json(read_record(self.path / state_name(tracker))[0])
         except (OSError, ValueError):
             return {}
         return state if isinstance(state, dict) else {}

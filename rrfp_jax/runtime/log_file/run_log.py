@@ -4,6 +4,7 @@ A log is gzipped JSON with a name and a version, so that any program can read it
 """
 
 import gzip
+import io
 import json
 import os
 import time
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 from rrfp_jax.arbitration import Estimates, Event, Instruction, RunTask
 from rrfp_jax.arbitration.saved import SavedArbiter, save_arbiter
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
@@ -24,6 +27,12 @@ from rrfp_jax.tasks import PipelineGraph, Placement, Task
 FORMAT, VERSION = "rrfp-jax event log", 7
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
+_MOST_BYTES = 1 << 28
+"""Of a log's text: some megabytes of zeros unfold to gigabytes."""
+_MOST_PAIRS = 1 << 18
+"""Of a chunk and a microbatch, on all stages of a log; their plans take a third of a gigabyte and fifteen seconds."""
+_LAST_S = 1e12
+"""Seconds: some thousands of years."""
 
 Entry = tuple[Event, tuple[Instruction, ...]]
 """An event and the instructions that answered it."""
@@ -162,7 +171,7 @@ def write_log(log: RunLog, path: str | os.PathLike[str]) -> None:
 def read_log(path: str | os.PathLike[str]) -> RunLog:
     """Read a log; raises ValueError, in one sentence, for a file that is missing, damaged or none of ours."""
     try:
-        data = Path(path).read_bytes()
+        data, _ = read_record(Path(path))
     except OSError as error:
         raise ValueError(f"event log {path} cannot be read ({error.strerror}): give the path of a log") from None
     return _decode(path, data)
@@ -172,20 +181,57 @@ def _decode(path: str | os.PathLike[str], data: bytes) -> RunLog:
     if data[:2] != b"\x1f\x8b":
         raise ValueError(f"{path} is no event log, for it is not compressed: give a file named like {log_name()}")
     try:
-        content: Any = json.loads(gzip.decompress(data))
+        text = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"event log {path} unfolds to more than {_MOST_BYTES >> 20} MiB, which no run has written")
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise ValueError(f"event log {path} is damaged or cut short: take the file from the run once more") from None
-    except (ValueError, RecursionError):
+    try:
+        content: Any = parse_json(text)
+    except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is no event log: give a file named like {log_name()} from a run directory")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"event log {path} has version {content.get('version')!r:.20}, and this program reads version {VERSION}: "
-            "replay it with the program that wrote it"
+            f"event log {path} has version {shown(content.get('version')):.20}, and this program reads version "
+            f"{VERSION}: replay it with the program that wrote it"
         )
     try:
         log: RunLog = from_plain(RunLog, content.get("log"))
-    except MalformedRecord as error:
+        _check_sizes(log)
+    except (MalformedRecord, _BeyondBounds) as error:
         raise ValueError(f"event log {path} does not hold what it should: {error}") from None
     return log
+
+
+class _BeyondBounds(ValueError):
+    """Numbers of a log that no run has."""
+
+
+def _check_sizes(log: RunLog) -> None:
+    """Raise before a replay makes anything as large, or as long, as numbers in the log say, and not its events."""
+    if log.graph.num_chunks != log.placement.num_chunks:
+        raise _BeyondBounds(
+            f"the graph has {log.graph.num_chunks} chunks and the placement {log.placement.num_chunks} of them"
+        )
+    num_chunks = {stage: len(chunks) for stage, chunks in enumerate(log.placement.chunks_of_stage)}
+    num_pairs = sum(
+        num_chunks.get(each.arbiter.stage, 0)
+        * log.graph.num_microbatches
+        * (1 + max(0, each.arbiter.evaluation_batches))
+        for each in log.stages
+    )
+    if num_pairs > _MOST_PAIRS:
+        raise _BeyondBounds(
+            f"its stages have {shown(num_pairs)} pairs of a chunk and a microbatch, and a replay has at most "
+            f"{_MOST_PAIRS}"
+        )
+    times = [log.taken_s, log.clock_offset_s]
+    for stage in log.stages:
+        times += [] if stage.started is None else [stage.started.start_s]
+        for segment in stage.segments:
+            times += [event.time_s for event in segment.early]
+            times += [event.time_s for event, _ in segment.entries]
+    if not all(abs(time_s) < _LAST_S for time_s in times):
+        raise _BeyondBounds("a time in it is no number of seconds that any clock shows")

@@ -1,0 +1,45 @@
+"""Texts of others in our sentences: bounded, and without characters that a terminal would obey."""
+
+import re
+import reprlib
+from typing import Any
+
+_MOST_QUOTED = 200
+_MOST_WORD, _MOST_SENTENCE = 1_000, 4_000
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line break, marks that turn the direction of text, and halves of characters, which no
+terminal can be sent."""
+_LONG = re.compile(rf"\S{{{_MOST_WORD + 1},}}")
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxtuple = 4, 8, 8, 8
+_repr.maxstring = _repr.maxother = _repr.maxlong = _MOST_QUOTED
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a value that a file holds, cut where it is long or deep."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        text = "a number of thousands of digits"
+    return text if len(text) <= _MOST_QUOTED else f"{text[: _MOST_QUOTED - 3]}..."
+
+
+def printable(text: str) -> str:
+    """The text with characters that a terminal would obey, or cannot show, written as ``\\x1b``."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def sentence(text: str) -> str:
+    """A text on one line as it may be printed: cut where it, or a word of it, is long."""
+    words = _LONG.sub(_cut, " ".join(text.split()))
+    return printable(words if len(words) <= _MOST_SENTENCE else _middle_out(words, _MOST_SENTENCE))
+
+
+def _cut(found: re.Match[str]) -> str:
+    return _middle_out(found[0], _MOST_WORD // 4)
+
+
+def _middle_out(text: str, length: int) -> str:
+    """The beginning, which names the place, and the end, which has the remedy."""
+    return f"{text[: length * 2 // 3]}...{text[-(length // 3) :]}"
