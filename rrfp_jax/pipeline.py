@@ -37,7 +37,7 @@ from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import model_params
-from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.adapting import Adapting
 from rrfp_jax.runtime.determinism import require_determinism
@@ -64,7 +64,7 @@ class Pipeline:
 
     Args:
         chunks: the model's chunks, numbered as in ``placement``; see :class:`rrfp_jax.programs.chunk.Chunk`.
-        optimizer: any optax optimizer that treats each array by itself.
+        optimizer: any optax optimizer that treats each array by itself, alike whatever arrays stand beside it.
         placement: which stage owns which chunk; None takes the schedule's.
         edges: which chunk feeds which; None means the schedule's, or a chain without a schedule.
         process: where the pipeline runs: ``Process(Layout(num_stages=4, data=2, tensor=2))`` lays it out over eight
@@ -210,7 +210,9 @@ class Pipeline:
     def _check_new(self, purpose: str) -> None:
         if self._preparation is not None:
             raise RuntimeError(f"this pipeline has been stepped already: make a new one to {purpose}")
-        check_leafwise(self.optimizer, model_params(map(trained_specs, self.chunks)))
+        trained = [trained_specs(chunk) for chunk in self.chunks]
+        groups = [group for own in zip(self.chunks, trained, strict=True) for group in layer_groups(*own)]
+        check_leafwise(self.optimizer, model_params(trained), groups)
 
     def _held(self, state: PipelineState) -> HostedState:
         """What the chunks hold once all steps enqueued have ended."""

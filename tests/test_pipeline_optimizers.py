@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
@@ -80,6 +81,16 @@ def test_muon_trains_whole_matrices_where_replicas_share_its_state() -> None:
         chunks, placement=linear(2), optimizer=optimizer, clip_norm=1.0, data=2, shard_optimizer=True
     )
     assert_same_training(*train(pipeline, batches), *train_plainly(chunks, params, optimizer, batches, clip_norm=1.0))
+
+
+def test_a_learning_rate_that_decays_by_place_in_the_tree_is_refused() -> None:
+    def decayed(updates: Any, params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(updates)
+        return structure.unflatten([leaf * 0.5 ** (len(leaves) - index) for index, leaf in enumerate(leaves)])
+
+    optimizer = optax.chain(optax.sgd(0.1), optax.stateless(decayed))
+    with pytest.raises(ValueError, match=r"updates .* otherwise in a part .* not on its place among the arrays"):
+        make_pipeline(plain_model((1, 1)), placement=linear(2), optimizer=optimizer).init(jax.random.key(0))
 
 
 @pytest.mark.slow

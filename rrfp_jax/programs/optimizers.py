@@ -1,31 +1,46 @@
-"""Refuse optimizers that couple parameters, before they silently become one optimizer per chunk.
+"""Refuse optimizers that would train something else chunk by chunk than they train on the model as a whole.
 
-Every chunk is updated on its own, from its own gradients. That equals one update of the whole model only if the
-optimizer treats every parameter array by itself, as AdamW, Lion or Adafactor do. A clip by global norm inside the optax
-chain would clip each chunk by its own norm instead. So the optimizer's update is traced on the parameters of the whole
-model, and it is followed which arrays each result depends on, through the optimizer's state and over any number of
-steps.
+Every chunk is updated on its own, from its own gradients, and so is every shared layer. That equals one update of the
+whole model only if the optimizer treats every parameter array by itself, as AdamW, Lion or Adafactor do, and treats it
+alike whatever other arrays stand beside it. A clip by global norm inside the optax chain would clip each chunk by its
+own norm instead. Learning rates by place in the tree, a division by the number of arrays, or noise whose keys are split
+over the arrays would come out differently for a part of the tree.
 
-Every value of the trace carries a set of labels, written as the bits of an integer; an equation's outputs get the
-labels of all its inputs. Calls, conditionals and loops are followed inside, loops until nothing changes any more. What
-is unknown mixes everything: the answer may name too many dependencies, never too few.
+So the optimizer's ``init`` and ``update`` are traced on the parameters of the whole model, and on every group of layers
+that is updated by itself. All values of all traces are numbered, with the rule that two values get one number only
+if they are computed by the same operations from values of the same numbers (*value numbering*); calls, conditionals and
+loops are followed inside. Hence equal numbers mean equal values, whatever the numbers of the inputs are.
+
+State is compared by bisimulation. At first two arrays of state count as equal if their initial values have one number.
+An update keeps apart those whose next values differ, and the rounds end when no class is divided any more. Then arrays
+of one class stay equal over any number of steps, and an update that has one number in the whole and in the group is the
+same in every step. What cannot be shown to be the same is refused.
+
+Every number also carries the set of parameters on which the value depends, as the bits of an integer. So the same
+rounds show an update that depends on two arrays. What is unknown mixes everything: the answer may name too many
+dependencies, never too few.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from rrfp_jax.programs.specs import Specs, describe, spec_of
-from rrfp_jax.programs.splitting.versions import called_jaxpr, scan_shape
+from rrfp_jax.programs.sameness import Same, identity, parameter_identity
+from rrfp_jax.programs.specs import Specs, describe, pick, spec_of
+from rrfp_jax.programs.splitting.versions import called_jaxpr, open_jaxpr, scan_shape
 
 REMEDY = (
-    "each chunk is updated on its own, so an optimizer must treat every array by itself: use clip_norm=... of the "
-    "pipeline instead of optax.clip_by_global_norm, and skip_nonfinite instead of optax.apply_if_finite"
+    "each chunk is updated on its own, so an optimizer must treat every array by itself: use clip_norm=... in "
+    "updates=UpdateRules(clip_norm=...) instead of optax.clip_by_global_norm, and skip_nonfinite there instead of "
+    "optax.apply_if_finite"
 )
 
 
@@ -36,31 +51,28 @@ class _Trace(NamedTuple):
     update: Any
     state: Specs
     new_state: Specs
+    names: tuple[str, ...]
+    """The paths of the parameters, in the order of the leaves."""
 
 
-def check_leafwise(optimizer: optax.GradientTransformation, params: Specs) -> None:
-    """Raise ValueError if ``optimizer`` couples any two leaves of ``params``, naming the two.
+def check_leafwise(
+    optimizer: optax.GradientTransformation, params: Specs, groups: Iterable[Sequence[str]] = ()
+) -> None:
+    """Raise ValueError if ``optimizer`` couples leaves of ``params``, or updates one otherwise in its group alone.
 
     ``params`` holds the shapes of the whole model, as a dictionary from layer name to parameters: in a part of it a
-    coupling can go unseen.
+    coupling can go unseen. ``groups`` name the layers that are updated together.
     """
-    trace = _trace(optimizer, params)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    own = [1 << index for index in range(len(names))]
-    state = output_labels(trace.init, own)
-    while True:
-        outputs = output_labels(trace.update, own + state + own)
-        updates, new_state = outputs[: len(own)], outputs[len(own) :]
-        if len(state) != len(new_state):
-            return _check_state(trace)
-        grown = [old | new for old, new in zip(state, new_state, strict=True)]
-        for index, labels in enumerate(updates):
-            _refuse_mixture(f"its update of {names[index]}", labels | own[index], names)
-        for labels in grown:
-            _refuse_mixture("its state", labels, names)
-        if grown == state:
-            return _check_state(trace)
-        state = grown
+    whole = _trace(optimizer, params)
+    # a group that has all layers is the whole
+    parts = [_trace_of_group(optimizer, pick(params, group)) for group in groups if len(group) < len(params)]
+    traces = [whole, *parts]
+    if len(jax.tree.leaves(whole.state)) == len(jax.tree.leaves(whole.new_state)):
+        updates = _compared(traces)
+        for trace, own in zip(parts, updates[1:], strict=True):
+            _check_alike(whole.names, updates[0], trace.names, own)
+    for trace in traces:
+        _check_state(trace)
 
 
 def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
@@ -74,7 +86,19 @@ def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
     updates, new_state = shapes
     if len(jax.tree.leaves(updates)) != len(jax.tree.leaves(params)):
         raise ValueError("the optimizer's update returns another number of arrays than there are parameters")
-    return _Trace(init.jaxpr, update.jaxpr, spec_of(state), spec_of(new_state))
+    names = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    return _Trace(init, update, spec_of(state), spec_of(new_state), names)
+
+
+def _trace_of_group(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
+    try:
+        return _trace(optimizer, params)
+    except ValueError as error:
+        raise ValueError(
+            f"the optimizer takes the whole model, but not the layers {', '.join(params)} alone, as the pipeline "
+            "updates them: give masks and labels as functions of the parameters, not as trees "
+            f"({error.__cause__ or error})"
+        ) from error
 
 
 def _check_state(trace: _Trace) -> None:
@@ -90,69 +114,229 @@ def _check_state(trace: _Trace) -> None:
             )
 
 
-def _refuse_mixture(what: str, labels: int, names: list[str]) -> None:
+def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
+    """The number of every parameter's update, by trace; ValueError where one depends on two parameters of the first.
+
+    The first trace is of the whole model.
+    """
+    names = traces[0].names
+    bits = {name: 1 << index for index, name in enumerate(names)}
+    values = Values(len(names))
+
+    def inputs(role: str, trace: _Trace) -> list[int]:
+        return [values.symbol((role, name), bits[name]) for name in trace.names]
+
+    state = [values.outputs(trace.init, inputs("initial", trace)) for trace in traces]
+    classes, labels = _classes(state, [[values.labels[v] for v in own] for own in state])
+    while True:
+        values = Values(len(names))
+        updates: list[list[int]] = []
+        new_state: list[list[int]] = []
+        for trace, own in zip(traces, classes, strict=True):
+            held = [values.symbol(("state", number), labels[number]) for number in own]
+            results = values.outputs(trace.update, inputs("gradient", trace) + held + inputs("parameter", trace))
+            updates.append(results[: len(trace.names)])
+            new_state.append(results[len(trace.names) :])
+        pairs = [list(zip(*own, strict=True)) for own in zip(classes, new_state, strict=True)]
+        grown = [[labels[number] | values.labels[value] for number, value in own] for own in pairs]
+        for index, update in enumerate(updates[0]):
+            _refuse_mixture(f"its update of {names[index]}", values.labels[update] | 1 << index, names)
+        for each in grown[0]:
+            _refuse_mixture("its state", each, names)
+        before, (classes, labels) = labels, _classes(pairs, grown)
+        # equally many classes are the same classes, since an update only divides them
+        if len(labels) == len(before) and sum(labels.values()) == sum(before.values()):
+            return updates
+
+
+def _classes(
+    values: Sequence[Sequence[Hashable]], labels: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], dict[int, int]]:
+    """Equal values as equal numbers from 0, and by number the labels that any of them carries."""
+    numbers: dict[Hashable, int] = {}
+    classes = [[numbers.setdefault(value, len(numbers)) for value in own] for own in values]
+    union = dict.fromkeys(range(len(numbers)), 0)
+    for own, carried in zip(classes, labels, strict=True):
+        for number, each in zip(own, carried, strict=True):
+            union[number] |= each
+    return classes, union
+
+
+def _check_alike(names: Sequence[str], whole: Sequence[int], own_names: Sequence[str], own: Sequence[int]) -> None:
+    in_whole = dict(zip(names, whole, strict=True))
+    for name, update in zip(own_names, own, strict=True):
+        if update != in_whole[name]:
+            raise ValueError(
+                f"the optimizer updates {name} otherwise in a part of the model, {own_names[0]} to {own_names[-1]}, "
+                "which the pipeline updates by itself, than in the whole: an array's learning rate, label, scale or "
+                "noise may depend on its path, its shape and its values, but not on its place among the arrays, on "
+                "their number, or on a random key that is split over them"
+            )
+
+
+def _refuse_mixture(what: str, labels: int, names: Sequence[str]) -> None:
     mixed = [name for index, name in enumerate(names) if labels >> index & 1]
     if len(mixed) > 1:
         raise ValueError(f"the optimizer couples leaves: {what} depends on {mixed[0]} and {mixed[1]}; {REMEDY}")
 
 
-def output_labels(jaxpr: jex.Jaxpr, labels: Sequence[int]) -> list[int]:
+def output_labels(jaxpr: Any, labels: Sequence[int]) -> list[int]:
     """The labels of the outputs of ``jaxpr`` when its inputs carry ``labels``; its constants carry none."""
-    known: dict[Any, int] = dict(zip(jaxpr.invars, labels, strict=True))
-
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, jex.Literal) else known.get(atom, 0)
-
-    for eqn in jaxpr.eqns:
-        outputs = _equation(eqn, [read(atom) for atom in eqn.invars])
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    values = Values(max(map(int.bit_length, labels), default=0))
+    inputs = [values.symbol(("input", index), label) for index, label in enumerate(labels)]
+    return [values.labels[output] for output in values.outputs(jaxpr, inputs)]
 
 
-def _equation(eqn: jex.JaxprEqn, labels: list[int]) -> list[int]:
-    match eqn.primitive.name:
-        case "cond":
-            return _cond(eqn.params, labels)
-        case "while":
-            return _while(eqn.params, labels)
-        case "scan":
-            return _scan(eqn, labels)
-    called = called_jaxpr(eqn)
-    if called is not None:
-        return output_labels(_open(called), labels)
-    return [reduce(or_, labels, 0)] * len(eqn.outvars)
+class Values:
+    """Values of traced programs, numbered so that equal numbers mean equal values, with their labels."""
+
+    def __init__(self, num_labels: int) -> None:
+        self.labels: list[int] = []
+        """The labels of every value by its number."""
+        self._numbers: dict[Hashable, int] = {}
+        self._num_bits = num_labels
+        """Bits in use: the lowest are the labels of inputs, and loops take further ones."""
+
+    def symbol(self, name: Hashable, labels: int) -> int:
+        """The number of an input of this name."""
+        return self._number(("symbol", name), labels)
+
+    def outputs(self, jaxpr: Any, inputs: Sequence[int], depth: int = 0) -> list[int]:
+        """The numbers of the outputs of ``jaxpr`` for inputs of these numbers, within ``depth`` loops."""
+        parts = open_jaxpr(jaxpr)
+        known: dict[Any, int] = dict(zip(parts.invars, inputs, strict=True))
+        known |= {
+            var: self._number(("constant", _constant(const)), 0)
+            for var, const in zip(parts.constvars, parts.consts, strict=True)
+        }
+
+        def read(atom: Any) -> int:
+            if not isinstance(atom, jex.Literal):
+                return known[atom]
+            weak = getattr(atom.aval, "weak_type", False)
+            return self._number(("literal", str(atom.aval), weak, identity(np.asarray(atom.val))), 0)
+
+        for eqn in parts.equations:
+            results = self._equation(eqn, [read(atom) for atom in eqn.invars], depth)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in parts.outvars]
+
+    def _number(self, key: Hashable, labels: int) -> int:
+        number = self._numbers.setdefault(key, len(self.labels))
+        if number == len(self.labels):
+            self.labels.append(labels)
+        return number
+
+    def _union(self, values: Iterable[int]) -> int:
+        return reduce(or_, (self.labels[value] for value in values), 0)
+
+    def _equation(self, eqn: Any, inputs: list[int], depth: int) -> list[int]:
+        match eqn.primitive.name:
+            case "cond":
+                return self._cond(eqn.params, inputs, depth)
+            case "while":
+                return self._while(eqn.params, inputs, depth)
+            case "scan":
+                return self._scan(eqn, inputs, depth)
+        called = called_jaxpr(eqn)
+        if called is not None:
+            return self.outputs(called, inputs, depth)
+        # what has an effect is the same as itself alone
+        what = Same(eqn) if eqn.effects else (Same(eqn.primitive), parameter_identity(eqn.params))
+        labels = self._union(inputs)
+        return [self._number((what, tuple(inputs), place), labels) for place in range(len(eqn.outvars))]
+
+    def _cond(self, params: dict[str, Any], inputs: list[int], depth: int) -> list[int]:
+        predicate, operands = inputs[0], inputs[1:]
+        branches = [self.outputs(branch, operands, depth) for branch in params["branches"]]
+        return [
+            self._number(("cond", predicate, choices), self.labels[predicate] | self._union(choices))
+            for choices in zip(*branches, strict=True)
+        ]
+
+    def _while(self, params: dict[str, Any], inputs: list[int], depth: int) -> list[int]:
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts = inputs[:num_cond], inputs[num_cond : num_cond + num_body]
+
+        def body(carry: list[int]) -> list[int]:
+            again = self.outputs(params["cond_jaxpr"], cond_consts + carry, depth + 1)
+            return again + self.outputs(params["body_jaxpr"], body_consts + carry, depth + 1)
+
+        results = self._loop("while", body, inputs[num_cond + num_body :], depth, decides=True)
+        return results[1:]
+
+    def _scan(self, eqn: Any, inputs: list[int], depth: int) -> list[int]:
+        num_consts, num_carry = scan_shape(eqn)
+        consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+        whole = inputs[num_consts + num_carry :]
+        sliced = [self._number(("slice", depth, value), self.labels[value]) for value in whole]
+
+        def body(carry: list[int]) -> list[int]:
+            outputs = self.outputs(eqn.params["jaxpr"], consts + carry + sliced, depth + 1)
+            return outputs[num_carry:] + outputs[:num_carry]
+
+        what = ("scan", eqn.params["length"], eqn.params["reverse"])
+        results = self._loop(what, body, carry, depth)
+        num_stacked = len(results) - num_carry
+        return results[num_stacked:] + results[:num_stacked]
+
+    def _loop(self, what: Hashable, body: Any, start: list[int], depth: int, *, decides: bool = False) -> list[int]:
+        """The numbers of all that a loop returns.
+
+        ``body`` gives, for the carry's numbers, those of its further results, and then those of the next carry.
+        ``decides``: the first result says whether the loop goes on. A result's number speaks of no more of the carry
+        than the result depends on: so it is the same in a loop over the whole model and in one over a part.
+        """
+        carry = [self._carried(depth, place) for place in range(len(start))]
+        bits = [self.labels[value] for value in carry]
+        results = body(carry)
+        num_further = len(results) - len(start)
+        numbered: dict[tuple[int, ...], tuple[list[int], tuple[tuple[int, int], ...]]] = {}
+        numbers = []
+        for place, result in enumerate(results):
+            needed = self.labels[result] | (self.labels[results[0]] if decides else 0)
+            needed |= 0 if place < num_further else bits[place - num_further]
+            while True:
+                places = tuple(p for p, bit in enumerate(bits) if needed & bit)
+                grown = needed | self._union(results[num_further + p] for p in places)
+                if grown == needed:
+                    break
+                needed = grown
+            if places not in numbered:
+                numbered[places] = self._numbered(body, start, places, depth, num_further)
+            own, key = numbered[places]
+            rank = places.index(place - num_further) if place >= num_further else ("further", own[place])
+            labels = (needed | self._union(start[p] for p in places)) & ~reduce(or_, bits, 0)
+            deciding = own[0] if decides else None
+            numbers.append(self._number((what, deciding, key, rank), labels))
+        return numbers
+
+    def _numbered(
+        self, body: Any, start: list[int], places: tuple[int, ...], depth: int, num_further: int
+    ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """The loop's results where the carry at ``places`` is counted from 0, and what tells how that carry evolves."""
+        rank = {place: number for number, place in enumerate(places)}
+        carry = [
+            self._carried(depth, rank[place]) if place in rank else self._number(("unneeded", depth), 0)
+            for place in range(len(start))
+        ]
+        results = body(carry)
+        return results, tuple((start[place], results[num_further + place]) for place in places)
+
+    def _carried(self, depth: int, place: int) -> int:
+        """The symbol of a part of the carry of a loop within ``depth`` others; a bit of its own stands for it."""
+        key = ("carried", depth, place)
+        if key not in self._numbers:
+            self._number(key, 1 << self._num_bits)
+            self._num_bits += 1
+        return self._numbers[key]
 
 
-def _cond(params: dict[str, Any], labels: list[int]) -> list[int]:
-    predicate, operands = labels[0], labels[1:]
-    branches = [output_labels(_open(branch), operands) for branch in params["branches"]]
-    return [predicate | reduce(or_, outputs, 0) for outputs in zip(*branches, strict=True)]
-
-
-def _while(params: dict[str, Any], labels: list[int]) -> list[int]:
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = labels[:num_cond], labels[num_cond : num_cond + num_body]
-    carry = labels[num_cond + num_body :]
-    while True:
-        (predicate,) = output_labels(_open(params["cond_jaxpr"]), cond_consts + carry)
-        body = output_labels(_open(params["body_jaxpr"]), body_consts + carry)
-        grown = [old | new | predicate for old, new in zip(carry, body, strict=True)]
-        if grown == carry:
-            return carry
-        carry = grown
-
-
-def _scan(eqn: jex.JaxprEqn, labels: list[int]) -> list[int]:
-    num_consts, num_carry = scan_shape(eqn)
-    consts, carry = labels[:num_consts], labels[num_consts : num_consts + num_carry]
-    sliced = labels[num_consts + num_carry :]
-    while True:
-        outputs = output_labels(_open(eqn.params["jaxpr"]), consts + carry + sliced)
-        grown = [old | new for old, new in zip(carry, outputs, strict=False)]
-        if grown == carry:
-            return carry + outputs[num_carry:]
-        carry = grown
-
-
-def _open(jaxpr: Any) -> jex.Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
+def _constant(const: Any) -> Hashable:
+    """Equal for constants of equal values, of any size."""
+    if isinstance(const, jax.Array) and jnp.issubdtype(const.dtype, jax.dtypes.extended):
+        const = jax.random.key_data(const)
+    array = np.asarray(const)
+    if array.dtype.hasobject:
+        return Same(const)
+    return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest()

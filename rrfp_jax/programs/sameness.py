@@ -121,7 +121,7 @@ def program_identity(jaxpr: Any) -> Hashable:
         inputs = tuple([used(atom) for atom in eqn.invars])
         # what has an effect is the same as itself alone
         what = Same(eqn if eqn.effects else eqn.primitive)
-        return what, inputs, _parameter(eqn.params), tuple([defined(var) for var in eqn.outvars])
+        return what, inputs, parameter_identity(eqn.params), tuple([defined(var) for var in eqn.outvars])
 
     inputs = tuple([defined(var) for var in (*parts.constvars, *parts.invars)])
     equations = tuple([equation(eqn) for eqn in parts.equations])
@@ -135,13 +135,13 @@ def _is_small(const: Any) -> bool:
     return const.is_fully_addressable and const.nbytes <= _SMALL_BYTES
 
 
-def _parameter(value: Any) -> Hashable:
+def parameter_identity(value: Any) -> Hashable:
     if isinstance(value, _JAXPRS):
         return program_identity(value)
     if isinstance(value, Mapping):
-        return tuple([(name, _parameter(each)) for name, each in value.items()])
+        return tuple([(name, parameter_identity(each)) for name, each in value.items()])
     if isinstance(value, tuple | list):
-        return type(value), tuple([_parameter(each) for each in value])
+        return type(value), tuple([parameter_identity(each) for each in value])
     if isinstance(value, jax.sharding.Sharding | jax.sharding.PartitionSpec):
         return value
     key = identity(value)

@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 import pytest
 
-from rrfp_jax.programs.optimizers import check_leafwise, output_labels
+from rrfp_jax.programs.optimizers import Values, check_leafwise, output_labels
 
 PARAMS = {
     "embedding": {"table": jax.ShapeDtypeStruct((256, 128), jnp.float32)},
@@ -57,9 +57,115 @@ COUPLED = {
 }
 
 
+GROUPS = [("embedding",), ("head",), ("layers.0",)]
+
+
 @pytest.mark.parametrize("optimizer", LEAFWISE.values(), ids=LEAFWISE)
 def test_leafwise_optimizers_pass(optimizer: optax.GradientTransformation) -> None:
+    check_leafwise(optimizer, PARAMS, GROUPS)
+
+
+def scaled(factor_of: Any) -> optax.GradientTransformation:
+    """Updates times a number by place: ``factor_of(index, num_leaves)``."""
+
+    def update(updates: Any, params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(updates)
+        return structure.unflatten([leaf * factor_of(i, len(leaves)) for i, leaf in enumerate(leaves)])
+
+    return optax.stateless(update)
+
+
+def noisy(key_of: Any) -> optax.GradientTransformation:
+    """Updates plus noise, from a key of the state that moves on; ``key_of(key, index, num_leaves)``."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        leaves, structure = jax.tree.flatten(updates)
+        keys = [key_of(state["key"], index, len(leaves)) for index in range(len(leaves))]
+        noise = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        return jax.tree.map(jnp.add, updates, structure.unflatten(noise)), {"key": jax.random.fold_in(state["key"], 1)}
+
+    return optax.GradientTransformation(lambda params: {"key": jax.random.PRNGKey(0)}, update)
+
+
+def labels_by_place(params: Any) -> Any:
+    leaves, structure = jax.tree.flatten(params)
+    return structure.unflatten(["first" if index == 0 else "rest" for index in range(len(leaves))])
+
+
+def scale_that_counts(params: Any) -> Any:
+    return {"scale": jnp.float32(len(jax.tree.leaves(params)))}
+
+
+def in_a_loop(by_place: bool) -> optax.GradientTransformation:
+    """One loop over the whole tree, whose steps halve every array, or the first one only."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def halve(_: Any, leaves: list[Any]) -> list[Any]:
+            return [leaf * (1.0 if by_place and index else 0.5) for index, leaf in enumerate(leaves)]
+
+        leaves, structure = jax.tree.flatten(updates)
+        return structure.unflatten(jax.lax.fori_loop(0, 3, halve, leaves))
+
+    return optax.stateless(update)
+
+
+def in_a_conditional(by_place: bool) -> optax.GradientTransformation:
+    """Every third update is left out, by a conditional over the whole tree."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        factor = len(jax.tree.leaves(updates)) if by_place else 3.0
+        kept = jax.lax.cond(
+            state["count"] % 3 == 2,
+            lambda: jax.tree.map(jnp.zeros_like, updates),
+            lambda: jax.tree.map(lambda leaf: leaf * factor, updates),
+        )
+        return kept, {"count": state["count"] + 1}
+
+    return optax.GradientTransformation(lambda params: {"count": jnp.zeros((), jnp.int32)}, update)
+
+
+BY_PLACE = {
+    "layer-wise decay of the learning rate": scaled(lambda index, number: 0.5 ** (number - index)),
+    "rate by place from the front": scaled(lambda index, number: 0.5**index),
+    "division by the number of arrays": scaled(lambda index, number: 1 / number),
+    "labels by place": optax.partition({"first": optax.sgd(0.1), "rest": optax.adam(0.1)}, labels_by_place),
+    "noise by place": noisy(lambda key, index, number: jax.random.fold_in(key, index)),
+    "noise of split keys": noisy(lambda key, index, number: jax.random.split(key, number)[index]),
+    "a number of arrays in the state": optax.GradientTransformation(
+        scale_that_counts,
+        lambda grads, state, params=None: (jax.tree.map(lambda g: g / state["scale"], grads), state),
+    ),
+    "a loop over the tree": in_a_loop(by_place=True),
+    "a conditional over the tree": in_a_conditional(by_place=True),
+    "inside optax's own": optax.MultiSteps(
+        optax.chain(optax.adam(0.1), scaled(lambda index, number: 1 / number)), 2
+    ).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("optimizer", BY_PLACE.values(), ids=BY_PLACE)
+def test_optimizers_that_go_by_the_tree_are_refused(optimizer: optax.GradientTransformation) -> None:
     check_leafwise(optimizer, PARAMS)
+    with pytest.raises(ValueError, match=r"the optimizer updates \['.*'\]\['.*'\] otherwise .*not on its place"):
+        check_leafwise(optimizer, PARAMS, GROUPS)
+
+
+def test_optimizers_that_go_by_names_and_whole_trees_alike_pass() -> None:
+    def decayed(path: Any, update: Any) -> Any:
+        return update * (0.5 if "layers" in jax.tree_util.keystr(path) else 2.0)
+
+    by_name = optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates))
+    jitted = optax.adamw(0.1)
+    jitted = optax.GradientTransformation(jitted.init, jax.jit(jitted.update))
+    same_noise = noisy(lambda key, index, number: key)
+    for optimizer in (by_name, jitted, same_noise, in_a_loop(by_place=False), in_a_conditional(by_place=False)):
+        check_leafwise(optimizer, PARAMS, GROUPS)
+
+
+def test_masks_and_labels_that_are_trees_are_refused_with_a_remedy() -> None:
+    mask = {"embedding": True, "head": False, "layers.0": True}
+    with pytest.raises(ValueError, match=r"not the layers embedding alone.* as functions of the parameters"):
+        check_leafwise(optax.adamw(0.1, mask=mask), PARAMS, GROUPS)
 
 
 @pytest.mark.parametrize("optimizer", COUPLED.values(), ids=COUPLED)
@@ -104,6 +210,44 @@ def test_state_must_keep_its_shapes_and_dtypes() -> None:
 
 def flow(function: Any, *labels: int) -> list[int]:
     return output_labels(jax.make_jaxpr(function)(*[jnp.ones(3)] * len(labels)).jaxpr, labels)
+
+
+VALUES = Values(0)
+
+
+def number(function: Any, *inputs: str) -> list[int]:
+    """The numbers of what a function returns for inputs of these names."""
+    numbered = [VALUES.symbol(name, 0) for name in inputs]
+    return VALUES.outputs(jax.make_jaxpr(function)(*[jnp.ones(3)] * len(inputs)), numbered)
+
+
+def test_numbers_of_loops_speak_of_what_a_result_depends_on() -> None:
+    def both(a: Any, b: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda i, s: (s[0] * 2, s[1] * 3), (a, b))
+
+    def steps(a: Any, b: Any) -> Any:
+        return jax.lax.scan(lambda c, x: ((c[0] + x, c[1] * x), c[0] - x), (a.sum(), a.sum()), b)
+
+    def one_step(a: Any, b: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (c + x, c - x), a.sum(), b)
+
+    double, treble = number(both, "a", "b")
+    assert double != treble
+    assert number(lambda a: jax.lax.fori_loop(0, 3, lambda i, s: s * 2, a), "a") == [double]
+    assert number(lambda b: jax.lax.fori_loop(0, 3, lambda i, s: s * 3, b), "b") == [treble]
+    assert number(lambda a: jax.lax.fori_loop(0, 4, lambda i, s: s * 2, a), "a") != [double]
+    (first, _), stacked = jax.tree.unflatten(jax.tree.structure(((0, 0), 0)), number(steps, "a", "b"))
+    assert number(one_step, "a", "b") == [first, stacked]
+
+
+def test_nested_loops_over_one_array_keep_their_places_apart() -> None:
+    def products(a: Any, other: bool) -> Any:
+        def outer(total: Any, x: Any) -> Any:
+            return jax.lax.scan(lambda c, y: (c + x * (y if other else x), None), total, a)[0], None
+
+        return jax.lax.scan(outer, 0.0, a)[0]
+
+    assert number(lambda a: products(a, True), "a") != number(lambda a: products(a, False), "a")
 
 
 def test_flow_through_calls_conditionals_and_loops() -> None:
