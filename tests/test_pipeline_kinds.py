@@ -184,9 +184,10 @@ def test_thirty_two_random_layers_compile_what_four_do() -> None:
 def constant_layer(layer: int, num_layers: int) -> Chunk:
     """The same with its number as a constant of its program."""
     chunk = random_layer(layer, num_layers)
+    init: Any = chunk.init
     return replace(
         chunk,
-        init=lambda key: chunk.init(key) if layer >= 0 else {},
+        init=InitLayers(lambda key, *, numbers: init.function(key, numbers=init.numbers), init.names),
         apply=lambda params, inputs, leaves, *, key: chunk.apply(params, inputs, leaves, key=key) if layer >= 0 else 0,
     )
 

@@ -9,7 +9,6 @@ In its chunk a layer has a name of its own besides, so that chunks of as many la
 (:mod:`rrfp_jax.programs.layers`).
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from rrfp_jax.programs.chunk import Chunk, Params
-from rrfp_jax.programs.layers import ApplyLayers, InitLayers
+from rrfp_jax.programs.layers import ApplyLayers, InitLayers, name_number
 
 Build = Callable[[Any, nnx.Rngs], nnx.Module]
 """Makes a layer of a configuration."""
@@ -55,7 +54,7 @@ def chunk_of(
     """
     builders = tuple((layer.own, layer.build, layer.config) for layer in layers)
     names = {layer.own: layer.name for layer in layers}
-    numbers = {own: np.uint32(layer_number(name)) for own, name in names.items()}
+    numbers = {own: np.uint32(name_number(name)) for own, name in names.items()}
     apply, evaluating = (
         None if each is None else ApplyLayers(partial(_apply, builders=builders, run=each), names)
         for each in (run, run_evaluating)
@@ -73,14 +72,6 @@ def chunk_of(
 def module_of(layer: NamedLayer, params: Any) -> Any:
     """The module of a layer with these parameters."""
     return nnx.merge(_definition(layer.config, layer.build), params)
-
-
-def layer_number(name: str) -> int:
-    """From which the random key of the layer called ``name`` derives.
-
-    CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
-    """
-    return zlib.crc32(name.encode())
 
 
 def _build(config: Any, build: Build, key: jax.Array) -> nnx.Module:

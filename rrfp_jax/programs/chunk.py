@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.programs.layers import OwnApply, OwnInit, specs_of
+from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnApply, OwnInit, specs_of
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
@@ -75,7 +75,8 @@ class Chunk:
     name: str
     """For tables and errors, for example ``layers 0-1``."""
     init: Callable[[jax.Array], Params]
-    """``init(key) -> params``, from a typed key."""
+    """``init(key) -> params``, from a typed key. It is called once for every layer, with a key into which the layer's
+    name is folded, and gives that layer; but an :class:`rrfp_jax.programs.layers.InitLayers` gets the key as it is."""
     apply: Callable[..., Any]
     """``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
@@ -107,6 +108,8 @@ class Chunk:
     def __post_init__(self) -> None:
         for name in ("shared", "optional_leaves", "frozen"):  # any collection of names will do
             object.__setattr__(self, name, frozenset(getattr(self, name)))
+        if not isinstance(self.init, InitLayers | KeyedByLayer):
+            object.__setattr__(self, "init", KeyedByLayer(self.init))
 
     @cached_property
     def _param_specs(self) -> Any:

@@ -6,7 +6,9 @@ numbers that come in as data (:class:`InitLayers`, :class:`ApplyLayers`). Chunks
 are the same (:mod:`rrfp_jax.programs.sameness`).
 """
 
+import zlib
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -56,6 +58,40 @@ class ApplyLayers(ForLayers):
     def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any = None) -> Any:
         own = {own: params[name] for own, name in self.names.items()}
         return self.function(own, inputs, leaves, key=key, numbers=self.numbers)
+
+
+_of_one_layer: ContextVar[bool] = ContextVar("of_one_layer", default=False)
+
+
+@dataclass(frozen=True)
+class KeyedByLayer:
+    """``init`` of a chunk that knows no numbers, with a random key of its own for every layer.
+
+    All chunks get one key. So that layers of equal shapes do not start from equal values, ``function`` is called once
+    for every layer, with the layer's name folded into the key, and that layer of what it returns is taken. It is the
+    layer's name, not the chunk's, so the values do not depend on where the model is cut; for the same reason an
+    ``init`` that calls those of other chunks hands them the key of the layer, into which they fold no name again.
+    """
+
+    function: Callable[[jax.Array], dict[str, Any]]
+
+    def __call__(self, key: jax.Array) -> dict[str, Any]:
+        if _of_one_layer.get():
+            return self.function(key)
+        names = _traced(self.function)
+        token = _of_one_layer.set(True)
+        try:
+            return {name: self.function(jax.random.fold_in(key, name_number(name)))[name] for name in names}
+        finally:
+            _of_one_layer.reset(token)
+
+
+def name_number(name: str) -> int:
+    """The number that stands for a name in random keys.
+
+    CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
+    """
+    return zlib.crc32(name.encode())
 
 
 class OwnApply:
@@ -112,7 +148,7 @@ def specs_of(init: Callable[[jax.Array], Any]) -> Any:
     """The shapes of what ``init`` returns, by the model's names; traced once for a kind."""
     if isinstance(init, InitLayers):
         return init.renamed(_specs_of_kind(init.kind, _Unhashed(init)))
-    return _traced(init)
+    return _traced(init.function if isinstance(init, KeyedByLayer) else init)
 
 
 class _Unhashed:
