@@ -13,9 +13,9 @@ Lines come out as ``[rank 2] ...``. Where standard output is no terminal it is r
 ``--json`` can be read by a program; everything else goes to the errors (``--prefix always`` and ``never`` change that).
 
 When a rank fails, the others have ``--grace-s`` to end by themselves; the launcher returns the code of the rank that
-failed first for a reason of its own (128 + n where signal n killed it). SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed
-on; a second request to stop ends all ranks at once. ``--max-restarts`` starts all of them again, with another key and
-other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
+failed first for a reason of its own (128 + n where signal n killed it). SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2
+are passed on; Ctrl-C after one of them ends all ranks at once. ``--max-restarts`` starts all of them again, with
+another key and other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
 
 Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
 
@@ -41,13 +41,12 @@ from rrfp_jax.launch.binding import BINDINGS
 from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import PREFIXES, Output
 from rrfp_jax.launch.placement import Placement
-from rrfp_jax.launch.settings import Address, LaunchSettings
+from rrfp_jax.launch.settings import OWN_COMMANDS, Address, LaunchSettings
 from rrfp_jax.network import RunKey
 from rrfp_jax.network.descriptors import require_descriptors
 from rrfp_jax.network.membership import INTERFACE
 from rrfp_jax.network.routes import await_name
 
-_MAIN = "rrfp_jax.commands.main"
 _FILES_OF_A_RANK = 2
 """What it prints and its errors."""
 
@@ -195,7 +194,7 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
     if not command:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
     if command[0] in COMMANDS:
-        return (_MAIN, *command)
+        return (OWN_COMMANDS, *command)
     with suppress(FileNotFoundError):  # the current folder, where ranks look last, may be gone
         sys.path.append(os.getcwd())
     try:

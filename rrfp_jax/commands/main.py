@@ -4,12 +4,19 @@ A command is a module beside this one with ``main(argv)`` and ``make_parser()``;
 that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the same.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
-from rrfp_jax.commands.common.interrupts import ending_at_once
+from rrfp_jax.commands.common.interrupts import (
+    end_when_told_to_stop,
+    ending_at_once,
+    hear_no_more,
+    let_held_signals_in,
+    stop_requests,
+)
 from rrfp_jax.version import __version__
 
 COMMANDS = {
@@ -42,7 +49,17 @@ def module_of(name: str) -> str:
 
 def run(name: str, argv: list[str] | None = None) -> NoReturn:
     """Run a command and end the process with its code."""
-    _run(lambda: _main_of(name)(argv))
+    _open_standard_streams()
+    with ending_at_once():
+        if name == "train":
+            stop_requests()
+        elif name == "launch":
+            end_when_told_to_stop()
+        let_held_signals_in()
+    try:
+        _run(lambda: _main_of(name)(argv))
+    finally:
+        hear_no_more()
 
 
 def main() -> NoReturn:
@@ -50,7 +67,23 @@ def main() -> NoReturn:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         run(name, rest)
+    _open_standard_streams()
     _run(lambda: _answer(name))
+
+
+def _open_standard_streams() -> None:
+    """Have what was started without a standard stream (``>&-``) write it nowhere.
+
+    Else the next file or socket that is opened gets the number of that stream, and whatever prints writes into it.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest number that is free
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
 
 
 def _run(answer: Callable[[], int]) -> NoReturn:

@@ -11,20 +11,22 @@ configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture a
 is given up also leaves its report there, ``failure.json``, and its last events.
 
 In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
-``--fresh`` starts over. One run at a time works in a run directory, a second one is refused. Told to stop (SIGTERM), a
-run saves at the next step boundary and ends with exit code 7.
+``--fresh`` starts over. One run at a time works in a run directory, a second one is refused. Told to stop (SIGTERM,
+SIGHUP, SIGUSR1, SIGUSR2), a run saves at the next step boundary and ends with exit code 7. Output that cannot be
+written, as its reader is gone or a disk is full, is left out, and the run goes on.
 """
 
 import os
-import signal
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, run_command
-from rrfp_jax.commands.common.interrupts import ending_at_once
+from rrfp_jax.commands.common.interrupts import end_stopped, ending_at_once, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
@@ -87,6 +89,8 @@ def train(
     config: TrainConfig, *, name: str, fresh: bool = False, force: bool = False, to_say: Sequence[str] = ()
 ) -> int:
     """Check everything, then train; returns the exit code. ``to_say`` is printed before the stages."""
+    requests = stop_requests()
+    go_on_without_output()
     with checking_input():
         planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
         check_plugin(config.run.platform)
@@ -99,6 +103,7 @@ def train(
     try:
         return _train(run, name, fresh=fresh, force=force)
     finally:
+        requests.action = None  # what is to be saved is saved, and the run ends by itself
         run.directory.lock.release()
 
 
@@ -106,6 +111,8 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
     from rrfp_jax.data import BrokenData
     from rrfp_jax.runtime import RunFailed
 
+    requests = stop_requests()
+    requests.action = partial(_stop_before_first_step, run)
     with checking_input():
         is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
         run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
@@ -116,7 +123,8 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         return DONE
     with run.metrics() if run.is_first else nullcontext() as metrics:
         loop = run.loop(metrics)
-        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+        requests.take_signals()
+        requests.action = lambda _: loop.stop()
         try:
             with run.console:
                 run.train(loop)
@@ -140,6 +148,13 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
         return PREEMPTED
     return DONE
+
+
+def _stop_before_first_step(run: "Run", number: int) -> None:
+    """While programs are compiled nothing new is to be saved, and the main thread may hear of nothing for minutes."""
+    saved = run.describe_saved() if run.is_first else ""
+    run.directory.lock.release()
+    end_stopped(number, saved)
 
 
 def _default_path(name: str) -> Path:

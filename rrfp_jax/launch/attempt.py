@@ -1,9 +1,9 @@
 """One attempt at a run: start this node's ranks, pass signals on, and end all together.
 
 After the first failure the other ranks have time to end by themselves, each with its own report; then they are asked
-to end (SIGTERM), and at last killed. Told to stop, the launcher passes the signal on and waits; told again, it ends
-the ranks likewise. Two failures leave the ranks nothing to report, so they are killed in a moment: where the ranks did
-not come together, those that have not come yet would only be refused; and where the coordination service dies, JAX
+to end (SIGTERM), and at last killed. Told to stop, the launcher passes every signal on and waits; Ctrl-C after that
+ends the ranks likewise. Two failures leave the ranks nothing to report, so they are killed in a moment: where the ranks
+did not come together, those that have not come yet would only be refused; and where the coordination service dies, JAX
 aborts them all, and each might blame another that was aborted first.
 
 A launcher stays until the ends of all ranks of the run are known to all launchers, so that all return the same code. It
@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-from rrfp_jax.exit_codes import DONE, INTERRUPTED, START_FAILED
+from rrfp_jax.exit_codes import DONE, INTERRUPTED, PREEMPTED, START_FAILED
 from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.launch.binding import rank_cores
-from rrfp_jax.launch.children import Child
+from rrfp_jax.launch.children import ASKING, Child
 from rrfp_jax.launch.endings import STOOD_STILL, Endings, meaning
 from rrfp_jax.launch.head import Head, HeadFailed, Launcher, host_head, join_head
-from rrfp_jax.launch.launcher_events import STOPPING, Event, RankEnded, Signalled
+from rrfp_jax.launch.launcher_events import Event, RankEnded, Signalled
+from rrfp_jax.launch.settings import OWN_COMMANDS
 from rrfp_jax.network import Bulletin, RunKey
 from rrfp_jax.network.membership import COORDINATOR, NUM_RANKS, RENDEZVOUS, Membership
 from rrfp_jax.network.roll_call import Ending, name_ranks
@@ -77,7 +78,10 @@ class Attempt:
                 head = join_head(self._launcher, self._key, self._number)
         except HeadFailed as error:
             self._output.say(f"error: {error}")
-            return INTERRUPTED if self._events.stopped_by == signal.SIGINT else START_FAILED
+            stopped_by = self._events.stopped_by
+            if stopped_by is None:
+                return START_FAILED
+            return INTERRUPTED if stopped_by == signal.SIGINT else PREEMPTED
         try:
             self._start(head)
             while not self._is_over(head):
@@ -109,6 +113,7 @@ class Attempt:
                 self._launcher.guardian,
                 partial(self._ended, rank),
                 cores=cores,
+                holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # which let them in
             )
             self._output.follow(f"rank {rank}", self._alive[rank].stdout, self._alive[rank].stderr, is_main=rank == 0)
         if self._settings.supervises:
@@ -156,15 +161,15 @@ class Attempt:
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
-        self._num_stops += number in STOPPING
-        if number in STOPPING and not self._alive:
+        self._num_stops += 1
+        if not self._alive:
             self._is_given_up = True
-        elif number in STOPPING and self._num_stops > 1:
+        elif self._num_stops > 1 and number == signal.SIGINT:
             self._output.say(f"{name}: told to stop again, all ranks of this node are ended now")
             self._ask_to_end()
             return
-        elif number in STOPPING:
-            self._output.say(f"{name} is passed on to the ranks of this node; send it again to end them at once")
+        elif self._num_stops == 1:
+            self._output.say(f"{name} is passed on to the ranks of this node; Ctrl-C (SIGINT) ends them at once")
         for child in self._alive.values():
             child.pass_on(number)
 

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rrfp_jax.exit_codes import SIGNALLED
+from rrfp_jax.exit_codes import SIGNALLED, STOP_SIGNALS
 from rrfp_jax.launch import tether
 
+ASKING = (signal.SIGINT, *STOP_SIGNALS)
+"""Signals that ask a run to end."""
 _STOPPED_STATES = ("T", "t")
 _GUARDIAN_S = 5.0
 """How long the guardian may take to end."""
@@ -23,9 +25,10 @@ class Guardian:
     """Sees to it that process groups end when this process is killed; close it when they have ended."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [*_TETHER, tether.GUARDIAN], stdin=subprocess.PIPE, start_new_session=True, text=True
-        )
+        with _holding(ASKING):
+            self._process = subprocess.Popen(
+                [*_TETHER, tether.GUARDIAN], stdin=subprocess.PIPE, start_new_session=True, text=True
+            )
         self._lock = threading.Lock()
 
     def watch(self, group: int) -> None:
@@ -55,6 +58,7 @@ class Child:
 
     Args:
         command: the program's path and its arguments.
+        holds: signals that wait until the command lets them in, so that they find its handlers.
         cores: what it keeps to, see :mod:`~rrfp_jax.launch.binding`; none: it runs where it likes.
         on_end: called on a thread of this child with its exit code (128 + n where signal n killed it) and the time
             (``time.monotonic``), once it has ended and what was left of its process group is killed.
@@ -67,19 +71,21 @@ class Child:
         guardian: Guardian,
         on_end: Callable[[int, float], None],
         *,
+        holds: Sequence[int] = (),
         cores: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> None:
         keeps_to = ",".join(map(str, cores)) or tether.UNBOUND
         self._guardian, self._on_end = guardian, on_end
-        self._process = subprocess.Popen(
-            [*_TETHER, str(os.getpid()), keeps_to, *command],
-            env=dict(environment),
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with _holding(holds):
+            self._process = subprocess.Popen(
+                [*_TETHER, str(os.getpid()), keeps_to, *command],
+                env=dict(environment),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.pid, self.stdout, self.stderr = self._process.pid, self._process.stdout, self._process.stderr
@@ -136,3 +142,13 @@ class Child:
             self._is_reaped = True
         self._guardian.release(self.pid)
         self._on_end(code if code >= 0 else SIGNALLED - code, ended_s)
+
+
+@contextmanager
+def _holding(numbers: Sequence[int]) -> Iterator[None]:
+    """A process that is started within the block holds these signals back: they wait until it unblocks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

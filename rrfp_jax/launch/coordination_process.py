@@ -7,7 +7,6 @@ name; jaxlib alone holds it, and loads without JAX itself.
 """
 
 import os
-import signal
 import socket
 import sys
 from contextlib import closing
@@ -24,9 +23,6 @@ _SHUTDOWN_TIMEOUT_S = 5
 def main(argv: list[str]) -> int:
     """Serve; returns the exit code."""
     host, port, num_ranks = argv[0], int(argv[1]), int(argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # SLURM sends them to all processes of a step: the ranks, which then save, still need this one.
-        signal.signal(number, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the service tells of each connection otherwise
     from rrfp_jax.network.certificates import service_credentials
     from rrfp_jax.private.jaxlib_names import get_distributed_runtime_service

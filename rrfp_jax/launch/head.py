@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.launch.as_module import python_module
-from rrfp_jax.launch.children import Child, Guardian
+from rrfp_jax.launch.children import ASKING, Child, Guardian
 from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import Address, LaunchSettings
@@ -84,6 +84,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         {**launcher.environment, **key.environment()},
         launcher.guardian,
         server.service_ended,
+        holds=ASKING,  # SLURM sends them to all processes of a step: ranks that save need this one
         stdin=subprocess.PIPE,
     )
     try:

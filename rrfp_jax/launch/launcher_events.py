@@ -6,10 +6,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Self
 
+from rrfp_jax.launch.children import ASKING
 from rrfp_jax.network import Bulletin
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_ON = (*STOPPING, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ Event = RankEnded | Signalled | Bulletin
 
 
 class EventQueue:
-    """The queue. While it is entered, on the main thread, it catches signals, but for SIGHUP under ``nohup``."""
+    """The queue. While it is entered, on the main thread, it catches signals, but for those that the launcher was
+    started to ignore, such as SIGHUP under ``nohup``."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event] = SimpleQueue()
@@ -56,8 +55,8 @@ class EventQueue:
         self._queue = SimpleQueue()
 
     def __enter__(self) -> Self:
-        for number in _PASSED_ON:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        for number in ASKING:
+            if number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._receive)
         return self
@@ -67,6 +66,6 @@ class EventQueue:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if number in STOPPING and self.stopped_by is None:
+        if self.stopped_by is None:
             self.stopped_by = number
         self.put(Signalled(number))

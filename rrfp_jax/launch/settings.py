@@ -12,6 +12,8 @@ from rrfp_jax.network.membership import DETECT, LAUNCHER
 from rrfp_jax.network.routes import address_of, own_address, refuse_misleading_name
 from rrfp_jax.network.sockets import WILDCARDS
 
+OWN_COMMANDS = "rrfp_jax.commands.main"
+"""The module of all commands of this package."""
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 

@@ -8,7 +8,7 @@ between fork and exec is unsafe in a process that has threads, as the launcher h
 ``python -I -S tether.py guardian``: kill the process groups of a launcher that died without doing so itself. The
 launcher says on a pipe ``+PGID`` for each group that it starts and ``-PGID`` for each that it has ended; when the pipe
 closes, what is left belongs to a dead launcher. Ranks die with it anyway, but not the processes that they have started,
-such as workers that load data.
+such as workers that load data. The signals that ask a run to end are held back from it.
 """
 
 import ctypes
@@ -47,8 +47,6 @@ def bind(cores: set[int]) -> None:
 
 def guard() -> None:
     """Listen until the launcher is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

@@ -1,5 +1,6 @@
 """The data sections of a configuration: what the model must be for them, and with what a run goes on."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,36 @@ def test_the_command_says_it_and_leaves_nothing(tmp_path: Path) -> None:
     answer = sentence(run_command("train", "--config", path, "--run-dir", tmp_path / "run"))
     assert "not enough for a row of 500" in answer
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{since: 2024-01-01}", "own_data.arguments.since is 2024-01-01, a date, which no checkpoint keeps: put it in"),
+        ("{at: 2024-01-01T10:00:00Z}", "own_data.arguments.at is 2024-01-01 10:00:00+00:00, a date"),
+        ("{most: .inf}", "own_data.arguments.most is inf: give a finite number"),
+        ("{part: [1, {least: .nan}]}", "own_data.arguments.part.least is nan: give a finite number"),
+        ("{raw: !!binary aGVsbG8=}", "own_data.arguments.raw is b'hello', of type bytes"),
+        ("{raw: !!set {a, b}}", "own_data.arguments.raw is {'"),
+        ("{mix: {a: 1, 2: x}}", "own_data.arguments.mix has the key 2, which is no text: put it in quotes"),
+        ("{by_year: {2023: 1}}", "own_data.arguments.by_year has the key 2023, which is no text"),
+        ("{flags: {yes: 1}}", "own_data.arguments.flags has the key True, which is no text"),
+        ("{none: {~: 1}}", "own_data.arguments.none has the key None, which is no text"),
+        ("{large: 18446744073709551616}", "own_data.arguments.large is 18446744073709551616: give a number of at most"),
+        ('{half: "\\ud800"}', "own_data.arguments.half is '\\ud800', which is no Unicode text"),
+        (f"{{deep: {'[' * 40}{']' * 40}}}", "own_data.arguments.deep is nested more than 32 levels deep"),
+        (f"{{long: !!binary {'aGVs' * 200}}}", "..., of type bytes"),
+    ],
+)
+def test_a_value_that_would_not_come_back_is_refused_where_it_is_read(
+    arguments: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    text = "{model: {vocab_size: 9, hidden: 8, num_layers: 1, num_heads: 1, mlp_dim: 8}, pipeline: {num_stages: 1}, "
+    text += "optimizer: {learning_rate: 0.1}, run: {steps: 1}, own_data: {object: 'a:B', batch_size: 1, "
+    path.write_text(f"{text}num_microbatches: 1, arguments: {arguments}}}}}", encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_train_config(str(path), {})
+    path.write_text(f"{text}num_microbatches: 1}}, evaluation: {{sets: {{a: {arguments}}}}}}}", encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(words.replace("own_data.arguments", "evaluation.sets.a"))):
+        load_train_config(str(path), {})

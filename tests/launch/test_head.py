@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from rrfp_jax.exit_codes import INTERRUPTED, START_FAILED
+from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED
 from rrfp_jax.launch import children
 from rrfp_jax.launch.children import Child, Guardian
 from rrfp_jax.launch.head import HeadFailed, _ready_port
@@ -43,7 +43,7 @@ def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
         child.close_stdin()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, START_FAILED)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, PREEMPTED)])
 def test_a_launcher_that_is_told_to_stop_while_it_waits_for_the_head_says_by_whom(number: int, code: int):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         head = Address(host="127.0.0.1", port=silent.getsockname()[1])

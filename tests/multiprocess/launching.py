@@ -37,14 +37,21 @@ class Launched:
 
     Args:
         arguments: the launcher's.
+        module: what is run with them.
         within: a command that becomes the one given behind it, such as ``ip netns exec NAME``.
         variables: of its environment, beside the present ones.
     """
 
-    def __init__(self, *arguments: object, within: Sequence[str] = (), **variables: str) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        module: str = "experiments.launch",
+        within: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "experiments.launch", *map(str, arguments)],
+            [*within, sys.executable, "-m", module, *map(str, arguments)],
             cwd=ROOT,
             env={
                 **of_child(*_ONE_PROCESS_ONLY),

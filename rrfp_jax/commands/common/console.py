@@ -1,8 +1,11 @@
 """How commands speak: one console, one style of table, and one form of the lines that are logged."""
 
+import io
 import logging
+import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from rich import box
@@ -50,6 +53,56 @@ def make_console(*, is_quiet: bool = False) -> Console:
     """Numbers are never cut: where the output is no terminal, lines may be longer than 80 characters."""
     console = _Console(highlight=False, quiet=is_quiet)
     return console if console.is_terminal else _Console(highlight=False, width=120, quiet=is_quiet)
+
+
+class _Forgiving(io.RawIOBase):
+    """A standard stream from which nothing comes back: what cannot be written is lost, as one line on stderr says."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._has_told = descriptor, False
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:
+            if self._descriptor == 1 and not self._has_told:
+                self._has_told = True
+                sys.stderr.write(f"standard output cannot be written ({error.strerror}): the run goes on without it\n")
+                sys.stderr.flush()
+            return len(data)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+
+_replaced: dict[str, io.TextIOWrapper] = {}
+
+
+def go_on_without_output() -> None:
+    """From now on output that cannot be written costs the output only, not the work that it tells of.
+
+    A reader may go away (``| head``), a terminal hang up, and the disk of a log be full.
+    """
+    for name, descriptor in (("stderr", 2), ("stdout", 1)):
+        stream = getattr(sys, name)
+        # and nobody has put another one there
+        if type(stream) is io.TextIOWrapper and stream.fileno() == descriptor and stream is not _replaced.get(name):
+            with suppress(OSError):
+                stream.flush()
+            _replaced[name] = io.TextIOWrapper(
+                io.BufferedWriter(_Forgiving(descriptor)),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, _replaced[name])
 
 
 class _LogLines(logging.Handler):

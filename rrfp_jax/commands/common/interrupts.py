@@ -1,22 +1,27 @@
-"""Ctrl-C ends a command whenever it comes.
+"""Signals that ask a command to end are heard whenever they come, and lead to one ending.
 
-Python raises KeyboardInterrupt in whatever the main thread runs just then. Within what cannot fail, such as a callback
-of the garbage collector, it is told to ``sys.unraisablehook`` and lost: the command would go on. Within libraries of
-C++ that are being loaded it may end the process with an abort.
+**Ctrl-C.** Python raises KeyboardInterrupt in whatever the main thread runs just then. Within what cannot fail, such as
+a callback of the garbage collector, it is told to ``sys.unraisablehook`` and lost: the command would go on. Within
+libraries of C++ that are being loaded it may end the process with an abort.
+
+**The others** (``STOP_SIGNALS``) ask a run to save and end. The main thread may be within a compiler for minutes, where
+Python calls no handler. So a thread of its own reads the number of each signal from a pipe, into which Python writes it
+at once. The first one counts; later ones change nothing, until the process is gone.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from rrfp_jax.exit_codes import INTERRUPTED
+from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, STOP_SIGNALS
 from rrfp_jax.runtime.last_words import say_last_words
 
 _AGAIN_S = 0.02
+_NOT_BEGUN = "the run had not begun"
 
 
 def raise_lost_interrupts_again() -> None:
@@ -52,3 +57,89 @@ def ending_at_once() -> Iterator[None]:
 def _end(*_: object) -> None:
     say_last_words("interrupted")
     os._exit(INTERRUPTED)
+
+
+def hear_no_more() -> None:
+    """The command has done its work, and ends with the code that it has: no signal changes that any more.
+
+    Handlers of Python would be taken down while the interpreter ends, which may take seconds; what is ignored stays so.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *STOP_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+
+
+# -- requests to stop ------------------------------------------------------------------------------------------------
+
+
+def let_held_signals_in() -> None:
+    """Have this process hear the signals that a launcher holds back until its ranks have their handlers."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *STOP_SIGNALS})
+
+
+def end_when_told_to_stop() -> None:
+    """Until somebody else takes the signals, a request to stop ends the process at once, and says so.
+
+    For a launcher, whose main thread waits for nothing but its imports before it catches signals itself.
+    """
+    _handle(lambda number, _: end_stopped(number, _NOT_BEGUN))
+
+
+def end_stopped(number: int, told: str) -> None:
+    """End the process at once, as one that was told to stop before it had anything to save."""
+    say_last_words(f"told to stop ({signal.Signals(number).name}): {told}")
+    os._exit(PREEMPTED)
+
+
+class StopRequests:
+    """The requests to stop a training run; made on the main thread, once in a process.
+
+    ``action`` is called with the first signal's number, on a thread of its own; None: nothing is to be done any more.
+    """
+
+    def __init__(self) -> None:
+        self.action: Callable[[int], None] | None = lambda number: end_stopped(number, _NOT_BEGUN)
+        source, self._target = os.pipe()
+        os.set_blocking(self._target, False)  # so that a storm of signals stops nobody
+        threading.Thread(target=self._watch, args=(source,), name="stop requests", daemon=True).start()
+        os.register_at_fork(after_in_child=self._forget)
+        self.take_signals()
+
+    def take_signals(self) -> None:
+        """Catch the signals, again where a library has taken them for itself."""
+        signal.set_wakeup_fd(self._target, warn_on_full_buffer=False)
+        _handle(lambda *_: None)
+
+    def _watch(self, source: int) -> None:
+        number = 0
+        while number not in STOP_SIGNALS:  # Ctrl-C is written there too
+            number = os.read(source, 1)[0]
+        if self.action is not None:
+            with suppress(RuntimeError):  # the run ends by itself just now, and its event loop is closed
+                self.action(number)
+
+    def _forget(self) -> None:
+        """In a process that was forked: it ends when it is told to, and the pipe is its parent's."""
+        if signal.set_wakeup_fd(-1) != self._target:
+            return
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+
+
+_REQUESTS: list[StopRequests] = []
+
+
+def stop_requests() -> StopRequests:
+    """Those of this process."""
+    if not _REQUESTS:
+        _REQUESTS.append(StopRequests())
+    return _REQUESTS[0]
+
+
+def _handle(handler: Callable[[int, Any], None]) -> None:
+    for number in STOP_SIGNALS:
+        # whoever starts a command under nohup, or with a signal ignored, means it; a batch script that ignores TERM
+        # means itself alone
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)

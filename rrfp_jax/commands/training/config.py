@@ -141,6 +141,8 @@ def _record_type(kind: Any) -> type:
     return next(member for member in get_args(kind) or (kind,) if member is not type(None))
 
 
+_MOST_NESTED = 32
+_LONGEST_VALUE = 60
 DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "jsonl", "parquet", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
@@ -335,10 +337,39 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         raise ValueError(_sentence(name, error)) from None
     for key, value in asdict(record).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ValueError(f"{name}.{key} is {as_text(value)}: give a finite number")
+        _check_is_kept(f"{name}.{key}", value)
     return record
+
+
+def _check_is_kept(name: str, value: Any, depth: int = 0) -> None:
+    """Raise ValueError for a value that would not come back from a checkpoint, or from another process, as it is.
+
+    YAML knows more than that: dates, bytes, sets, numbers as keys. Where a section is free in form they would pass all
+    other checks, and the first save would fail, or the same command not go on from it.
+    """
+    if isinstance(value, dict | list | tuple):
+        if depth == _MOST_NESTED:
+            raise ValueError(f"{name} is nested more than {_MOST_NESTED} levels deep: make it flatter")
+        for key, item in value.items() if isinstance(value, dict) else ((None, item) for item in value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise ValueError(f"{name} has the key {_briefly(key)}, which is no text: put it in quotes")
+            _check_is_kept(name if key is None else f"{name}.{key}", item, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {as_text(value)}: give a finite number")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} is {_briefly(value)}: give a number of at most 64 bits, or put it in quotes")
+    elif isinstance(value, str) and value != value.encode(errors="ignore").decode():
+        raise ValueError(f"{name} is {_briefly(value)}, which is no Unicode text: leave the half characters out")
+    elif not isinstance(value, str | int | float | None):
+        kind = "a date" if isinstance(value, date) else f"of type {type(value).__name__}"
+        raise ValueError(
+            f"{name} is {_briefly(value)}, {kind}, which no checkpoint keeps: put it in quotes, or give a number"
+        )
+
+
+def _briefly(value: Any) -> str:
+    text = str(value) if isinstance(value, date) else ascii(value)
+    return text if len(text) < _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _one_or_many(kind: Any, value: Any) -> Any:
