@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind, StepRules
 from rrfp_jax.arbitration.replicas import Replication
@@ -39,8 +38,6 @@ from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
-
-_ON_HOST = (np.ndarray, np.generic)
 
 
 @dataclass
@@ -230,7 +227,8 @@ class ProgramStage:
     def _wait(self, step: int, task: Task, enqueued: _Enqueued) -> None:
         """Wait for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
-            _wait(enqueued.awaited)
+            # also what is ready: an array whose program has failed says that it is, and raises here alone
+            jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
                 for message, value in enqueued.posts:
                     if not self._stays(message):
@@ -415,10 +413,3 @@ def _start_copies(tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.copy_to_host_async()
-
-
-def _wait(tree: Any) -> None:
-    """Wait until all arrays are there; asking one that is ready costs a tenth of a microsecond."""
-    for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, _ON_HOST) and not leaf.is_ready():
-            leaf.block_until_ready()
