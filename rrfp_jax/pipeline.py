@@ -394,6 +394,7 @@ class Pipeline:
                 self._state,
                 Buckets(self.chunks, buckets_of(leaves) if buckets is None else buckets),
                 num_microbatches(leaves),
+                step=self._step,
                 ordering=self.ordering,
                 options=self.options,
                 progress=progress,

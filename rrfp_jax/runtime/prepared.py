@@ -1,11 +1,12 @@
 """From a model and a batch's shapes to running stages: one sequence, in which each value is made of those before it.
 
 1. the graph of one replica, with this batch's microbatches;
-2. the programs of the chunks that this process hosts;
-3. the sizes of all chunks, which the processes tell each other, and from them the windows;
-4. the order of all replicas, and the memory that it needs, refused where that is too much;
-5. the connections behind collectives;
-6. the stages, each with its arbiter, running.
+2. the state, refused where its copies differ;
+3. the programs of the chunks that this process hosts;
+4. the sizes of all chunks, which the processes tell each other, and from them the windows;
+5. the order of all replicas, and the memory that it needs, refused where that is too much;
+6. the connections behind collectives;
+7. the stages, each with its arbiter, running.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -37,6 +38,7 @@ from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_programs
+from rrfp_jax.runtime.same_state import check_same_state
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.weights import Weights
@@ -76,6 +78,7 @@ def prepare(
     buckets: Buckets,
     num_microbatches: int,
     *,
+    step: int,
     ordering: Ordering,
     options: RuntimeOptions,
     progress: CompileProgress,
@@ -87,6 +90,7 @@ def prepare(
         graph: of one replica; its number of microbatches counts only where it is a schedule's.
         buckets: the shapes that microbatches may have.
         num_microbatches: of a step, over all replicas.
+        step: how many steps the state has been trained.
         progress: told how many programs are compiled, and of how many.
         evaluation: the shapes of steps that evaluate; None: no step will.
 
@@ -96,6 +100,7 @@ def prepare(
     graph = _for_batch(graph, num_microbatches, ordering, data)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
+        check_same_state(model, state, step)  # before programs are compiled, which may take minutes
         programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
         order, forecast = fitting_order(
             model,

@@ -1,4 +1,5 @@
-"""Processes that share a stage and would wait in different collectives are told so before the first step."""
+"""Processes that share a stage, and would wait in different collectives or start from different states, are told so
+before the first step."""
 
 import re
 
@@ -25,6 +26,21 @@ def test_another_partition_on_one_rank_is_refused_by_name() -> None:
             "embedding, layer 0, head, parameter ['layers.0']['mlp']['up']['kernel'] is P() on rank 1 and "
             "P(None, 'tensor') on rank 0"
         ), sentence
+
+
+def test_other_parameters_on_one_rank_are_refused_by_name() -> None:
+    for sentence in told("parameters"):
+        assert re.match(
+            r"refused: stage 0: layer 'final_norm', parameter \['scale'\] differs between chunk 0", sentence
+        )
+        assert re.search(
+            r"on rank 0 \(checksum \w{8}\) and chunk 0 on rank 1 \(\w{8}\), as 2 more arrays do;", sentence
+        )
+
+
+def test_another_number_of_steps_on_one_rank_is_refused() -> None:
+    for sentence in told("steps"):
+        assert sentence.startswith("refused: rank 1 goes on after 7 steps and rank 0 after 0: all copies"), sentence
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("difference", choices=("partition", "computation", "nothing"))
+    parser.add_argument("difference", choices=("partition", "computation", "parameters", "steps", "nothing"))
     difference = parser.parse_args().difference
     place = membership_from(os.environ)
     assert place is not None
@@ -53,8 +53,13 @@ def _train(process: Any, difference: str) -> None:
             return loss + again, weight
 
         chunk = replace(chunk, apply=twice)
+    elif difference == "parameters":
+        init = chunk.init
+        chunk = replace(chunk, init=lambda key: _halved(init(key)))
     with Pipeline([chunk], placement=linear(1), process=process, optimizer=optax.sgd(0.1)) as pipeline:
         state = pipeline.init(jax.random.key(0))
+        if difference == "steps":
+            state = pipeline.restore([held for _, held in pipeline.chunk_states(state)], 7)
         try:
             pipeline.prepare(make_batches(case)[0])
         except ValueError as error:
