@@ -102,7 +102,7 @@ paper: setup ## measure the evaluation again, quickly, and write its report to r
 
 # ----------------------------------------------------------------------------------------------------- checks
 
-.PHONY: test test-slow test-slurm test-gpu test-tpu check lint types imports format
+.PHONY: test test-slow test-slurm test-gpu test-tpu fuzz check lint types imports format
 # In the order of the folders: by default modules with one long test would come last, and all cores but one would wait.
 # With bytecode kept, also where the environment says otherwise: else each worker and each command that a test starts
 # compiles the package and the tests for itself.
@@ -117,6 +117,9 @@ test-slurm: dev ## run both SLURM scripts on a real SLURM of three nodes on this
 
 test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one that JAX finds
 	@RRFP_ACCELERATOR=$(@:test-%=%) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest tests/accelerators --timeout 900 -o faulthandler_timeout=900 $(ARGS)
+
+fuzz: dev ## try random compositions beside a plain loop: ARGS="--cases 600 --seed 1 2"; it goes on where it was stopped
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs ## build the site from docs/ and the docstrings into build/site; a broken link is an error
