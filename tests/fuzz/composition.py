@@ -27,6 +27,9 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     GRAPH: _OF_ANY_GRAPH,
 }
 """By placement, the schedules whose tables fit it."""
+_SPLIT = {"1f1b-split", "zb-h1", "zb-h2", "zb-auto", "interleaved-1f1b-split", "gis", "zb-v", "v-half", "v-min"}
+_SPLIT |= {"dualpipe-v"}
+"""Schedules whose backward is two tasks."""
 HINTS = ("bf", "bfw", "bf-deep", "fb", "b-priority", "f-priority")
 CARRIES = ("array", "tuple", "dict", "bf16", "f16", "int", "scalar", "shared", "empty", "key")
 LAYERS = ("dense", "conv", "attention", "norm", "scan", "bare", "complex")
@@ -109,6 +112,12 @@ class Composition:
         return replace(self, **{name: default for name, default in _DEFAULTS.items() if name not in SETUP})
 
     @property
+    def is_split(self) -> bool:
+        """Whether backwards are two tasks."""
+        follows = self.schedule and not self.hint
+        return self.schedule in _SPLIT if follows else self.backward == "split" or self.hint == "bfw"
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of the model, without the copies of bidirectional pipelines."""
         if self.placement == GRAPH:
@@ -136,8 +145,12 @@ def simpler(composition: Composition) -> Iterator[Composition]:
 
 def drawn(seed: int, number: int) -> Composition:
     """Composition ``number`` of a seed."""
-    setup = _draw_setup(Random(f"{seed} setup {number // GROUP}"))
-    return _draw_order(Random(f"{seed} order {number}"), setup)
+    shared = Random(f"{seed} setup {number // GROUP}")
+    setup = _draw_setup(shared)
+    # Programs of a backward in one task and in two are other programs: a setup has mostly one of them.
+    is_split = shared.random() < 0.4
+    random = Random(f"{seed} order {number}")
+    return _draw_order(random, setup, is_split=is_split if random.random() < 0.9 else not is_split)
 
 
 def _pick(random: Random, /, **weights: float) -> Any:
@@ -197,12 +210,14 @@ def _draw_mesh(random: Random, model: str) -> tuple[tuple[str, int], ...]:
     return tuple((axis, 2) for axis in axes)
 
 
-def _draw_order(random: Random, setup: Composition) -> Composition:
+def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Composition:
     chance = lambda share: random.random() < share  # noqa: E731
     stages, placement = setup.stages, setup.placement
-    schedule = random.choice(SCHEDULES[placement]) if placement == BIDIRECTIONAL or chance(0.6) else ""
+    schedules = [name for name in SCHEDULES[placement] if placement == BIDIRECTIONAL or (name in _SPLIT) == is_split]
+    schedule = random.choice(schedules) if placement == BIDIRECTIONAL or chance(0.6) else ""
     consume = STRICT if schedule and chance(0.4) else READY
     hint = random.choice(HINTS) if consume == READY and chance(0.2 if schedule else 0.7) else ""
+    hint = "bf" if hint == "bfw" and not is_split else hint
     follows = bool(schedule) and not hint
     microbatches = _draw_microbatches(random, schedule, stages)
     guided = follows and consume == READY
@@ -215,7 +230,7 @@ def _draw_order(random: Random, setup: Composition) -> Composition:
         consume=consume,
         hint=hint,
         window=_draw_window(random, setup, microbatches, follows=follows) if chance(0.4) else None,
-        backward="" if follows or hint == "bfw" else _pick(random, split=1, fused=1) if chance(0.4) else "",
+        backward="" if follows or hint == "bfw" else "split" if is_split else random.choice(("", "fused")),
         foresight=not guided or chance(0.8),
         footprint=not guided or bool(operation) or chance(0.8),
         read_ahead=random.randint(1, 3) if consume == READY and chance(0.1) else 0,
@@ -225,7 +240,7 @@ def _draw_order(random: Random, setup: Composition) -> Composition:
         absent=setup.graph in ("towers", "optional") and chance(0.6),
         nonfinite=chance(0.15),
         evaluates=chance(0.25),
-        restore=_pick(random, states=1, saved=1) if chance(0.25) else "",
+        restore=_pick(random, states=2, saved=1) if chance(0.24) else "",
     )
 
 
@@ -253,5 +268,5 @@ def _draw_window(random: Random, setup: Composition, microbatches: int, *, follo
 
 
 def _draw_operation(random: Random, setup: Composition, schedule: str) -> str:
-    names = ["recompute"] + ["offload"] * bool(schedule) + ["gathered"] * bool(schedule and setup.mesh)
-    return random.choice(names)
+    names = ["offload"] * bool(schedule) + ["gathered"] * bool(schedule and setup.mesh)
+    return random.choice(names + ["recompute"] * (setup.remat != "full") or [""])

@@ -15,6 +15,7 @@ from rrfp_jax.tasks import Edge
 from tests import drawn_words
 from tests.fuzz.composition import EXPERTS, GRAPH, RAW, VISION, Composition
 from tests.fuzz.raw_model import EMBED, FEATURES, OUTPUTS, VOCABULARY, edges_of, raw_chunks
+from tests.programs.toys import with_cheap_init
 
 ROWS, LENGTHS = 4, (8, 4)
 Microbatch = dict[str, np.ndarray]
@@ -62,6 +63,7 @@ def model_of(setup: Composition) -> Model:
         plain = model.split(number, packed=setup.packed)
         cut = ContextCut(devices=context) if context > 1 else None
         chunks = model.split(number, packed=setup.packed, context=cut)
+        plain, chunks = list(map(with_cheap_init, plain)), list(map(with_cheap_init, chunks))
     wanted = _FROZEN_PATTERNS.get(setup.model, _FROZEN_PATTERNS[""]).get(setup.frozen, ())
     names = {name for chunk in chunks for name in jax.eval_shape(chunk.init, jax.random.key(0))}
     frozen = frozenset(name for name in names if any(name == each or name.startswith(f"{each}.") for each in wanted))

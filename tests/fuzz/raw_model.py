@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.tasks import Edge
 from tests.fuzz.composition import GRAPH, Composition
+from tests.programs.toys import weights
 
 WIDTH, FEATURES, OUTPUTS, VOCABULARY = 8, 4, 3, 16
 EMBED, HEAD, LEFT, RIGHT = "embed", "head", "left", "right"
@@ -81,18 +82,17 @@ def _chunk(composition: Composition, number: int, names: tuple[str, ...]) -> Chu
 def _init(composition: Composition, names: Sequence[str], key: jax.Array) -> dict[str, Any]:
     params = {}
     for place, name in enumerate(names):
-        own = zlib.crc32(name.encode()) if composition.own_keys else place
-        params[name] = _init_layer(composition, name, jax.random.fold_in(key, own))
+        number = zlib.crc32(name.encode()) % 1000 if composition.own_keys else place
+        params[name] = _init_layer(composition, name, key, number)
     if composition.tied and HEAD in params:
         del params[HEAD]
-        params.setdefault(EMBED, _init_layer(composition, EMBED, jax.random.fold_in(key, zlib.crc32(EMBED.encode()))))
+        params.setdefault(EMBED, _init_layer(composition, EMBED, key, zlib.crc32(EMBED.encode()) % 1000))
     return params
 
 
-def _init_layer(composition: Composition, name: str, key: jax.Array) -> dict[str, Any]:
+def _init_layer(composition: Composition, name: str, key: jax.Array, number: int) -> dict[str, Any]:
     def normal(place: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-        std = 0.5 / max(1, shape[0]) ** 0.5
-        return (std * jax.random.normal(jax.random.fold_in(key, place), shape)).astype(dtype)
+        return weights(key, 10 * number + place, *shape).astype(dtype)
 
     low = jnp.bfloat16 if composition.params == "bf16" else jnp.float32
     other = jnp.bfloat16 if composition.params != "f32" else jnp.float32

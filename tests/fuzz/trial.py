@@ -22,6 +22,7 @@ from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import PipelineGraph, Placement, linear, looped
 from rrfp_jax.tasks.placements import bidirectional, v_shaped, waves
 from rrfp_jax.training.saving import RunSaver
+from tests.environment import NUM_VIRTUAL_DEVICES
 from tests.fuzz.composition import BIDIRECTIONAL, LINEAR, WAVE, Composition
 from tests.fuzz.models import absent_pairs, as_batch, buckets, is_exact, microbatches, model_of
 from tests.fuzz.plain import PlainLoop, Step, optimizer_of
@@ -124,12 +125,13 @@ def pipeline_of(composition: Composition) -> Pipeline:
 
 def _first_of(setup: Composition, ordering: Ordering) -> Pipeline:
     model = model_of(setup)
+    layout = Layout(num_stages=setup.stages, data=setup.data, mesh=dict(setup.mesh) or ())
     return Pipeline(
         mirrored(model.chunks) if setup.placement == BIDIRECTIONAL else model.chunks,
         optimizer=optimizer_of(setup),
         placement=placement_of(setup),
         edges=model.edges,
-        process=Process(Layout(num_stages=setup.stages, data=setup.data, mesh=dict(setup.mesh) or ())),
+        process=Process(layout, num_devices=min(layout.num_devices, NUM_VIRTUAL_DEVICES)),
         ordering=ordering,
         updates=UpdateRules(
             clip_norm=setup.clip,
@@ -360,7 +362,8 @@ def _check_start(composition: Composition, params: Any) -> None:
 
 def _check_bits(composition: Composition, key: Any, params: Any, losses: list[float]) -> None:
     """In deterministic mode another order gives the same bits."""
-    other = replace(composition, evaluates=False, hint="fb", window=1, consume="ready", backward="", read_ahead=0)
+    hint, backward = ("f-priority", "split") if composition.is_split else ("fb", "")
+    other = replace(composition, evaluates=False, consume="ready", hint=hint, backward=backward, window=1)
     is_two_way = composition.placement == BIDIRECTIONAL
     other = replace(other, window=None) if is_two_way else replace(other, schedule="")
     with pipeline_of(other) as pipeline:

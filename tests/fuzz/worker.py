@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def serve(connection: Any, stacks: str, hang_s: float) -> None:
     from tests.fuzz.shrinking import shrunk
     from tests.fuzz.trial import FOUND, tried
 
-    with Path(stacks).open("w") as file:
+    # Where the parent has gone, so does this process.
+    with Path(stacks).open("w") as file, suppress(EOFError, BrokenPipeError):
         while (composition := connection.recv()) is not None:
             file.seek(0)
             file.truncate()
