@@ -15,6 +15,13 @@ from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.planning.unit_axes import TENSOR, Axes, checked_axes, describe_axes, num_devices
 
 
+def name_unit(unit: int, num_stages: int | None) -> str:
+    """A unit in words: ``stage 1, replica 0``; without replicas (None) units are stages, ``stage 1``."""
+    if num_stages is None:
+        return f"stage {unit}"
+    return f"stage {unit % num_stages}, replica {unit // num_stages}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The degrees of parallelism and the number of processes. Raises ValueError where they do not fit together."""
@@ -92,6 +99,11 @@ class Layout:
 
     def replica_of(self, unit: int) -> int:
         return unit // self.num_stages
+
+    @property
+    def stages_of_replica(self) -> int | None:
+        """The stages of each of several replicas; None where there is one. For :func:`name_unit`."""
+        return self.num_stages if self.data > 1 else None
 
     def devices_of(self, unit: int) -> tuple[int, ...]:
         """The global numbers of a unit's devices, the first axis of its mesh innermost."""

@@ -21,6 +21,7 @@ from typing import Any, cast
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
 from rrfp_jax.arbitration.group_member import GroupMember
 from rrfp_jax.network.loop_thread import LoopThread, runs_here
+from rrfp_jax.planning.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.awaited import AwaitedInputs
@@ -72,6 +73,7 @@ class PipelineRuntime:
         just_in_time: choose a stage's next task when the running one may end within the host's latency.
         delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
         loop: the event loop that the transport's messages come in on; None: one of its own.
+        stages_of_replica: where the stages are those of several replicas, how many each of these has; for reports.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
         on_failure: called on the loop when the run is given up, beside the futures that fail.
     """
@@ -87,6 +89,7 @@ class PipelineRuntime:
         just_in_time: bool = False,
         delay_s: Callable[[Message], float] | None = None,
         loop: LoopThread | None = None,
+        stages_of_replica: int | None = None,
         peers: Peers | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
@@ -94,7 +97,7 @@ class PipelineRuntime:
         self._deadline_s = progress_deadline_s
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
-        self._peers, self._on_failure = peers, on_failure
+        self._peers, self._on_failure, self._stages_of_replica = peers, on_failure, stages_of_replica
         self._ending = FailureReport(self._loop, peers, progress_deadline_s, self._states_apart, self._end_with)
         self._turns = Turns(self._loop, lambda: self._ending.failing is None, self._scheduler_failed)
         self._late = None if delay_s is None else LateDelivery(self._loop, self._deliver, delay_s)
@@ -430,7 +433,7 @@ class PipelineRuntime:
 
     def _blame(self, stage: int, instruction: RunTask, error: BaseException) -> None:
         step = self._steps.name(instruction.step)
-        what = f"{step}: {instruction.task} on stage {stage} failed: {error_text(error)}"
+        what = f"{step}: {instruction.task} on {name_unit(stage, self._stages_of_replica)} failed: {error_text(error)}"
         self._fail(Failure(TaskFailed, what, self._states(failed_stage=stage), error))
 
     def _scheduler_failed(self, error: Exception) -> None:
@@ -457,7 +460,13 @@ class PipelineRuntime:
         for stage, actor in self._actors.items():
             started = self._threads[stage].started
             since_s = now - (started[1] if started else actor.last_event_s)
-            state = stage_state(actor.arbiter, since_s, failed=stage == failed_stage, rank=rank)
+            state = stage_state(
+                actor.arbiter,
+                since_s,
+                failed=stage == failed_stage,
+                rank=rank,
+                stages_of_replica=self._stages_of_replica,
+            )
             states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
         return states
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.planning.layout import Layout, name_unit
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import (
     FailureNews,
@@ -106,6 +106,7 @@ class Failure:
                 summary="; ".join(dict.fromkeys(summaries)),
                 stages=tuple(sorted(states, key=lambda state: (state.stage, state.rank or 0))),
                 lost_ranks=tuple(died),
+                origin=self.origin if is_elsewhere else None,
                 lost_stages=() if layout is None else tuple(sorted({u for r in died for u in layout.units_of(r)})),
             )
         )
@@ -232,5 +233,7 @@ class FailureReport:
 
 
 def _hosted(layout: Layout, rank: int) -> str:
-    units = ", ".join(map(str, layout.units_of(rank)))
-    return f"stage {units}" if len(layout.units_of(rank)) == 1 else f"stages {units}"
+    units = layout.units_of(rank)
+    if layout.data > 1 or len(units) == 1:
+        return " and ".join(name_unit(unit, layout.stages_of_replica) for unit in units)
+    return f"stages {', '.join(map(str, units))}"

@@ -229,6 +229,7 @@ class Process:
             just_in_time=just_in_time,
             delay_s=delay_s,
             loop=None if self.cluster is None else self.cluster.loop,
+            stages_of_replica=self.layout.stages_of_replica,
             peers=self.peers,
             on_failure=self._on_failure,
         )

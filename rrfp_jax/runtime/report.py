@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.planning.layout import name_unit
 from rrfp_jax.tasks import Placement
 
 _MAX_TASKS_SHOWN = 3
 _MAX_MESSAGES_SHOWN = 8
+_FRAMES = '\n  File "'
+"""Where the lines of code begin in the text of an error."""
 _MAX_TEXT = 4096
 """Characters of an error's text that a report keeps; the error itself stays whole where it was raised."""
 
@@ -29,6 +32,13 @@ class StageState:
     waits_for_stages: tuple[int, ...]
     rank: int | None = None
     """The process that tells this; None where there is only one."""
+    stages_of_replica: int | None = None
+    """Where there are replicas, ``stage`` numbers the stages of all of them, replica by replica, so many to each."""
+
+    @property
+    def name(self) -> str:
+        """The stage in words, with its replica where there are several."""
+        return name_unit(self.stage, self.stages_of_replica)
 
     def __str__(self) -> str:
         text = self._text()
@@ -36,14 +46,12 @@ class StageState:
 
     def _text(self) -> str:
         if self.failed:
-            return f"stage {self.stage} failed in {self.running}"
+            return f"{self.name} failed in {self.running}"
         if self.running:
-            return f"stage {self.stage} has been running {self.running} for {self.since_s:.1f} s"
+            return f"{self.name} has been running {self.running} for {self.since_s:.1f} s"
         if not self.waits:
-            return f"stage {self.stage} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
-        return (
-            f"stage {self.stage} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
-        )
+            return f"{self.name} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
+        return f"{self.name} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +79,18 @@ class WaitForReport:
     """Processes that died or fell silent."""
     lost_stages: tuple[int, ...] = ()
     """The stages that they hosted."""
+    origin: int | None = None
+    """The rank whose task failed, where that is another one."""
 
     def __str__(self) -> str:
-        lines = [self.summary, *(f"  {stage}" for stage in self.stages)]
+        summary = self.summary
+        if self.origin is not None:  # it prints the lines of code itself: once is enough
+            summary, *frames = summary.split(_FRAMES, maxsplit=1)
+            summary += f" (rank {self.origin} tells where in the code)" if frames else ""
+        lines = [summary, *(f"  {stage}" for stage in self.stages)]
         if culprits := self.culprits():
-            names = " and ".join(f"stage {stage}" for stage in culprits)
+            each = self.stages[0].stages_of_replica
+            names = " and ".join(name_unit(stage, each) for stage in culprits)
             lines.append(f"all stages that wait do so, directly or not, for {names}")
         return "\n".join(lines)
 
@@ -116,7 +131,14 @@ class PeerLost(RunFailed):
     """Another process of the run died, fell silent or gave up."""
 
 
-def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, rank: int | None = None) -> StageState:
+def stage_state(
+    arbiter: StageArbiter,
+    since_s: float,
+    *,
+    failed: bool = False,
+    rank: int | None = None,
+    stages_of_replica: int | None = None,
+) -> StageState:
     """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
     placement, reason = arbiter.placement, arbiter.idle_reason()
     running = [task for task in arbiter.running() if failed or not arbiter.awaits_input(task)]
@@ -126,6 +148,7 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, 
     )
     shown = [w for w in waiting if not w.missing_local][:_MAX_TASKS_SHOWN] or waiting[:_MAX_TASKS_SHOWN]
     owing = {message: _sender(message, placement) for w in shown for message in w.missing_messages}
+    names = {message: name_unit(stage, stages_of_replica) for message, stage in owing.items()}
     return StageState(
         stage=arbiter.stage,
         step=arbiter.step,
@@ -134,9 +157,10 @@ def stage_state(arbiter: StageArbiter, since_s: float, *, failed: bool = False, 
         since_s=since_s,
         idle_reason=reason and str(reason),
         held=tuple(sorted(arbiter.held())),
-        waits=tuple(f"{w.what} waits for {_awaited(w.missing_messages, owing)}" for w in shown),
+        waits=tuple(f"{w.what} waits for {_awaited(w.missing_messages, names)}" for w in shown),
         waits_for_stages=tuple(sorted(set(owing.values()))),
         rank=rank,
+        stages_of_replica=stages_of_replica,
     )
 
 
@@ -148,8 +172,8 @@ def shortened(text: str) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
-def _awaited(messages: Sequence[Message], owing: Mapping[Message, int]) -> str:
-    texts = [f"the {message} (stage {owing[message]})" for message in messages[:_MAX_MESSAGES_SHOWN]]
+def _awaited(messages: Sequence[Message], owing: Mapping[Message, str]) -> str:
+    texts = [f"the {message} ({owing[message]})" for message in messages[:_MAX_MESSAGES_SHOWN]]
     if more := len(messages) - len(texts):
         texts.append(f"{more} more")
     return " and ".join(texts)

@@ -71,7 +71,7 @@ def hit(strike: Strike, launcher: Launched) -> tuple[float, float]:
 def phase_of(launcher: Launched, strike: Strike) -> str:
     """How far the run had come, by the words with which all others name the rank."""
     sayings = {
-        "running": rf"error: rank {strike.rank} \(stages? [\d, ]+\) was lost: ",
+        "running": rf"error: rank {strike.rank} \(stage \d, replica \d\) was lost: ",
         "starting": rf"error: rank \d lost rank {strike.rank} \(.*before the run had begun",
         "connecting": rf"error: rank \d could not connect to rank {strike.rank}: ",
         "meeting": rf"error: [^§]*the rendezvous failed: [^§]*rank {strike.rank}\b",

@@ -192,3 +192,26 @@ def test_what_another_says_of_losses_is_quoted_and_gives_way_to_what_was_seen_he
     mine.lost[0] = "silent for 3.9 s"
     seen = mine.error(LAYOUT).report
     assert (seen.summary, seen.lost_ranks) == ("rank 0 (stage 0) was lost: silent for 3.9 s", (0,))
+
+
+def test_a_stage_of_a_replica_is_named_as_one() -> None:
+    layout = Layout(num_stages=2, data=2, num_ranks=4)
+    waiting = replace(state(0, waits=(3,)), rank=0, stages_of_replica=layout.stages_of_replica)
+    failed = replace(state(3, running="3R"), failed=True, stages_of_replica=layout.stages_of_replica)
+    text = str(lost_rank(layout, 1, "silent for 4.4 s", [waiting, failed]).error(layout))
+    assert "rank 1 (stage 0, replica 1) was lost: silent for 4.4 s" in text
+    assert "rank 0: stage 0, replica 0 has been idle" in text
+    assert "rank 3: stage 1, replica 1 failed in 3R" in text
+    assert text.endswith("for stage 1, replica 1")
+    both = str(lost_rank(Layout(num_stages=2, data=2, num_ranks=2), 1, "gone", []).error(Layout(num_stages=2, data=2)))
+    assert "rank 1 (stage 1, replica 0 and stage 1, replica 1) was lost" in both
+
+
+def test_the_lines_of_code_are_told_by_the_rank_that_failed_alone() -> None:
+    frames = '\n  File "mine.py", line 3, in apply\n    raise ValueError'
+    failure = Failure(TaskFailed, f"step 1: 1F0 on stage 1 failed: ValueError: odd{frames}", [state(1)])
+    assert frames in str(failure.error(LAYOUT))
+    elsewhere = failure_elsewhere(over_the_wire(failure, 1), [state(0)]).error(LAYOUT)
+    assert "rank 1 gave up: step 1: 1F0 on stage 1 failed: ValueError: odd (rank 1 tells where" in str(elsewhere)
+    assert "mine.py" not in str(elsewhere)
+    assert frames in elsewhere.report.summary, "for failure.json"
