@@ -214,6 +214,15 @@ def test_broken_configurations_are_refused(tmp_path: Path, text: str, message: s
         load_train_config(write_config(tmp_path, text), {})
 
 
+def test_a_section_with_nothing_below_it_has_no_settings_or_is_named(tmp_path: Path) -> None:
+    text = Path(DEBUG).read_text()
+    path = write_config(tmp_path, f"{text}\ncluster:\ntracking:\n")
+    assert load_train_config(path, {}) == load_train_config(DEBUG, {})
+    for section in ("evaluation", "vision"):
+        with pytest.raises(ValueError, match=f"the section {section} is empty: give it its keys, or take it out"):
+            load_train_config(write_config(tmp_path, f"{text}\n{section}:\n"), {})
+
+
 def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.yaml cannot be read"):
         load_train_config("nowhere.yaml", {})

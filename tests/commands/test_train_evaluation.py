@@ -66,9 +66,7 @@ def test_the_rows_of_a_set_count_once_however_many_batches_are_taken(text: Path)
     own = make_evaluation_sets(settings)["own"]
     assert sum(own.batch(step)["weights"].sum() for step in range(3)) == own.num_windows * 16 < 3 * 8 * 16
     few.write_text("abc")
-    with pytest.raises(
-        ValueError, match="hold 0 sequences of length 16 to evaluate on, fewer"
-    ):
+    with pytest.raises(ValueError, match="hold 0 sequences of length 16 to evaluate on, fewer"):
         make_evaluation_sets(settings)
 
 

@@ -290,6 +290,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         content = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
+    if isinstance(content, dict):
+        content = {name: _nothing_below(path, name) if keys is None else keys for name, keys in content.items()}
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         needed = ", ".join(name for name in SECTIONS if name not in _OPTIONAL)
         sections = f"{needed} and one of {', '.join(DATA_SETS)}"
@@ -301,6 +303,13 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     if missing:
         raise ValueError(f"configuration {path} lacks the section {', '.join(missing)}: add it")
     return content
+
+
+def _nothing_below(path: str, name: str) -> dict[str, Any] | None:
+    """The keys of a section that has none: no settings, unless leaving it out means something else."""
+    if name in _OPTIONAL and name not in ("cluster", "tracking"):
+        raise ValueError(f"{path}: the section {name} is empty: give it its keys, or take it out")
+    return {} if name in SECTIONS else None
 
 
 def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
