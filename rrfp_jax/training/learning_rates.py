@@ -42,3 +42,16 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
         return optax.warmup_cosine_decay_schedule(first, peak, warmup, warmup + length, config.final_learning_rate)
     fall = optax.linear_schedule(peak, config.final_learning_rate, length, begin - warmup)
     return optax.join_schedules([rise, fall], [warmup])
+
+
+def rates_changed(config: OptimizerConfig, before: int, now: int, step: int, update: int) -> str:
+    """What becomes of the learning rates of a run of so many steps that goes on at ``step``, with its update number
+    ``update``, and now has another number of them; in words."""
+    if config.schedule == CONSTANT or (config.decay_steps is not None and config.schedule != STABLE):
+        return "its learning rates stay as they are"
+    was, becomes = (float(learning_rate_schedule(config, num_steps)(update)) for num_steps in (before, now))
+    last = float(learning_rate_schedule(config, now)(max(update, update + now - 1 - step)))
+    return (
+        f"its learning rates change, to {becomes:.2e} at step {step}, which was to have {was:.2e}, and {last:.2e} at "
+        "the last"
+    )

@@ -91,7 +91,8 @@ class OptimizerConfig:
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
     final_learning_rate: float | None = None
-    """Learning rate at the end of the decay, and from there on; None: 0."""
+    """Learning rate at the end of the decay, which is the last step unless ``decay_steps`` says otherwise, and from
+    there on; None: 0."""
     warmup_steps: int = 0
     """Steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps + 1)`` on."""
     decay_steps: int | None = None

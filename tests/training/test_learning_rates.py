@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.learning_rates import learning_rate_schedule, rates_changed
 from rrfp_jax.training.optimizer_config import CONSTANT, COSINE, LINEAR, STABLE, OptimizerConfig
 
 PEAK, FINAL = 0.8, 0.1
@@ -75,3 +75,18 @@ def test_without_warm_up_the_first_step_has_the_peak(num_steps: int) -> None:
 def test_a_warm_up_as_long_as_the_run_is_cut_off(num_steps: int, warmup: int, schedule: str) -> None:
     expected = [PEAK * (step + 1) / (warmup + 1) for step in range(num_steps)]
     assert rates(num_steps, schedule=schedule, warmup_steps=warmup) == pytest.approx(expected)
+
+
+def test_a_run_with_another_number_of_steps_says_to_what_its_rates_change() -> None:
+    config = OptimizerConfig(learning_rate=PEAK, final_learning_rate=FINAL, schedule=LINEAR)
+    before, after = (
+        rates(5, schedule=LINEAR, final_learning_rate=FINAL),
+        rates(9, schedule=LINEAR, final_learning_rate=FINAL),
+    )
+    said = rates_changed(config, before=5, now=9, step=4, update=3)  # one step was skipped
+    assert f"to {after[3]:.2e} at step 4, which was to have {before[3]:.2e}, and {after[7]:.2e} at the last" in said
+    for fixed in (
+        OptimizerConfig(learning_rate=PEAK, schedule=CONSTANT),
+        OptimizerConfig(learning_rate=PEAK, decay_steps=3),
+    ):
+        assert rates_changed(fixed, before=5, now=9, step=4, update=3) == "its learning rates stay as they are"

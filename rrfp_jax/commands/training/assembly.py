@@ -30,7 +30,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.evaluation import Evaluations, Evaluator
-from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.learning_rates import learning_rate_schedule, rates_changed
 from rrfp_jax.training.loop import TrainingLoop
 from rrfp_jax.training.model_speed import ModelSpeed
 from rrfp_jax.training.optimizer import check_groups, make_optimizer
@@ -160,9 +160,9 @@ class Run:
         for difference in changed:
             self.console.say(f"forced: {difference}")
         if (steps := found.host["config"]["run"]["steps"]) != self.config.run.steps:
-            self.console.say(
-                f"the run was to have {steps} steps and now has {self.config.run.steps}: its learning rates change"
-            )
+            now, step = self.config.run.steps, found.step
+            changed_rates = rates_changed(self.config.optimizer, steps, now, step, step - self._num_skipped)
+            self.console.say(f"the run was to have {steps} steps and now has {now}: {changed_rates}")
 
     def metrics(self) -> TrackedMetrics:
         """The run's rows, on the first rank: the file, and the trackers that it names."""
