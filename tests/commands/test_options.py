@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,18 @@ for options in {REFUSED!r}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(REFUSED)
+
+
+def test_a_home_is_found_wherever_a_file_or_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands ``~`` within quotes, or behind ``=``."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert (
+        import_module("rrfp_jax.commands.export_hf").make_parser().parse_args(["~/run", "~/out"]).folder
+        == "/home/me/out"
+    )
+    assert simulate.make_parser().parse_args(["--timeline=~/a.html"]).timeline == "/home/me/a.html"
+    assert import_module("rrfp_jax.commands.replay").make_parser().parse_args(["~/a", "b"]).logs == ["/home/me/a", "b"]
+    given = train.make_parser().parse_args(["--config=~/x.yaml", "--run-dir=~/try #2", "--tracking.name", "~"])
+    assert given.config == "/home/me/x.yaml"
+    assert train.overrides_of(given) == {"run.run_dir": "/home/me/try #2", "tracking.name": "~"}
+    assert import_module("rrfp_jax.commands.sample").make_parser().parse_args(["r", "--prompt", "~/x"]).prompt == "~/x"

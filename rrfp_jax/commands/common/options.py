@@ -5,6 +5,7 @@ choices and its default. Nothing here imports JAX.
 """
 
 import difflib
+import os
 import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
@@ -44,6 +45,12 @@ class CommandParser(ArgumentParser):
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._not_known(unknown[0]))
+        for action in filter(takes_file, self._actions):  # in quotes, or behind =, no shell has done so
+            match getattr(arguments, action.dest, None):
+                case str(path):
+                    setattr(arguments, action.dest, os.path.expanduser(path))
+                case [*paths]:
+                    setattr(arguments, action.dest, [*map(os.path.expanduser, paths)])
         return arguments
 
     def error(self, message: str) -> NoReturn:
@@ -125,7 +132,7 @@ def values_of(action: Action) -> tuple[str, ...]:
 def takes_file(action: Action) -> bool:
     """Whether files are values of an option, by what stands for one."""
     places = " ".join([str(action.metavar), *getattr(action, "values", ())])
-    return bool(re.search(r"FILE|PATH|RUN|LOG|\.npy", places))
+    return bool(re.search(r"FILE|PATH|RUN|LOG|DIR|OUT|FOLDER|\.npy", places))
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:
