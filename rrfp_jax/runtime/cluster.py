@@ -36,7 +36,7 @@ from rrfp_jax.network.roll_call import name_hosts
 from rrfp_jax.network.routes import await_name, is_misleading, own_address
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.runtime.last_words import say_last_words
-from rrfp_jax.runtime.xla_flags import flags_agreed
+from rrfp_jax.runtime.xla_flags import flags_agreed, settings_agreed
 
 if TYPE_CHECKING:
     import jax
@@ -112,10 +112,8 @@ def _boot() -> str:
 def _about_jax() -> dict[str, Any]:
     """Versions, flags and settings: ranks that differ may compile different programs, and then wait for each other, or
     begin with different parameters."""
-    from rrfp_jax.runtime.start_jax import settings_agreed
-
     versions = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
-    return {**versions, **flags_agreed(os.environ), **settings_agreed()}
+    return {**versions, **flags_agreed(os.environ), **settings_agreed(os.environ)}
 
 
 class Cluster(AbstractContextManager["Cluster"]):

@@ -6,7 +6,6 @@ connects a client only, hence the private ones here.
 """
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -36,25 +35,6 @@ _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """What tells JAX how much of a GPU's memory to reserve; the second is the former name."""
 _SHARED_MEMORY = 0.9
 """The part of a GPU's memory that processes which share it reserve together; the rest holds their contexts."""
-
-_OF_A_PROCESS = re.compile(
-    "log|dump|cache|debug|check_|checks|guard|visible_devices|traceback|locations|explain|pprint|platform|backend|timeout"
-    "|address|transfer_size|options|default_device|num_cpu_devices|async_dispatch|captured_constants|url_schema"
-)
-"""JAX's settings that change neither programs nor numbers, or say what a process finds on its host: they may differ."""
-
-
-def settings_agreed() -> dict[str, Any]:
-    """The settings of JAX, from its variables or ``jax.config``, that must be the same in all processes of a run.
-
-    Ranks whose settings differ draw other initial values from the same key, or compile other programs for one
-    collective. All settings count but those that are known to be harmless, so that new ones of JAX do too.
-    """
-    return {
-        f"JAX's setting {name} ({name.upper()})": value if isinstance(value, bool | float | None) else str(value)
-        for name, value in sorted(jax.config.values.items())
-        if not _OF_A_PROCESS.search(name)
-    }
 
 
 def start_jax(

@@ -5,14 +5,17 @@ ends the process, without a traceback, where it does not know one. So each is lo
 read it: a name that none of them holds as a string is refused beforehand.
 
 What the user's environment already says goes before what a configuration says. Both are part of the key under which
-compiled programs are kept (:mod:`rrfp_jax.runtime.compile_cache`), and processes of a run compare them at the start.
+compiled programs are kept (:mod:`rrfp_jax.runtime.compile_cache`), and processes of a run compare them at the start, as
+they do JAX's own settings.
 """
 
 import importlib.util
 import mmap
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 XLA, LIBTPU = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 """Environment variables."""
@@ -25,6 +28,12 @@ _LIBRARIES = {
     LIBTPU: (("libtpu", "libtpu.so"),),
 }
 """By variable, which file of which package reads it."""
+_OF_A_PROCESS = re.compile(
+    "log|dump|cache|debug|check_|checks|guard|visible_devices|traceback|locations|explain|pprint|platform|backend|timeout"
+    "|address|coordinator|process_id|num_processes|transfer_size|options|default_device|num_cpu_devices|async_dispatch"
+    "|captured_constants|url_schema"
+)
+"""JAX's settings that change neither programs nor numbers, or say what a process finds on its host: they may differ."""
 
 
 def name_of(flag: str) -> str:
@@ -69,6 +78,22 @@ def flags_agreed(environ: Mapping[str, str]) -> dict[str, str]:
         if name_of(flag) not in _OF_HOST
     }
     return dict(sorted(told.items()))
+
+
+def settings_agreed(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings of JAX, from its variables or ``jax.config``, that must be the same in all processes of a run.
+
+    Ranks whose settings differ draw other initial values from the same key, or compile other programs for one
+    collective. All settings count but those that are known to be harmless, so that new ones of JAX do too. Where JAX is
+    not loaded yet, they are the variables that it will read.
+    """
+    jax = sys.modules.get("jax")
+    read = {name.lower(): value for name, value in environ.items() if name.startswith("JAX_")}
+    return {
+        f"JAX's setting {name} ({name.upper()})": value if isinstance(value, bool | float | None) else str(value)
+        for name, value in sorted((read if jax is None else jax.config.values).items())
+        if not _OF_A_PROCESS.search(name)
+    }
 
 
 def _missing(flags: Sequence[str], variable: str, environ: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,6 @@ import pytest
 from rrfp_jax.runtime.start_jax import (
     check_devices,
     naming_neighbours,
-    settings_agreed,
     take_part_of_memory,
     visible_devices,
 )
@@ -64,16 +63,6 @@ def test_missing_devices_are_named_on_every_rank():
 def test_other_numbers_than_jaxs_are_refused():
     with pytest.raises(ValueError, match="this is rank 1, but JAX calls it process 0"):
         check_devices(1, 0, [0, 1], 2, 1)
-
-
-def test_settings_that_decide_numbers_are_compared_between_ranks():
-    told = {name.split()[2] for name in settings_agreed()}
-    decide = {"threefry_partitionable", "default_prng_impl", "default_matmul_precision", "enable_x64"}
-    decide |= {"numpy_dtype_promotion", "random_seed_offset", "disable_jit", "share_binary_between_hosts"}
-    assert {f"jax_{name}" for name in decide} <= told
-    may_differ = {"compilation_cache_dir", "logging_level", "log_compiles", "cuda_visible_devices", "dump_ir_to"}
-    may_differ |= {"platforms", "num_cpu_devices", "cross_host_transfer_socket_address", "debug_nans"}
-    assert not {f"jax_{name}" for name in may_differ} & told
 
 
 def test_a_failure_says_which_ranks_were_taken_for_neighbours():

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.runtime.xla_flags import LIBTPU, XLA, check_flags, flags_agreed, use_xla_flags
+from rrfp_jax.runtime.xla_flags import LIBTPU, XLA, check_flags, flags_agreed, settings_agreed, use_xla_flags
 from tests.commands.running import ROOT
 from tests.environment import of_child
 
@@ -62,3 +63,17 @@ def test_xla_starts_with_the_flags_of_a_preset(preset: object) -> None:
     environ = {**of_child(), "JAX_PLATFORMS": "cpu", XLA: " ".join(flags)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_settings_that_decide_numbers_are_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module("jax")
+    told = {name.split()[2] for name in settings_agreed({})}
+    decide = {"threefry_partitionable", "default_prng_impl", "default_matmul_precision", "enable_x64"}
+    decide |= {"numpy_dtype_promotion", "random_seed_offset", "disable_jit", "share_binary_between_hosts"}
+    assert {f"jax_{name}" for name in decide} <= told
+    may_differ = {"compilation_cache_dir", "logging_level", "log_compiles", "cuda_visible_devices", "dump_ir_to"}
+    may_differ |= {"platforms", "num_cpu_devices", "cross_host_transfer_socket_address", "debug_nans"}
+    assert not {f"jax_{name}" for name in may_differ} & told
+    monkeypatch.delitem(sys.modules, "jax")
+    environ = {"JAX_ENABLE_X64": "1", "JAX_COMPILATION_CACHE_DIR": "/x", "JAX_PROCESS_ID": "3", "HOME": "/"}
+    assert settings_agreed(environ) == {"JAX's setting jax_enable_x64 (JAX_ENABLE_X64)": "1"}
