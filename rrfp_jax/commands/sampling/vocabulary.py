@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.tokenizing.tokenizer import load, read_tokenizer
+from rrfp_jax.data.tokenizing.tokenizer import first_line, load, raise_unless_of_library, read_tokenizer
 from rrfp_jax.data.tokens.header import TOKENIZER, read_header
 from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
 from rrfp_jax.exchange.tensor_files import read_json
@@ -77,8 +77,11 @@ class Tokenizer:
         """Tokens ``[length]``."""
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=self._opens)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"the tokenizer cannot write the prompt ({error}): give it other words") from None
+        except BaseException as error:
+            raise_unless_of_library(error)
+            raise ValueError(
+                f"the tokenizer cannot write the prompt ({first_line(error)}): give it other words"
+            ) from None
         if (lost := self._lost(text, encoded)) is not None:
             raise ValueError(f"the tokenizer has no token for {lost!r} of the prompt: take it out")
         tokens = encoded.ids

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrfp_jax.data.tokenizing.piece_files import PieceFiles
+from rrfp_jax.data.tokenizing.piece_files import Damaged, PieceFiles
 from rrfp_jax.data.tokenizing.pieces import Corpus, Piece, Surveyed, stamp_of
 from rrfp_jax.data.tokenizing.progress import WRITING, Counter, Progress
 from rrfp_jax.data.tokenizing.sources import TEXT
@@ -26,12 +26,12 @@ def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenS
     files = task.files
     with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
         for piece in corpus.pieces:
-            made = files.read(piece.key)
-            if made is None:
-                raise ValueError(f"{files.path_of(piece.key)} was changed while it was in use: start again")
-            writer.append(made.tokens, made.ends)
-            for number, documents in zip(piece.numbers, made.documents, strict=True):
-                num_documents[number] += documents
+            try:
+                for tokens, ends, span in files.read(piece.key):
+                    writer.append(tokens, ends)
+                    num_documents[piece.numbers[span]] += len(ends)
+            except Damaged as error:
+                raise ValueError(f"{error}: somebody has changed it while it was in use: start again") from None
             counter.add(1)
         if not any(num_documents):
             _forget(files, corpus.pieces)

@@ -4,16 +4,17 @@ A span counts in bytes of text, decompressed, or in rows; every document belongs
 file of plain text is one document that may go on over several.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokenizing.cutting import parts_of, segments
+from rrfp_jax.data.tokenizing.cutting import LONGEST_DOCUMENT_BYTES, parts_of, segments
 from rrfp_jax.data.tokenizing.rows import rows_of, texts_of_rows
-from rrfp_jax.data.tokenizing.sources import LINES, TEXT, Source
+from rrfp_jax.data.tokenizing.sources import LINES, ROWS, TEXT, Source
 from rrfp_jax.data.tokenizing.streams import BLOCK_BYTES, bytes_of
+from rrfp_jax.record_files import parse_json
 
 _BYTE_ORDER = "\ufeff"
 """What some programs put at the head of a file; it is no text."""
@@ -33,6 +34,8 @@ class Part(NamedTuple):
 
     text: str
     is_last: bool
+    place: int = 0
+    """Where the document begins in its source: bytes of lines, or the number of a row."""
 
 
 def parts_in(span: Span, column: str) -> Iterator[Part]:
@@ -42,10 +45,23 @@ def parts_in(span: Span, column: str) -> Iterator[Part]:
         return
     source, start, stop, _ = span
     texts = _of_lines(span, column) if source.kind == LINES else texts_of_rows(source.path, column, start, stop)
-    for text in texts:
+    for place, text in texts:
         *parts, last = parts_of(text)
-        yield from (Part(part, False) for part in parts)
-        yield Part(last, True)
+        yield from (Part(part, False, place) for part in parts)
+        yield Part(last, True, place)
+
+
+def name_of(source: Source, place: int) -> str:
+    """A document, for messages, by where it begins; the number of a line is looked up only now."""
+    if source.kind == TEXT:
+        return source.path
+    if source.kind == ROWS:
+        return f"{source.path}, row {place} (from 0)"
+    read, number, offset = bytes_of(source.path, source.compression).read, 1, 0
+    while offset < place:
+        block = read(offset, min(BLOCK_BYTES, place - offset))
+        number, offset = number + block.count(b"\n"), offset + len(block)
+    return f"{source.path}, line {number}"
 
 
 @contextmanager
@@ -77,8 +93,8 @@ def _of_file(span: Span) -> Iterator[Part]:
         yield Part(text if begin else text.removeprefix(_BYTE_ORDER), begin + len(data) == length)
 
 
-def _of_lines(span: Span, column: str) -> Iterator[str]:
-    """The texts of all lines that begin in the span."""
+def _of_lines(span: Span, column: str) -> Iterator[tuple[int, str]]:
+    """The texts of all lines that begin in the span, and where they do."""
     source, start, stop, _ = span
     stream = bytes_of(source.path, source.compression)
     begin = max(start - 1, 0)
@@ -89,16 +105,21 @@ def _of_lines(span: Span, column: str) -> Iterator[str]:
             return
         data, begin = data[first:], begin + first
     if not data.endswith(b"\n"):
-        data += _rest_of_line(stream.read, begin + len(data))
+        data += _rest_of_line(source, stream.read, begin + len(data), begin + data.rfind(b"\n") + 1)
     for line in data.split(b"\n"):
+        if len(line) > LONGEST_DOCUMENT_BYTES:
+            raise _too_long(source, begin)
         if line and not line.isspace():
-            yield _text(line, column, source, begin)
+            yield begin, _text(line, column, source, begin)
         begin += len(line) + 1
 
 
-def _rest_of_line(read: Any, position: int) -> bytes:
+def _rest_of_line(source: Source, read: Any, position: int, begin: int) -> bytes:
+    """The bytes from ``position`` to the end of the line, which begins at ``begin``."""
     blocks = []
     while block := read(position, BLOCK_BYTES):
+        if position - begin > LONGEST_DOCUMENT_BYTES:
+            raise _too_long(source, begin)
         line, found, _ = block.partition(b"\n")
         blocks.append(line)
         if found:
@@ -107,17 +128,22 @@ def _rest_of_line(read: Any, position: int) -> bytes:
     return b"".join(blocks)
 
 
+def _too_long(source: Source, position: int) -> BrokenData:
+    most = f"more than {LONGEST_DOCUMENT_BYTES:,} bytes"
+    return _refused(source, position, f"has {most}: split it, or write its text into a file of plain text")
+
+
 def _text(line: bytes, column: str, source: Source, position: int) -> str:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # of bytes json takes UTF-16, too
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         remedy = _ONE_PER_LINE if line.strip() in (b"[", b"{") else "mend or remove it"
         raise _refused(source, position, f"is no JSON ({_reason(error)}): {remedy}") from None
     if not isinstance(row, dict):
         remedy = _ONE_PER_LINE if isinstance(row, list) else "mend or remove it"
         raise _refused(source, position, f"is {_kind(row)} where an object is expected: {remedy}")
     if column not in row:
-        listed = ", ".join(list(row)[:8]) or "none"
+        listed = ", ".join(name if len(name) < 50 else shown(name) for name in list(row)[:8]) or "none"
         raise _refused(source, position, f"has no column {column!r} (it has {listed}): name one with --column")
     text = row[column]
     if not isinstance(text, str):
@@ -147,9 +173,4 @@ def _kind(value: Any) -> str:
 
 
 def _refused(source: Source, position: int, words: str) -> BrokenData:
-    """The line's number is looked up only now."""
-    read, number, offset = bytes_of(source.path, source.compression).read, 1, 0
-    while offset < position:
-        block = read(offset, min(BLOCK_BYTES, position - offset))
-        number, offset = number + block.count(b"\n"), offset + len(block)
-    return BrokenData(f"{source.path}, line {number} {words}")
+    return BrokenData(f"{name_of(source, position)} {words}")

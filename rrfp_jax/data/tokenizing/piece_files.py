@@ -10,9 +10,10 @@ import json
 import os
 import secrets
 import shutil
+import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +22,27 @@ from numpy.typing import NDArray
 
 _MARK, _PIECES = "work.json", "pieces"
 _MARK_TEXT = '{"format": "unfinished rrfp-jax token set", "version": 1}\n'
-_VERSION = 2
+_VERSION = 3
 """Of the pieces: part of their names, so that those of another version are made anew."""
 
 
-class TokenPiece(NamedTuple):
-    """The tokens of a piece."""
+class Damaged(ValueError):
+    """A piece that is not there, or not as it was written."""
+
+
+class TokenBlock(NamedTuple):
+    """Some tokens of a span of a piece; a piece is a row of blocks, so that no one holds all of it."""
 
     tokens: NDArray[Any]
     """``[tokens]``, those that close documents included."""
     ends: NDArray[np.int64]
     """Where documents end in them, ``[documents]``; behind the last may come the beginning of another."""
-    documents: tuple[int, ...]
-    """How many documents end in each span of the piece."""
+    span: int
+    """Which of the piece's spans they are of."""
+
+
+_HEAD = struct.Struct("<QQQI")
+"""Of a block in a file: tokens, ends, span and the CRC-32 of what follows. A head without tokens ends the file."""
 
 
 @contextmanager
@@ -82,26 +91,49 @@ class PieceFiles:
         digest = hashlib.sha256(f"{self._settings}\n{key}".encode()).hexdigest()[:32]
         return self._folder / f"{digest}.piece"
 
-    def write(self, key: str, piece: TokenPiece) -> None:
-        """Keep a piece."""
-        payload = piece.tokens.astype(self._dtype).tobytes() + piece.ends.astype("<i8").tobytes()
-        head = [len(piece.tokens), len(piece.ends), list(piece.documents), zlib.crc32(payload)]
+    def write(self, key: str, blocks: Iterable[TokenBlock]) -> int:
+        """Keep a piece, whose blocks are written as they come; the number of its tokens."""
+        num_tokens = 0
         target = self.path_of(key)
         temporary = target.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
-            temporary.write_bytes(json.dumps(head).encode() + b"\n" + payload)
+            with temporary.open("wb") as file:
+                for tokens, ends, span in blocks:
+                    payload = tokens.astype(self._dtype).tobytes() + ends.astype("<i8").tobytes()
+                    file.write(_HEAD.pack(len(tokens), len(ends), span, zlib.crc32(payload)) + payload)
+                    num_tokens += len(tokens)
+                file.write(_HEAD.pack(0, 0, 0, 0))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+        return num_tokens
 
-    def read(self, key: str) -> TokenPiece | None:
-        """A piece that is kept; None where it is not, or is damaged."""
-        with suppress(OSError, ValueError, TypeError):
-            head, _, payload = self.path_of(key).read_bytes().partition(b"\n")
-            num_tokens, num_ends, documents, checksum = json.loads(head)
-            num_token_bytes = num_tokens * self._dtype.itemsize
-            if zlib.crc32(payload) == checksum and len(payload) == num_token_bytes + 8 * num_ends:
-                tokens = np.frombuffer(payload, self._dtype, num_tokens)
-                ends = np.frombuffer(payload, "<i8", num_ends, num_token_bytes)
-                return TokenPiece(tokens, ends, tuple(documents))
-        return None
+    def read(self, key: str) -> Iterator[TokenBlock]:
+        """The blocks of a piece that is kept; raises Damaged, at whichever of them, where it is not, or not whole."""
+        try:
+            with self.path_of(key).open("rb") as file:
+                left = os.fstat(file.fileno()).st_size
+                while True:
+                    num_tokens, num_ends, span, checksum = _HEAD.unpack(file.read(_HEAD.size))
+                    num_token_bytes = num_tokens * self._dtype.itemsize
+                    left -= _HEAD.size + num_token_bytes + 8 * num_ends
+                    if left < 0 or not num_tokens:
+                        break
+                    payload = file.read(num_token_bytes + 8 * num_ends)
+                    if zlib.crc32(payload) != checksum:
+                        break
+                    tokens = np.frombuffer(payload, self._dtype, num_tokens)
+                    yield TokenBlock(tokens, np.frombuffer(payload, "<i8", num_ends, num_token_bytes), span)
+        except (OSError, struct.error):
+            left = -1
+        if left or num_tokens:
+            raise Damaged(f"{self.path_of(key)} is not whole")
+
+    def holds(self, key: str) -> bool:
+        """Whether a piece is kept, and whole."""
+        try:
+            for _ in self.read(key):
+                pass
+        except Damaged:
+            return False
+        return True

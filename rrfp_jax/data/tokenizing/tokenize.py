@@ -123,7 +123,7 @@ def _tokenizer(options: TokenizeOptions, corpus: Corpus, folder: Path, tell: Pro
 def _make_pieces(task: Task, pieces: Sequence[Piece], num_workers: int, tell: Progress) -> None:
     """Have all that are not there yet made, each once."""
     files, of_key = task.files, {piece.key: piece for piece in pieces}
-    missing = {key: piece for key, piece in of_key.items() if files.read(key) is None}
+    missing = {key: piece for key, piece in of_key.items() if not files.holds(key)}
     if len(missing) < len(of_key):
         _log.info("%d of %d pieces were there already", len(of_key) - len(missing), len(of_key))
     counter = Counter(tell, TOKENIZING, sum(piece.num_bytes for piece in of_key.values()))

@@ -19,6 +19,7 @@ from rrfp_jax.record_files import parse_json, read_record
 
 _CONFIG = "tokenizer_config.json"
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_MOST_GROWTH = 100
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 
@@ -41,19 +42,37 @@ class ByteEncoder:
 class FileEncoder:
     """Tokens of a tokenizer.json; its special tokens in a text are plain text, unless ``reads_special``."""
 
-    def __init__(self, data: bytes, *, reads_special: bool) -> None:
-        self._tokenizer = load(data, TOKENIZER)
+    def __init__(self, data: bytes, *, reads_special: bool, name: str = TOKENIZER) -> None:
+        self._name = name
+        self._tokenizer = load(data, name)
         self._tokenizer.encode_special_tokens = not reads_special
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of every text, uint32 ``[tokens]`` each."""
         try:
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more special
+        except BaseException as error:
+            raise_unless_of_library(error)
             raise BrokenData(
-                f"the tokenizer cannot encode a text ({str(error).splitlines()[0]}): take one for any character"
+                f"the tokenizer {self._name} cannot encode the text ({first_line(error)}): take one for any text, or "
+                "leave this one out"
             ) from error
         return [np.array(each.ids, np.uint32) for each in encoded]
+
+
+def raise_unless_of_library(error: BaseException) -> None:
+    """Raise an error again that a library in Rust cannot have raised.
+
+    Such a library raises Exception, and PanicException, which is none, where its own code has given up: for example a
+    pattern on a text for which it takes too many steps.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, in one line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class TokenizerFile(NamedTuple):
@@ -96,15 +115,34 @@ def load(data: bytes, name: str) -> Any:
 
     try:
         tokenizer = Tokenizer.from_str(data.decode())
-    except Exception as error:
+        growth = _growth(tokenizer)
+    except BaseException as error:
+        raise_unless_of_library(error)
         raise ValueError(
-            f"{name} is no file of the tokenizers library ({str(error).splitlines()[0]}): name a tokenizer.json"
+            f"{name} is no file of the tokenizers library ({first_line(error)}): name a tokenizer.json"
         ) from None
+    if growth > _MOST_GROWTH:
+        raise ValueError(f"{name} writes {growth} letters for one before it makes tokens: name another tokenizer.json")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     return tokenizer
+
+
+def _growth(tokenizer: Any) -> int:
+    """How many letters a tokenizer may put in the place of one; a few lines of its file make millions."""
+    growth = 1
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+    waiting = [parse_json(part.__getstate__()) for part in parts if part is not None]
+    while waiting:
+        step = waiting.pop()
+        for name in ("normalizers", "pretokenizers", "decoders"):
+            waiting += step.get(name) or []
+        if step.get("type") == "Replace":
+            pattern = step.get("pattern") or {}
+            growth *= max(1, -(-len(step.get("content") or "") // len(pattern.get("String") or " ")))
+    return growth
 
 
 def size_of(tokenizer: Any) -> int:

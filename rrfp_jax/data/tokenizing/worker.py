@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.tokenizing.documents import Part, parts_in
-from rrfp_jax.data.tokenizing.piece_files import PieceFiles, TokenPiece
+from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.data.tokenizing.documents import Part, Span, name_of, parts_in
+from rrfp_jax.data.tokenizing.piece_files import PieceFiles, TokenBlock
 from rrfp_jax.data.tokenizing.pieces import Piece
 from rrfp_jax.data.tokenizing.tokenizer import ByteEncoder, Encoder, FileEncoder, TokenizerFile
 from rrfp_jax.data.tokens.header import dtype_for
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 1 << 20, 1024
 """Of the texts that the tokenizer is given at once."""
+_BLOCK_TOKENS = 1 << 20
+"""About so many are held before they are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,35 +47,53 @@ class Worker:
     def __init__(self, task: Task) -> None:
         self._task, self._files = task, task.files
         data = task.tokenizer.data
-        self._encoder = ByteEncoder() if data is None else FileEncoder(data, reads_special=task.reads_special)
+        self._encoder = (
+            ByteEncoder()
+            if data is None
+            else FileEncoder(data, reads_special=task.reads_special, name=task.tokenizer.name)
+        )
 
     def do(self, piece: Piece) -> int:
         """Tokenise a piece into its file; the number of its tokens."""
-        made = tokens_of(piece, self._task.column, self._encoder, self._task.tokenizer.end_of_document)
-        self._files.write(piece.key, made)
-        return len(made.tokens)
+        end_of_document = self._task.tokenizer.end_of_document
+        return self._files.write(piece.key, blocks_of(piece, self._task.column, self._encoder, end_of_document))
 
 
-def tokens_of(piece: Piece, column: str, encoder: Encoder, end_of_document: int) -> TokenPiece:
-    """The tokens of a piece, each document closed; raises BrokenData, with file and row, for what is no text."""
+def blocks_of(piece: Piece, column: str, encoder: Encoder, end_of_document: int) -> Iterator[TokenBlock]:
+    """The tokens of a piece, each document closed, some megabytes at a time.
+
+    Raises BrokenData, with file and row, for what is no text, or none for this tokenizer.
+    """
     close = np.array([end_of_document], np.uint32)
-    made: list[NDArray[Any]] = []
-    ends: list[int] = []
-    documents: list[int] = []
-    num_tokens = 0
-    for span in piece.spans:
-        before = len(ends)
+    for number, span in enumerate(piece.spans):
+        made: list[NDArray[Any]] = []
+        ends: list[int] = []
+        num_tokens = 0
         for batch in _batches(parts_in(span, column)):
-            for part, tokens in zip(batch, encoder.encode([part.text for part in batch]), strict=True):
+            for part, tokens in zip(batch, _encoded(batch, encoder, span), strict=True):
                 made.append(tokens)
                 num_tokens += len(tokens)
                 if part.is_last:
                     made.append(close)
                     num_tokens += 1
                     ends.append(num_tokens)
-        documents.append(len(ends) - before)
-    tokens = np.concatenate(made) if made else np.zeros(0, np.uint32)
-    return TokenPiece(tokens, np.array(ends, np.int64), tuple(documents))
+            if num_tokens >= _BLOCK_TOKENS:
+                yield TokenBlock(np.concatenate(made), np.array(ends, np.int64), number)
+                made, ends, num_tokens = [], [], 0
+        if num_tokens:
+            yield TokenBlock(np.concatenate(made), np.array(ends, np.int64), number)
+
+
+def _encoded(batch: list[Part], encoder: Encoder, span: Span) -> list[NDArray[Any]]:
+    try:
+        return encoder.encode([part.text for part in batch])
+    except BrokenData:
+        for part in batch:  # which of them it is
+            try:
+                encoder.encode([part.text])
+            except BrokenData as error:
+                raise BrokenData(f"{name_of(span.source, part.place)}: {error}") from error
+        raise
 
 
 def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:

@@ -170,3 +170,37 @@ def write_raw(path, data):
 def test_broken_data_is_what_is_raised(tmp_path):
     with pytest.raises(BrokenData):
         read(write(tmp_path / "a.jsonl", b"1"))
+
+
+def test_a_document_of_a_line_or_row_is_bounded_and_named(tmp_path):
+    long = b'{"text": "' + b"a" * (33 << 20) + b'"}\n'
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        refused(write(tmp_path / name, GOOD + long + GOOD), "line 3 has more than 33,554,432 bytes: split it, or write")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b" * (33 << 20)]}), path)
+    refused(path, "row 1 (from 0) has 34,603,008 bytes of text, more than a document")
+
+
+def test_rows_that_unfold_without_end_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a" * 100_000] * 2000)}), path, compression="zstd", use_dictionary=True)
+    assert path.stat().st_size < 1000
+    refused(path, "and those before repeat themselves without end")
+
+
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_rows_are_read_in_every_encoding(tmp_path, encoding):
+    table = pa.table({"text": TEXTS * 300})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, column_encoding={"text": encoding})
+    assert read(tmp_path / "a.parquet", 5) == TEXTS * 300
+
+
+def test_a_page_whose_checksum_does_not_fit_is_told(tmp_path):
+    path = tmp_path / "a.parquet"
+    text = ["".join(map(chr, range(65, 91))) + str(n) for n in range(500)]
+    pq.write_table(pa.table({"text": text}), path, compression=None, use_dictionary=False, write_page_checksum=True)
+    assert read(path) == text
+    data = bytearray(path.read_bytes())
+    place = data.index(b"XYZ250")
+    data[place] ^= 1
+    refused(write_raw(tmp_path / "b.parquet", bytes(data)), "is damaged (at row 0 or behind")

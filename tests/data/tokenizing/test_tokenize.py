@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rrfp_jax.data.tokenizing import TokenizeOptions, cutting, pieces, tokenize
+from rrfp_jax.data.tokenizing import TokenizeOptions, cutting, pieces, tokenize, worker
 from rrfp_jax.data.tokenizing.worker import Worker
 from rrfp_jax.data.tokens import TokenSet
 
@@ -289,3 +289,36 @@ def test_documents_are_whole_where_a_text_goes_over_many_pieces(tmp_path):
     with TokenSet(tmp_path / "set") as tokens:
         assert tokens.num_documents == 1
         assert np.array_equal(tokens.tokens(0, len(text)), np.frombuffer(text.encode(), np.uint8))
+
+
+def test_the_tokens_of_a_piece_are_written_some_at_a_time(folder, tmp_path, monkeypatch, tokenizer_file):
+    options = TokenizeOptions(tokenizer=str(tokenizer_file))
+    tokenize([folder], tmp_path / "whole", options, workers=1)
+    monkeypatch.setattr(worker, "_BLOCK_TOKENS", 10)
+    monkeypatch.setattr(worker, "_BATCH_TEXTS", 1)
+    tokenize([folder], tmp_path / "set", options, workers=1)
+    assert contents(tmp_path / "set") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_text_on_which_the_tokenizers_pattern_gives_up_is_named(tmp_path, tokenizer_file, workers):
+    """The library panics then, and its PanicException is no Exception."""
+    made = json.loads(tokenizer_file.read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "slow.json").write_text(json.dumps(made | {"pre_tokenizer": pattern}))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in ["b", "c", "a" * 4000 + "!", "d"])
+    (tmp_path / "a.jsonl").write_text(rows + '{"text": "e"}\n' * 50)
+    options = TokenizeOptions(tokenizer=str(tmp_path / "slow.json"))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: the tokenizer slow\.json cannot encode the text \(Onig: "):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out", options, workers=workers)
+
+
+def test_a_tokenizer_that_writes_millions_of_letters_for_one_is_refused(tmp_path, tokenizer_file):
+    made = json.loads(tokenizer_file.read_text())
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 64}
+    made["normalizer"] = {"type": "Sequence", "normalizers": [replace] * 4}
+    (tmp_path / "many.json").write_text(json.dumps(made))
+    (tmp_path / "a.txt").write_text("a")
+    options = TokenizeOptions(tokenizer=str(tmp_path / "many.json"))
+    with pytest.raises(ValueError, match=r"many\.json writes 16777216 letters for one"):
+        tokenize([tmp_path / "a.txt"], tmp_path / "out", options, workers=1)
