@@ -3,8 +3,10 @@
 Only plain raster formats are opened, and nothing is decoded that is larger than a limit.
 """
 
+import errno
 import math
-import warnings
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ from PIL import Image, ImageOps
 
 from rrfp_jax.data.samples import Grid
 
+Image.MAX_IMAGE_PIXELS = None
+"""The limit here is our own; Pillow's is a warning first, which data threads cannot switch off each for itself."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 """Modes of grey with values up to 65535."""
@@ -50,10 +54,9 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
 @contextmanager
 def _opened(path: Path, max_pixels: int, failure: str) -> Iterator[Image.Image]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is our own
-            image = Image.open(path, formats=_FORMATS)
-        with image:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is no file")
+        with Image.open(path, formats=_FORMATS) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in {"PNG", "PPM"}):
                 raise ValueError(f"pixels of 32 bits, mode {image.mode}, whose range is not known")
             if image.width * image.height > max_pixels:

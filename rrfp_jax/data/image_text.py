@@ -39,6 +39,8 @@ from rrfp_jax.record_files import parse_json
 
 MARKER = "<image>"
 _END = b"\0"
+_MOST_IMAGES = 1 << 12
+"""Of a line; each of them is opened before the first step."""
 _SURVEYED_SAMPLES = 2048
 _FIELDS = ({"text"}, {"prompt", "target"})
 
@@ -143,10 +145,10 @@ class ImageText:
         weight = float("text" in fields)
         parts: list[Text | Grid] = []
         for piece, grid in zip(pieces, [*grids, None], strict=True):
-            parts += [Text(piece.encode(errors="replace"), weight)] if piece else []
+            parts += [Text(piece.encode(), weight)] if piece else []
             parts += [grid] if grid is not None else []
         if "target" in fields:
-            parts.append(Text(fields["target"].encode(errors="replace"), 1))
+            parts.append(Text(fields["target"].encode(), 1))
         if not any(isinstance(part, Text) and part.weight and part.content for part in parts):
             raise self._refusal(number, "has no text to predict: give it some, or remove the line")
         return _Line(number, [*parts, Text(_END, 1)], files)
@@ -162,6 +164,12 @@ class ImageText:
         names = fields.get("images", [])
         if not isinstance(names, list) or not all(isinstance(each, str) for each in [*texts, *names]):
             raise self._refusal(number, "must hold text in its fields, and a list of paths in images")
+        if len(names) > _MOST_IMAGES:
+            raise self._refusal(number, f"has {len(names)} images: give at most {_MOST_IMAGES}, on several lines")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise self._refusal(number, "has half a character (a lone surrogate): mend or remove it") from None
         return fields
 
     def _refusal(self, number: int, what: str) -> ValueError:

@@ -7,7 +7,7 @@ from rrfp_jax.data.parts import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 _MOST_PIXELS = 178_956_970
-"""Pillow opens no image that has more, against files that are small and fill the memory."""
+"""Of an image at most: a file of a few kilobytes may have as many, and they fill a gigabyte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ImageTextConfig(BatchingConfig):
         check_fields(self, A_FRACTION, "held_out")
         if self.max_pixels > _MOST_PIXELS:
             raise ValueError(
-                f"max_pixels is {self.max_pixels}, and Pillow opens no more than {_MOST_PIXELS}: give that"
+                f"max_pixels is {self.max_pixels}, and small files may fill the memory: give at most {_MOST_PIXELS}"
             )
         if self.channels not in {1, 3}:
             raise ValueError(f"channels is {self.channels}: give 3 for colours or 1 for grey")

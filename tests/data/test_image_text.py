@@ -1,13 +1,18 @@
 """Text with images from files: what becomes of a line, what is refused, and that only what is read is decoded."""
 
 import json
+import os
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from rrfp_jax.data import BrokenData, ImageText, ImageTextConfig, contents_of, image_text
-from rrfp_jax.data.image_files import fitting_grid
+from rrfp_jax.data.image_files import fitting_grid, size_of_image
 
 
 def gradient(width, height):
@@ -207,6 +212,35 @@ def test_a_broken_file_is_named_before_anything_runs(folder):
         dataset(folder)
 
 
+def test_a_pipe_or_device_among_images_is_not_waited_for(folder):
+    (folder / "small.png").unlink()
+    os.mkfifo(folder / "small.png")
+    with pytest.raises(ValueError, match=r"small\.png, of line 2 .* \(it is no file\): mend or remove it"):
+        dataset(folder)
+    (folder / "small.png").unlink()
+    (folder / "small.png").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"small\.png, of line 2 .* \(it is no file\): mend or remove it"):
+        dataset(folder)
+
+
+def test_threads_that_read_images_leave_the_filters_of_warnings_as_they_are(folder):
+    """Two that save and restore them in turn leave one more behind."""
+    filters = warnings.filters[:]
+    opened, met = Image.open, threading.Barrier(2, timeout=5)
+
+    def open_together(*arguments, **options):
+        with suppress(threading.BrokenBarrierError):
+            met.wait()
+        return opened(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as executor:
+        patched.setattr(Image, "open", open_together)
+        for _ in range(4):
+            sizes = executor.map(lambda name: size_of_image(folder / name, 10**6), ["small.png", "tall.png"])
+            assert len(list(sizes)) == 2
+    assert warnings.filters == filters
+
+
 def test_a_file_that_breaks_off_is_named_when_it_is_read(folder):
     generator = np.random.default_rng(0)
     Image.fromarray(generator.integers(256, size=(64, 64, 3), dtype=np.uint8)).save(folder / "small.png")
@@ -270,8 +304,13 @@ def test_other_sizes_of_images_are_other_data(folder):
         ('{"text": "a", "images": "a.png"}', r"line 2 .* and a list of paths in images"),
         ('{"text": "<image> <image>", "images": []}', r"line 2 .* has 0 images and 2 times <image>: make them equal"),
         ('{"prompt": "a", "target": ""}', r"line 2 .* has no text to predict"),
+        (
+            '{"prompt": "a", "target": "\\ud800"}',
+            r"line 2 .* has half a character \(a lone surrogate\): mend or remove it",
+        ),
         ('{"text": "' + "y" * 70 + '"}', r"line 2 .* is 70 tokens long, more than length 64: give at least that"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
@@ -291,7 +330,10 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         ),
         ({"max_patches": 3}, r"max_patches is 3: give at least 4, one feature"),
         ({"row_order": True}, r"row_order is for images of one size: give image_size"),
-        ({"max_pixels": 10**9}, r"max_pixels is 1000000000, and Pillow opens no more than 178956970: give that"),
+        (
+            {"max_pixels": 10**9},
+            "max_pixels is 1000000000, and small files may fill the memory: give at most 178956",
+        ),
         (
             {"image_folder": "~nobody-has-this-name"},
             r"~nobody-has-this-name begins with a ~ that names nobody's folder",
