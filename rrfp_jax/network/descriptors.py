@@ -7,6 +7,8 @@ _MOST = 1 << 20
 """Asked for where the system knows no limit."""
 _SPARE = 64
 """What the run's program opens beside: devices, data, logs, checkpoints."""
+_UNPROVEN = 256
+"""How many connections may be open that have proven nothing, where descriptors are plenty."""
 FILES_OF_NETWORK = 30
 """What sockets and threads need before anything is connected."""
 FILES_FOR_MESSAGES = 4
@@ -39,6 +41,15 @@ def require_descriptors(num_more: int, what: str) -> None:
             f"this process may have {limit} files open and needs {needed} for {what}: set 'ulimit -n {needed}' or more "
             "on every host"
         )
+
+
+def unproven_allowed(num_ranks: int) -> int:
+    """How many connections to this process may be open whose other ends have proven nothing.
+
+    At most a quarter of the descriptors that are left: what comes while one is being closed finds room, too.
+    """
+    left = raise_descriptor_limit() - _num_open()
+    return min(max(_UNPROVEN, 4 * num_ranks), max(1, left // 4))
 
 
 def ranks_served(limit: int, array_connections: int) -> int:

@@ -16,6 +16,7 @@ import zmq
 
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.sockets import Context, bind, connect, connect_as, descriptor, new_socket, rank_role, serve_as
+from rrfp_jax.network.unproven import Unproven
 
 _COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
@@ -47,10 +48,11 @@ class Link:
     Args:
         rank: this one.
         interface: to listen on.
+        unproven: told of the connections over which others have greeted.
     """
 
-    def __init__(self, context: Context, rank: int, key: RunKey, interface: str) -> None:
-        self.rank, self.key = rank, key
+    def __init__(self, context: Context, rank: int, key: RunKey, interface: str, unproven: Unproven) -> None:
+        self.rank, self.key, self._unproven = rank, key, unproven
         self.inbound, self.outbound = new_socket(context, zmq.ROUTER), new_socket(context, zmq.ROUTER)
         self.inbound.router_mandatory = self.outbound.router_mandatory = 1
         self.inbound.reconnect_ivl = _RECONNECT_MS
@@ -95,6 +97,7 @@ class Link:
                 continue
             rank = _greeter(frame)
             if rank is not None:
+                self._unproven.has_proven(frame.get(zmq.SRCFD))
                 self._receivers[rank] = name.bytes
                 for head, frames in self._early.pop(rank, ()):
                     self.send(rank, head, frames)

@@ -29,7 +29,15 @@ from rrfp_jax.network.judgement import Accusation, Broken, Judgement, Left, Lost
 from rrfp_jax.network.link import Link
 from rrfp_jax.network.plain import MalformedMessage, field, pack, unpack
 from rrfp_jax.network.pulse import Pulse
-from rrfp_jax.network.sockets import ConnectionEvent, QuietLog, Socket, connection_events, watch
+from rrfp_jax.network.sockets import (
+    ConnectionEvent,
+    QuietLog,
+    connection_events,
+    heed_listener,
+    watch,
+    watch_listener,
+)
+from rrfp_jax.network.unproven import Unproven
 
 _LOG = logging.getLogger(__name__)
 FAREWELL_LINGER_S = 1.0
@@ -61,17 +69,19 @@ class Liveness:
     Args:
         link: for heartbeats alone; closed here.
         gate: answered on this thread, for all connections of its context.
-        data_sockets: the sockets that receive messages; their connections are watched too.
+        data: carries messages; its connections are watched too.
+        unproven: the connections that have come to both links.
         deadline_s: see :class:`~rrfp_jax.network.pulse.Pulse`.
     """
 
     def __init__(
-        self, link: Link, gate: Gate, data_sockets: Sequence[Socket], *, deadline_s: float, watchers: Watchers
+        self, link: Link, gate: Gate, data: Link, unproven: Unproven, *, deadline_s: float, watchers: Watchers
     ) -> None:
         self._rank, self._link, self._gate, self._watchers = link.rank, link, gate, watchers
         self._deadline_s = deadline_s
-        self._data_monitors = [watch(socket) for socket in data_sockets]
-        self._monitor = watch(link.inbound)
+        self._monitor, self._data_monitor = watch(link.inbound), watch(data.inbound)
+        self._unproven = unproven
+        self._listener_monitors = [watch_listener(each.outbound) for each in (link, data)]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._garbage = QuietLog(_LOG)
@@ -131,12 +141,14 @@ class Liveness:
     def _run(self) -> None:
         poller = zmq.Poller()
         links = (self._link.inbound, self._link.outbound)
-        for readable in (self._gate.socket, *links, self._monitor, *self._data_monitors):
+        for readable in (self._gate.socket, *links, self._monitor, self._data_monitor, *self._listener_monitors):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         try:
             while self._running:
                 poller.poll(1 + round(self._pause_s() * 1000))
+                for monitor in self._listener_monitors:
+                    heed_listener(monitor, self._unproven)
                 self._pulse.advance(time.monotonic())
                 self._gate.answer()
                 self._obey()
@@ -158,7 +170,7 @@ class Liveness:
     def _look(self) -> None:
         self._welcome()
         self._hear()
-        for monitor in (self._monitor, *self._data_monitors):
+        for monitor in (self._monitor, self._data_monitor):
             for event in connection_events(monitor):
                 self._judge(event, is_data=monitor is not self._monitor)
         for rank, reason, hangs in self._pulse.overdue():
@@ -318,7 +330,7 @@ class Liveness:
 
     def _close_all(self) -> None:
         self._link.close(FAREWELL_LINGER_S)
-        for socket in (self._monitor, *self._data_monitors):
+        for socket in (self._monitor, self._data_monitor, *self._listener_monitors):
             socket.close()
         self._gate.close()
         with self._waking:

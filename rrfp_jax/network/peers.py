@@ -25,6 +25,7 @@ from rrfp_jax.network.roll_call import name_ranks
 from rrfp_jax.network.settings import NetworkSettings, PeerAddress, Traffic, host_of
 from rrfp_jax.network.sockets import QuietLog, rank_role
 from rrfp_jax.network.topics import Handler, PackedHandler, Topics, unpacked
+from rrfp_jax.network.unproven import Unproven
 from rrfp_jax.network.watch_graph import watched
 
 _LOG = logging.getLogger(__name__)
@@ -60,22 +61,25 @@ class PeerNetwork:
         self._losses = Losses(rank, num_ranks, self._drop)
         self._is_closed = False
         require_descriptors(FILES_OF_NETWORK, "the network of a run")
-        self._context = zmq.Context()
+        self._context, self._unproven = zmq.Context(), Unproven(num_ranks)
         try:
             self._link = self._open(key)
         except (ValueError, zmq.ZMQError):
             self._context.destroy(linger=0)
+            self._unproven.close()
             raise
 
     def _open(self, key: RunKey) -> Link:
         ranks, settings = range(self.num_ranks), self._settings
         roles = {key.pair(rank_role(r)).public: rank_role(r) for r in ranks if r != self.rank}
         gate = Gate(self._context, roles, QuietLog(_LOG))
-        heartbeats, messages = (Link(self._context, self.rank, key, settings.interface) for _ in range(2))
+        interface = settings.interface
+        heartbeats, messages = (Link(self._context, self.rank, key, interface, self._unproven) for _ in range(2))
         self._liveness = Liveness(
             heartbeats,
             gate,
-            [messages.inbound],
+            messages,
+            self._unproven,
             deadline_s=settings.silence_deadline_s,
             watchers=self._losses.watchers(),
         )
@@ -335,6 +339,7 @@ class PeerNetwork:
         for own in filter(None, (self._lanes, self._direct)):
             own.join()  # after the farewell, so that nobody takes it for a connection that broke
         self._context.term()
+        self._unproven.close()
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ Both sides repeat all that they know until the other has it, so lost messages an
 """
 
 import logging
-import os
 import socket as sockets
 import threading
 import time
@@ -25,6 +24,7 @@ from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
 from rrfp_jax.network.roll_call import Bulletin, Ending, Hello, LauncherReport, RollCall, name_ranks
 from rrfp_jax.network.sockets import LOOPBACK, WATCHED_EVENTS, bind, new_socket, serve_as
+from rrfp_jax.network.unproven import Unproven
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._socket = new_socket(self._context, zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(WATCHED_EVENTS | zmq.EVENT_ACCEPTED)
         self._wake_read, self._wake_write = sockets.socketpair()
+        self._unproven = Unproven(num_ranks)
         try:
             self._socket.maxmsgsize = MAX_HEADER_BYTES
             serve_as(self._socket, key.pair(SERVER_ROLE))
@@ -194,13 +195,14 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     def _receive(self) -> None:
         while True:
             try:
-                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._unproven.has_proven(route.get(zmq.SRCFD))
             try:
                 if len(frames) != 1:
                     raise MalformedMessage(f"{len(frames)} frames instead of one")
-                self._handle(route, unpack(frames[0]))
+                self._handle(route.bytes, unpack(frames[0].bytes))
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
                 self._complain(f"a message to the rendezvous was dropped: {error}")
 
@@ -269,8 +271,9 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
-                self._hosts[value] = self._host_of(value)
+                self._hosts[value] = self._unproven.came(value, event["endpoint"])
             elif kind == zmq.EVENT_DISCONNECTED:
+                self._unproven.went(value)
                 host, flaw, self._flaw = self._hosts.pop(value, None), self._flaw, None
                 if flaw is not None and self._is_new(host, flaw):
                     self._complain(f"a process on {host or 'an unknown host'} {flaw}")
@@ -285,12 +288,6 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         is_known = any(complaint.endswith(flaw) for complaint in self._complaints)
         return host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known)
 
-    def _host_of(self, descriptor: int) -> str | None:
-        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getsockname()[1] == int(self.address.rpartition(":")[2]):  # else closed, and reused since
-                return str(connection.getpeername()[0])
-        return None
-
     def _complain(self, text: str) -> None:
         """Once, and not for ever: strangers could cause it at will."""
         if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
@@ -304,3 +301,4 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._wake_read.close()
         self._wake_write.close()
         self._context.term()
+        self._unproven.close()

@@ -8,12 +8,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rrfp_jax.network.keys import KeyPair
+from rrfp_jax.network.unproven import Unproven
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 LOOPBACK = "127.0.0.1"
-_HANDSHAKE_MS = 30_000
+_HANDSHAKE_MS = 10_000
+"""How long who has connected may take to prove itself."""
 WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
 _OUTCOMES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -107,6 +109,23 @@ def watch(socket: Socket) -> Socket:
     monitor = socket.get_monitor_socket(WATCHED_EVENTS)
     monitor.linger = 0
     return monitor
+
+
+def watch_listener(socket: Socket) -> Socket:
+    """Begin to report who connects to a socket and whose connection ends, likewise."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    monitor.linger = 0
+    return monitor
+
+
+def heed_listener(monitor: Socket, unproven: Unproven) -> None:
+    """Tell ``unproven`` of the events that wait on a listener's monitor."""
+    while monitor.poll(0):
+        message = recv_monitor_message(monitor, zmq.NOBLOCK)
+        if message["event"] == zmq.EVENT_ACCEPTED:
+            unproven.came(int(message["value"]), message["endpoint"])
+        else:
+            unproven.went(int(message["value"]))
 
 
 def connection_events(monitor: Socket) -> list[ConnectionEvent]:

@@ -8,7 +8,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,16 @@ from typing import Any
 import pytest
 import zmq
 
-from rrfp_jax.network import Bulletin, NetworkSettings, RendezvousServer, RunKey
+from rrfp_jax.network import (
+    Bulletin,
+    Hello,
+    Member,
+    NetworkSettings,
+    RendezvousServer,
+    RunKey,
+    descriptors,
+    meet,
+)
 from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.network.roll_call import Ending, LauncherReport
 from rrfp_jax.network.sockets import rank_role
@@ -106,6 +116,32 @@ def test_port_scans_are_dropped() -> None:
         assert_still_works(members)
         for connection in idle:
             connection.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed it; what it has said before is passed over."""
+    with suppress(BlockingIOError):
+        while True:
+            if not connection.recv(100, socket.MSG_DONTWAIT):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("listener", ["heartbeats", "messages", "rendezvous"])
+def test_the_oldest_of_many_silent_connections_makes_room(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_UNPROVEN", 10)
+    key = RunKey.generate()
+    with nodes(2) as members, RendezvousServer(2, key) as server, ExitStack() as held:
+        place = server.address if listener == "rendezvous" else getattr(members[0].network.address, listener)
+        host, port = place.removeprefix("tcp://").split(":")
+        silent = [held.enter_context(socket.create_connection((host, int(port)))) for _ in range(40)]
+        assert eventually(lambda: sum(map(is_closed, silent)) >= 30)
+        assert not any(map(is_closed, silent[-10:]))
+        assert_still_works(members)
+        with ThreadPoolExecutor() as ranks:
+            hellos = [Hello.of(Member(rank=rank, host="here", pid=rank, address={}), 2, {}) for rank in range(2)]
+            meetings = [ranks.submit(meet, server.address, hello, key, deadline_s=20) for hello in hellos]
+            assert [len(meeting.result()) for meeting in meetings] == [2, 2]
 
 
 def test_other_keys_are_refused_and_nothing_is_said_to_them(caplog: pytest.LogCaptureFixture) -> None:
