@@ -83,9 +83,13 @@ class RunKey:
         try:
             with open(path, encoding="ascii", errors="replace", opener=_open_now) as file:
                 mode = os.fstat(file.fileno()).st_mode
-                if not stat.S_ISREG(mode) or mode & 0o077:
+                if not stat.S_ISREG(mode):
                     raise ValueError(
-                        f"the key file {path} must be a regular file that only its owner may read, "
+                        f"the key file {path} must be a regular file, it has mode {stat.filemode(mode)}: {_REMEDY}"
+                    )
+                if mode & 0o077:
+                    raise ValueError(
+                        f"the key file {path} must be a file that only its owner may read, "
                         f"it has mode {stat.filemode(mode)}: chmod 600 {path}"
                     )
                 text = file.read(1024)

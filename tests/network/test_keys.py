@@ -76,5 +76,5 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "key", 0o600)
-    with pytest.raises(ValueError, match="must be a regular file"):
+    with pytest.raises(ValueError, match=r"must be a regular file, it has mode p.*: rrfp launch --new-key FILE makes"):
         RunKey.from_file(tmp_path / "key")
