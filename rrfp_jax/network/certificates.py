@@ -13,6 +13,7 @@ JAX reads files, again and again. Here they lie in memory of this process (``mem
 kept from them, and they end with the process, however that ends.
 """
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterable
@@ -48,6 +49,19 @@ def service_security() -> str:
     release = re.match(r"[0-9.]*[0-9]", version("jaxlib"))  # without "rc1" and the like
     assert release is not None
     return SECURED if tuple(map(int, release[0].split("."))) >= _SECURED_SINCE else OPEN
+
+
+def service_warning(coordinator: str, own_host: str) -> str | None:
+    """What is to be said once, at the start, of a service that others than the run's ranks may reach; None: nothing.
+
+    Where this rank listens on loopback, so does the service.
+    """
+    if service_security() == SECURED or ipaddress.ip_address(own_host.partition("%")[0]).is_loopback:
+        return None
+    return (
+        f"JAX's coordination service at {coordinator} asks for no key (JAX {version('jax')} cannot): whoever reaches "
+        "this port can end the run. Let only the run's hosts reach it, or take Python 3.12 with JAX 0.11.2 or newer"
+    )
 
 
 def service_credentials(key: RunKey) -> dict[str, str | bool]:

@@ -28,7 +28,7 @@ from rrfp_jax.network import (
     RunKey,
     meet,
 )
-from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
+from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security, service_warning
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.network.loop_thread import LoopThread
 from rrfp_jax.network.membership import Membership
@@ -211,6 +211,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
         from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax
 
+        warning = service_warning(self.membership.coordinator, self._own_host())
+        if warning is not None and self.rank == 0:
+            _LOG.warning("%s", warning)
         self._await_coordinator()
         with naming_neighbours(self.rank, self.hosts, platform), explaining_plugins(), self.losses_first():
             return start_jax(

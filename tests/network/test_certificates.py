@@ -11,7 +11,14 @@ import pytest
 from cryptography import x509
 
 from rrfp_jax.network import certificates
-from rrfp_jax.network.certificates import OPEN, SECURED, rank_credentials, service_credentials, service_security
+from rrfp_jax.network.certificates import (
+    OPEN,
+    SECURED,
+    rank_credentials,
+    service_credentials,
+    service_security,
+    service_warning,
+)
 from rrfp_jax.network.keys import RunKey
 
 KEY, OTHER = RunKey(bytes(32)), RunKey(bytes(31) + b"\1")
@@ -121,3 +128,14 @@ def test_what_an_older_jax_cannot_do_is_left_out(monkeypatch, version: str, secu
     monkeypatch.setattr(certificates, "version", lambda _: version)
     assert service_security() == security
     assert bool(rank_credentials(KEY, 0)) == bool(service_credentials(KEY)) == (security == SECURED)
+
+
+def test_an_open_service_is_told_of_where_other_hosts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert service_warning("10.0.0.1:8001", "10.0.0.1") is None
+    monkeypatch.setattr(certificates, "version", lambda _: "0.10.2")
+    assert service_warning("127.0.0.1:8001", "127.0.0.1") is None
+    assert service_warning("[::1]:8001", "::1") is None
+    for own in ("10.0.0.1", "fe80::1%eth0"):
+        said = service_warning("10.0.0.1:8001", own)
+        assert said is not None
+        assert "at 10.0.0.1:8001 asks for no key (JAX 0.10.2 cannot): whoever reaches this port can end the run" in said
