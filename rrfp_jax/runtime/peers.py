@@ -7,6 +7,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message, Note
@@ -70,7 +71,8 @@ class Peers:
         """Say something to a member of a unit's group, which a task there may wait for."""
         ranks = self.layout.ranks_of(unit)
         header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
-        self.network.on_loop(self.network.send, ranks[member], _NOTE, header)
+        # in its turn, on the loop too: what was said before it on another thread goes first (see Wishes.decide)
+        self.network.call_soon(partial(self.network.send, ranks[member], _NOTE, header))
 
     def announce_task(self, unit: int, step: int, message: Message) -> None:
         """Tell a unit, the leader of its group, that what will send it this message has started.

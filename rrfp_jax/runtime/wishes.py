@@ -6,8 +6,8 @@ there: the verdict is what all processes read alike, at the same step.
 
 **Where that stage spans several processes**, each of them works the verdict out, and all must find the same. So the
 first of them decides what goes into the *next* step's verdict, and tells the others. That has arrived when they need
-it: it is sent before the first process has any part in choosing that step's tasks, and messages to a rank keep their
-order.
+it: it is handed to the event loop before the first process has any part in choosing that step's tasks, as are all notes
+by which it chooses; the loop sends in that order, and messages to a rank keep theirs.
 """
 
 from collections.abc import Callable

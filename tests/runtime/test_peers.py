@@ -15,6 +15,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews
+from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Task
 from rrfp_jax.timeline import Sums
 from tests.network.mesh import PATIENCE_S, eventually, networks
@@ -86,6 +87,24 @@ def test_notes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -
     time.sleep(0.1)
     on_loop(peers[2], lambda: peers[2].attach(third))
     assert eventually(lambda: len(third.notes) == 2)
+
+
+def test_a_decision_for_a_step_comes_before_the_notes_by_which_its_tasks_are_chosen(peers: list[Peers]) -> None:
+    leader, follower = (Wishes(each.network, LAYOUT) for each in peers[:2])
+    leader.stop = True
+    listener = Recorder()
+    decided: list[tuple[bool, bool]] = []
+    listener.heard = lambda unit, step, *_: decided.append(follower.decide(unit, step))  # type: ignore[method-assign]
+    on_loop(peers[1], lambda: peers[1].attach(listener))
+
+    def end_a_step() -> None:
+        with ThreadPoolExecutor() as other:
+            other.submit(leader.decide, 0, 7).result()
+        peers[0].tell(0, 1, 8, CHOSEN)
+
+    on_loop(peers[0], end_a_step)
+    assert eventually(lambda: bool(decided))
+    assert decided == [(True, False)] == [leader.decide(0, 8)]
 
 
 def test_announcements_reach_the_leader_of_a_unit(peers: list[Peers]) -> None:
