@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 from rrfp_jax.runtime.sleeping import sleep_exactly
 
-_POLL_S = 20e-6
+_FIRST_POLL_S, _LAST_POLL_S, _LONGER = 20e-6, 1e-3, 1.1
+"""An input that has not come is asked for after ever longer pauses, each about a tenth of the time waited so far: what
+makes it may take long, and the threads that do so want the core and the lock."""
 Fetch = Callable[[], bool]
 """Takes an input, if it can be had; tells whether it is here now."""
 
@@ -33,10 +35,12 @@ class AwaitedInputs:
     def fetch(self) -> None:
         """Take all of them; on the thread that launches. Raises GivenUp if the run ends meanwhile."""
         for fetch in self._fetches:
+            pause_s = _FIRST_POLL_S
             while not fetch():
                 if self._is_given_up:
                     raise GivenUp("what makes an input was not launched")
-                sleep_exactly(_POLL_S)
+                sleep_exactly(pause_s)
+                pause_s = min(pause_s * _LONGER, _LAST_POLL_S)
 
     def wait(self) -> None:
         """Return once all have been delivered, or the run ends; on the thread that waits for tasks."""

@@ -9,6 +9,7 @@ every later ``submit``. Where there are several processes, all of them end so, w
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.waiting import result_of, wait_for
 
+_LOG = logging.getLogger(__name__)
 _CHECKS_PER_DEADLINE = 8
 _CAUSE_WITHIN_S = 1.0
 """How long a task that fails before its input was delivered waits to be the cause itself."""
@@ -417,6 +419,8 @@ class PipelineRuntime:
 
     def _end_with(self, failure: RunFailed) -> None:
         self._turns.stop()
+        for actor in self._actors.values():
+            actor.give_up()  # here and not at the close, which may be long after
         self._turns.always(self._steps.fail, failure)
         if self._on_failure is not None:
             self._on_failure(failure)
@@ -460,14 +464,17 @@ class PipelineRuntime:
         for stage, actor in self._actors.items():
             started = self._threads[stage].started
             since_s = now - (started[1] if started else actor.last_event_s)
-            state = stage_state(
-                actor.arbiter,
-                since_s,
-                failed=stage == failed_stage,
-                rank=rank,
-                stages_of_replica=self._stages_of_replica,
-            )
-            states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
+            try:
+                state = stage_state(
+                    actor.arbiter,
+                    since_s,
+                    failed=stage == failed_stage,
+                    rank=rank,
+                    stages_of_replica=self._stages_of_replica,
+                )
+                states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
+            except Exception:  # the run ends with what it ends for, and not with what is wrong in the report of it
+                _LOG.exception("stage %d cannot tell what it waits for", stage)
         return states
 
 

@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.network import LoopThread
-from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed
+from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, awaited, driver
+from rrfp_jax.runtime.awaited import AwaitedInputs, GivenUp
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.tasks import Task, absences, chain, linear
 
@@ -192,6 +194,37 @@ def test_an_error_on_the_event_loop_ends_the_run_with_a_report() -> None:
     with pytest.raises(TaskFailed, match="lost the payload"):
         runtime.submit(1, {}).result()
     runtime.close()
+
+
+def test_a_report_that_cannot_be_made_does_not_hide_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "stage_state", lambda *_, **__: 1 / 0)
+    runtime = make_runtime([CountingStage(fails=True), CountingStage()])
+    with pytest.raises(TaskFailed, match="lost the payload"):
+        runtime.submit(0, {}).result(timeout=20)
+    runtime.close()
+
+
+def test_a_failure_ends_the_wait_for_inputs_before_the_runtime_is_closed() -> None:
+    runtime = make_runtime([CountingStage(fails=True), CountingStage()])
+    inputs = AwaitedInputs([lambda: False])
+    runtime._actors[1]._awaited[Task.parse("1F0")] = inputs
+    with ThreadPoolExecutor() as launching:
+        fetched = launching.submit(inputs.fetch)
+        with pytest.raises(TaskFailed, match="lost the payload"):
+            runtime.submit(0, {}).result()
+        with pytest.raises(GivenUp):
+            fetched.result(timeout=20)
+    runtime.close()
+
+
+def test_an_input_that_does_not_come_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(awaited, "sleep_exactly", pauses.append)
+    AwaitedInputs([lambda: len(pauses) >= 100, lambda: len(pauses) >= 110]).fetch()
+    assert pauses[:100] == sorted(pauses[:100])
+    assert pauses[0] == pauses[100] < 1e-4
+    assert all(pause <= 1e-4 or pause <= 0.15 * sum(pauses[:number]) for number, pause in enumerate(pauses[:100]))
+    assert pauses[99] == 1e-3
 
 
 def test_the_deadline_must_be_positive() -> None:
