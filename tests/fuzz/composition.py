@@ -17,14 +17,14 @@ RAW, LANGUAGE, EXPERTS, VISION = "raw", "language", "experts", "vision"
 LINEAR, LOOPED, V, WAVE, BIDIRECTIONAL, GRAPH = "linear", "looped", "v", "wave", "bidirectional", "graph"
 STRICT, READY = "strict", "ready"
 
-_OF_ANY_GRAPH = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2")
+OF_ANY_GRAPH = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2")
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    LINEAR: (*_OF_ANY_GRAPH, "eager-1f1b", "zb-auto"),
-    LOOPED: ("breadth-first", "interleaved-1f1b", "interleaved-1f1b-split", "gis", *_OF_ANY_GRAPH),
-    V: ("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo", *_OF_ANY_GRAPH),
-    WAVE: ("hanayo", *_OF_ANY_GRAPH),
+    LINEAR: (*OF_ANY_GRAPH, "eager-1f1b", "zb-auto"),
+    LOOPED: ("breadth-first", "interleaved-1f1b", "interleaved-1f1b-split", "gis", *OF_ANY_GRAPH),
+    V: ("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo", *OF_ANY_GRAPH),
+    WAVE: ("hanayo", *OF_ANY_GRAPH),
     BIDIRECTIONAL: ("chimera", "asymmetric-chimera", "greedy-chimera"),
-    GRAPH: _OF_ANY_GRAPH,
+    GRAPH: OF_ANY_GRAPH,
 }
 """By placement, the schedules whose tables fit it."""
 _SPLIT = {"1f1b-split", "zb-h1", "zb-h2", "zb-auto", "interleaved-1f1b-split", "gis", "zb-v", "v-half", "v-min"}

@@ -60,7 +60,8 @@ def raw_chunks(composition: Composition, num_chunks: int, num_layers: int) -> li
     if composition.placement != GRAPH:
         embed, *names, head = parts[0]
         parts = [names[num_layers * c // num_chunks : num_layers * (c + 1) // num_chunks] for c in range(num_chunks)]
-        parts[0], parts[-1] = [embed, *parts[0]], [*parts[-1], head]
+        parts[0] = [embed, *parts[0]]
+        parts[-1] = [*parts[-1], head]
     return [_chunk(composition, number, tuple(names)) for number, names in enumerate(parts)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.programs import agreement, reduction, updates
 from rrfp_jax.runtime import program_stage
-from tests.fuzz import trial
+from tests.fuzz import building, trial
 from tests.fuzz.composition import Composition, drawn
 
 SEED, MOST = 2_000, 200
@@ -96,7 +96,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Callable[[Composition], bool]]] = [
 @pytest.fixture(autouse=True)
 def _programs_with_faults_are_dropped() -> Iterator[None]:
     yield
-    trial.forget()
+    building.forget()
 
 
 @pytest.mark.slow
@@ -108,11 +108,11 @@ def test_a_planted_fault_is_found(
 ) -> None:
     for number in filter(lambda number: touches(drawn(SEED, number)), range(MOST)):
         composition = drawn(SEED, number)
-        trial.forget()
+        building.forget()
         with Patch.context() as patch:
             plant(patch)
             outcome = trial.tried(composition)
-        trial.forget()
+        building.forget()
         if outcome.kind == trial.FOUND and trial.tried(composition).kind == trial.PASSED:
             record_property("compositions", number + 1)
             print(f"{plant.__name__}: found by composition {number + 1}: {outcome.text}\n{composition}")

@@ -54,9 +54,9 @@ def drop_programs() -> None:
     mappings = Path("/proc/self/maps")
     if not mappings.exists() or mappings.read_bytes().count(b"\n") < MOST_MAPPINGS:
         return
-    from tests.fuzz import models, plain, trial
+    from tests.fuzz import building, models, plain
 
-    trial.forget()
+    building.forget()
     plain.programs_of.cache_clear()
     models.model_of.cache_clear()
     sys.modules["jax"].clear_caches()

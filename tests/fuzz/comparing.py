@@ -1,0 +1,95 @@
+"""How a pipeline's results are compared with those of the plain loop."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.fuzz.composition import RAW, Composition
+from tests.fuzz.models import is_exact
+from tests.fuzz.plain import Step
+
+
+class Difference(Exception):
+    """The pipeline gave something else than the plain loop."""
+
+
+def _tolerances(composition: Composition) -> tuple[float, float, float]:
+    """Of losses and norms, of how far parameters move, and of parameters themselves, all relative.
+
+    Sums of some thousand float32 terms are exact to about 1e-6 of their largest part, and gradients of microbatches
+    cancel each other in part. Where values are rounded to bfloat16 on the way, a term that lies between two of its
+    numbers may go either way, by 2**-8.
+    """
+    if not is_exact(composition):
+        return 5e-3, 5e-2, 2e-3
+    return (2e-5, 2e-3, 2e-6) if composition.optimizer == "muon" else (2e-5, 2e-4, 1e-6)
+
+
+def _close(value: float, expected: float, rtol: float) -> bool:
+    return bool(np.isclose(value, expected, rtol=rtol, atol=1e-7, equal_nan=True))
+
+
+def compare_step(composition: Composition, number: int, result: Any, step: Step) -> None:
+    rtol = _tolerances(composition)[0]
+    if result.skipped != step.skipped:
+        raise Difference(f"skipped of step {number} is {result.skipped}, of the plain loop {step.skipped}")
+    if not _close(result.weight, step.weight, 1e-6):
+        raise Difference(f"weight of step {number} is {result.weight}, of the plain loop {step.weight}")
+    if not _close(result.loss, step.loss, rtol):
+        raise Difference(f"loss of step {number} is {result.loss}, of the plain loop {step.loss}")
+    if result.grad_norm is not None and not _close(result.grad_norm, step.norm, rtol):
+        raise Difference(f"norm of step {number} is {result.grad_norm}, of the plain loop {step.norm}")
+    for name, mean in step.means.items():
+        if not np.isclose(result.means[name], mean, rtol=10 * rtol, atol=1e-5, equal_nan=True):
+            raise Difference(f"mean {name!r} of step {number} is {result.means[name]}, of the plain loop {mean}")
+
+
+def compare_evaluation(composition: Composition, result: Any, expected: tuple[float, float]) -> None:
+    for name, value, plain in zip(("loss_sum", "weight"), (result.loss_sum, result.weight), expected, strict=True):
+        if not _close(value, plain, _tolerances(composition)[0]):
+            raise Difference(f"{name} of the evaluation is {value}, of the plain loop {plain}")
+
+
+def compare(composition: Composition, start: Any, params: Any, expected: Any) -> None:
+    """Each array by the norm of what it moved, and by its own."""
+    _, of_moved, of_size = _tolerances(composition)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if jax.tree.structure(params) != jax.tree.structure(expected):
+        raise Difference(
+            f"parameters are {jax.tree.structure(params)}, of the plain loop {jax.tree.structure(expected)}"
+        )
+    leaves = [map(_wide, jax.tree.leaves(tree)) for tree in (start, params, expected)]
+    for name, first, value, plain in zip(names, *leaves, strict=True):
+        if np.array_equal(value, plain, equal_nan=True):
+            continue
+        distance = np.linalg.norm(value - plain)
+        allowed = of_moved * np.linalg.norm(plain - first) + of_size * np.linalg.norm(plain)
+        if not distance <= allowed:
+            raise Difference(
+                f"parameter {name} differs by {distance:.3g} from the plain loop's, which moved by "
+                f"{np.linalg.norm(plain - first):.3g}; {allowed:.3g} is allowed"
+            )
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64).ravel()
+
+
+def check_start(composition: Composition, params: Any) -> None:
+    """Layers that draw their values from the key alone must not start equal."""
+    drawn = {name: _wide(layer["w"]) for name, layer in params.items() if name.startswith("layers") and "w" in layer}
+    for name, value in drawn.items():
+        for other, beside in drawn.items():
+            if composition.model == RAW and name < other and np.array_equal(value, beside):
+                raise Difference(f"layers {name!r} and {other!r} start with equal values")
+
+
+def compare_bits(losses: list[list[float]], params: list[Any]) -> None:
+    """Two deterministic runs in different orders."""
+    if not np.array_equal(*losses, equal_nan=True):
+        raise Difference(f"losses {losses[0]} of a deterministic run are {losses[1]} in another order")
+    for (path, one), two in zip(jax.tree.leaves_with_path(params[0]), jax.tree.leaves(params[1]), strict=True):
+        if not np.array_equal(_wide(one), _wide(two), equal_nan=True):
+            raise Difference(f"parameter {jax.tree_util.keystr(path)} of a deterministic run differs in another order")
