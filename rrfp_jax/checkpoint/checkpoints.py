@@ -132,6 +132,12 @@ class Checkpoints:
         """Wait for the save under way; returns how the last one ended."""
         return None if self._under_way is None else result_of(self._under_way)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save has ended without a checkpoint, as far as is known now."""
+        save = self._under_way
+        return save is not None and save.done() and (save.exception() or save.result().failure) is not None
+
     def close(self) -> Saved | None:
         """Wait for the save under way and free the threads; returns how the last save ended."""
         last = self.wait()

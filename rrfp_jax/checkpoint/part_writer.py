@@ -23,11 +23,12 @@ from rrfp_jax.checkpoint.arrays import HostArray, Name, batches, nested
 from rrfp_jax.checkpoint.durable_files import sum_tree
 from rrfp_jax.checkpoint.ownership import Part
 from rrfp_jax.checkpoint.record import PartRecord
-from rrfp_jax.private.orbax_names import build_array_write_spec
+from rrfp_jax.private.orbax_names import CONTEXTS, build_array_write_spec
 
 _CHUNK_BYTES = 16 << 20
 """What is read at once, at least: small enough to read a share of a large array, large enough for a disk."""
 _BATCH_BYTES = 256 << 20
+_LOCKING = "file_io_locking"
 _TYPE = type_handlers.NumpyHandler().typestr()
 """So that whoever reads with plain Orbax and names no sharding gets NumPy arrays."""
 
@@ -141,7 +142,7 @@ class PartWriter:
         for part, handler in self._handlers.items():
             path = folder / part.name
             path.mkdir(parents=True, exist_ok=True)
-            with _raised_is_not_logged():
+            with _raised_is_not_logged(), _without_locks():
                 handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(_of(part, arrays))))
 
     def finish(self, folder: Path, arrays: Mapping[Name, HostArray]) -> dict[str, str]:
@@ -153,7 +154,7 @@ class PartWriter:
         for part, handler in self._handlers.items():
             if self._rank == part.ranks[0]:
                 path = folder / part.name
-                with _raised_is_not_logged():
+                with _raised_is_not_logged(), _without_locks():
                     handler.finalize(epath.Path(path))
                 shapes = tuple((name, array.dtype.name, array.shape) for name, array in _of(part, arrays).items())
                 record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
@@ -205,3 +206,20 @@ def _raised_is_not_logged() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_new)
+
+
+@contextmanager
+def _without_locks() -> Iterator[None]:
+    """TensorStore locks each file that it writes, which not every file system can (Lustre without ``flock``).
+
+    No two processes write the same file here: each has a folder of its own, and one alone puts them together.
+    """
+    before = [dict(settings) for settings in CONTEXTS]
+    for settings in CONTEXTS:
+        settings[_LOCKING] = {"mode": "none"}
+    try:
+        yield
+    finally:
+        for settings, earlier in zip(CONTEXTS, before, strict=True):
+            settings.clear()
+            settings.update(earlier)

@@ -34,7 +34,7 @@ from rrfp_jax.commands.training.data_sets import vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
-from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, PREEMPTED
+from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
 from rrfp_jax.network.membership import ATTEMPT, STARTED
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import check_plugin
@@ -108,7 +108,6 @@ def train(
 
 
 def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
-    from rrfp_jax.data import BrokenData
     from rrfp_jax.runtime import RunFailed
 
     requests = stop_requests()
@@ -128,7 +127,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         try:
             with run.console:
                 run.train(loop)
-        except (RunFailed, KeyboardInterrupt, BrokenData) as end:
+        except (RunFailed, KeyboardInterrupt) as end:
             if isinstance(end, RunFailed):
                 _leave_report(run, end)
             _leave_timeline(run, loop, name)
@@ -144,10 +143,32 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
                 f"error: the state after step {run.state.step - 1} is not on the disk: {run.describe_saved()}"
             )
         return INTERNAL_ERROR
+    if (early := _early_end(run, loop)) is not None:
+        code, told = early
+        if run.is_first:
+            say_last_words(f"error: {told}")
+        return code
     if loop.was_stopped:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
         return PREEMPTED
     return DONE
+
+
+def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:
+    """Why a run whose state is saved ends with a code of its own; also says what it has left out."""
+    if run.batches.num_bad:
+        run.console.say(f"{run.batches.num_bad} samples were left out, as they could not be read")
+    if loop.unreadable is not None:
+        return DATA_UNREADABLE, f"{loop.unreadable}\n{run.describe_saved(is_last=True)}"
+    in_row = loop.skipped_in_row
+    if loop.has_diverged or 0 < loop.num_recorded == in_row:
+        return NOT_FINITE, (
+            f"the last {in_row} steps changed nothing, as loss or gradients were not finite: give a lower learning "
+            f"rate or more warm-up, or look at the data of these steps\n{run.describe_saved(is_last=True)}"
+        )
+    if loop.num_skipped:
+        run.console.say(f"{loop.num_skipped} of {loop.num_recorded} steps were left out, as they were not finite")
+    return None
 
 
 def _stop_before_first_step(run: "Run", number: int) -> None:

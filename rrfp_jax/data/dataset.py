@@ -26,6 +26,9 @@ class BrokenData(ValueError):
     """What the data set holds cannot be read, which shows only when it is needed: the message names it, in a sentence
     with the remedy."""
 
+    sample: int | None = None
+    """The number within its step of the sample that is to blame, where a step can do without it."""
+
 
 class Dataset(Protocol):
     """Any object that can make the batch of a given step.

@@ -17,9 +17,11 @@ order that follows from (seed, epoch) alone.
 """
 
 import hashlib
+import logging
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,8 @@ from rrfp_jax.planning.cut_sizes import CutSizes
 from rrfp_jax.record_files import parse_json
 
 MARKER = "<image>"
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _END = b"\0"
 _MOST_IMAGES = 1 << 12
 """Of a line; each of them is opened before the first step."""
@@ -80,7 +84,7 @@ class ImageText:
         cut: CutSizes | None = None,
     ) -> None:
         refuse_nothing_held_out(part, config.held_out)
-        self.config = config
+        self.config, self._num_bad = config, 0
         path = _at_home(config.path)
         content = _read(path)
         self._folder = path.parent if config.image_folder is None else _at_home(config.image_folder)
@@ -106,17 +110,29 @@ class ImageText:
         """Those of the part; of others no file is looked at."""
         fraction = self.config.held_out
         lines = [
-            (number, self._fields(number, line))
+            (number, fields)
             for number, line in enumerate(content.splitlines(), start=1)
-            if line.strip()
+            if line.strip() and (fields := self._spared(self._fields, number, line)) is not None
         ]
         keys = group_keys(fields for _, fields in lines) if fraction else [""] * len(lines)
         self._shared = most_together(keys) if fraction else ""
-        return [
-            self._line(number, fields)
+        found = [
+            self._spared(self._line, number, fields)
             for (number, fields), key in zip(lines, keys, strict=True)
             if (part == HELD_OUT) == is_held_out(key, fraction)
         ]
+        return [line for line in found if line is not None]
+
+    def _spared(self, make: Callable[[int, Any], _T], number: int, given: Any) -> _T | None:
+        """What is made of a line; None where that is bad, and as many as that may be."""
+        try:
+            return make(number, given)
+        except ValueError as error:
+            if self._num_bad == self.config.max_bad_samples:
+                raise
+            self._num_bad += 1
+            _LOG.warning("left out: %s", error)
+            return None
 
     def _check_number(self, path: Path, part: Part) -> None:
         config, num = self.config, self.num_samples
@@ -237,26 +253,33 @@ class ImageText:
             for sample, once_more in zip(samples, again, strict=True)
         ]
 
-    def batch(self, step: int, reads: Reads | None = None) -> Batch:
+    def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
         """The batch of ``step`` (0, 1, ...), a list of microbatches for each leaf; what is not read is not decoded.
 
         Leaves as those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
-        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Raises BrokenData, naming file
+        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Samples that are left out, by
+        their numbers in the step, count nothing, and their images are blank. Raises BrokenData, naming file
         and line, for an image that cannot be decoded.
         """
         numbers = self._numbers(step)
 
         def patches(sample: int, image: int) -> NDArray[np.float32]:
-            return self._patches(self._lines[numbers[sample]], image)
+            line = self._lines[numbers[sample]]
+            grid = [part for part in line.parts if isinstance(part, Grid)][image]
+            if sample in left_out:
+                return np.zeros((grid.num_patches, self._format.patch_dim), np.float32)
+            try:
+                return image_patches(self.config, line.files[image], grid)
+            except ValueError as error:
+                broken = BrokenData(str(self._of_file(line.number, line.files[image], error)))
+                broken.sample = sample
+                raise broken from error
 
-        return self._batching.leaves(self.samples(step), patches, reads)
-
-    def _patches(self, line: _Line, image: int) -> NDArray[np.float32]:
-        grid = [part for part in line.parts if isinstance(part, Grid)][image]
-        try:
-            return image_patches(self.config, line.files[image], grid)
-        except ValueError as error:
-            raise BrokenData(str(self._of_file(line.number, line.files[image], error))) from error
+        counted = [
+            replace(sample, weights=np.zeros_like(sample.weights)) if place in left_out else sample
+            for place, sample in enumerate(self.samples(step))
+        ]
+        return self._batching.leaves(counted, patches, reads)
 
 
 def image_grid(config: ImageTextConfig, file: Path) -> Grid:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.parts import A_FRACTION
-from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 _MOST_PIXELS = 178_956_970
 """Of an image at most: a file of a few kilobytes may have as many, and they fill a gigabyte."""
@@ -39,6 +39,8 @@ class ImageTextConfig(BatchingConfig):
     """An image of its own size that has more patches is made smaller."""
     max_pixels: int = 64 * 2**20
     """An image file with more is refused."""
+    max_bad_samples: int = 0
+    """How many samples with a line or an image that cannot be read are left out before the run saves and ends."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from pixels, which are 0 to 1: one number for all channels, or one for each."""
     std: tuple[float, ...] = (0.5,)
@@ -48,6 +50,7 @@ class ImageTextConfig(BatchingConfig):
         super().__post_init__()
         check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
         check_fields(self, A_FRACTION, "held_out")
+        check_fields(self, NOT_NEGATIVE, "max_bad_samples")
         if self.max_pixels > _MOST_PIXELS:
             raise ValueError(
                 f"max_pixels is {self.max_pixels}, and small files may fill the memory: give at most {_MOST_PIXELS}"

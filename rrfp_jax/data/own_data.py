@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,10 @@ class OwnData:
                 f"{config.object} has {num_all} elements, and none is {where}: give more, or less held_out"
             )
         self._shape: tuple[int, ...] | None = None
-        first = self._element(0)
+        self._blank = first = self._element(0)
         self._shape = first["tokens"].shape
         self.fingerprint = self._own_fingerprint(num_all, first)
+        self._blank = {**first, "weights": np.zeros_like(first["weights"])}
 
     def _own_fingerprint(self, num_all: int, first: Element) -> str:
         own = getattr(self._elements, "fingerprint", None)
@@ -77,10 +78,11 @@ class OwnData:
         shape = (self.config.microbatch_size, *(self._shape or ()))
         return [{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in self._dtypes.items()}]
 
-    def batch(self, step: int, reads: Reads | None = None) -> Batch:
+    def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
         """The batch of ``step`` (0, 1, ...): the leaves, ``[num_microbatches, microbatch_size, length]``.
 
-        Elements of microbatches of which nothing is read are not asked for, unless they have ``segments``. Raises
+        In place of elements that are left out, by their numbers in the step, stands one that counts nothing. Elements
+        of microbatches of which nothing is read are not asked for, unless they have ``segments``. Raises
         BrokenData, naming the element, where one fails or does not fit.
         """
         check_step(step)
@@ -95,14 +97,22 @@ class OwnData:
         again = (places >= self.num_elements).reshape(config.num_microbatches, size)
         spec = self.buckets[0]
         microbatches: Sequence[Mapping[str, Any]] = [
-            self._microbatch(own, once_more) if is_needed else spec
-            for own, once_more, is_needed in zip(numbers, again, needed, strict=True)
+            self._microbatch(numbers[index], again[index], index * size, left_out) if is_needed else spec
+            for index, is_needed in enumerate(needed)
         ]
         leaves = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
         return {name: np.stack(leaf) for name, leaf in leaves.items()} if all(needed) else leaves
 
-    def _microbatch(self, numbers: Sequence[int], again: NDArray[np.bool_]) -> Element:
-        elements = [self._element(number) for number in numbers]
+    def _microbatch(
+        self, numbers: Sequence[int], again: NDArray[np.bool_], first: int, left_out: Container[int]
+    ) -> Element:
+        elements: list[Element] = []
+        for place, number in enumerate(numbers, start=first):
+            try:
+                elements.append(self._blank if place in left_out else self._element(number))
+            except BrokenData as error:
+                error.sample = place
+                raise
         leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
         if self.counts_once:
             leaves["weights"][again] = 0

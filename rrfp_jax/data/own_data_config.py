@@ -32,10 +32,12 @@ class OwnDataConfig:
     """Fraction of the elements, those with the highest numbers, that are never trained on but kept for evaluation."""
     seed: int = 0
     """Decides the order of the elements."""
+    max_bad_samples: int = 0
+    """How many elements that cannot be read, or do not fit, are left out before the run saves and ends."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "batch_size", "num_microbatches")
-        check_fields(self, NOT_NEGATIVE, "seed")
+        check_fields(self, NOT_NEGATIVE, "seed", "max_bad_samples")
         check_fields(self, A_FRACTION, "held_out")
         module, colon, name = self.object.partition(":")
         if not (module and colon and name and all(map(str.isidentifier, [*module.split("."), *name.split(".")]))):

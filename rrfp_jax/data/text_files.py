@@ -6,7 +6,6 @@ only moved does not. One process tokenises; others that need the same wait for i
 dies.
 """
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rrfp_jax.data.file_locks import try_lock
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
@@ -131,11 +131,9 @@ def _alone(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
     began_s, told_s = time.monotonic(), None
     with target.with_suffix(".lock").open("w") as lock:
         while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(lock, "name a cache on another one, or tokenize the files with rrfp tokenize before training"):
                 break
-            except BlockingIOError:
-                waited_s = time.monotonic() - began_s
+            waited_s = time.monotonic() - began_s
             if waited_s > 60 * wait_minutes:
                 raise ValueError(
                     f"another process has been tokenising into {target} for {wait_minutes:g} minutes: look at that "

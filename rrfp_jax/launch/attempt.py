@@ -92,7 +92,7 @@ class Attempt:
             self._clear_away(head)
         if self._settings.supervises and self._endings.service is None and self._endings.missing():
             return START_FAILED if self._bulletin.failure else DONE
-        for line in self._endings.summary():
+        for line in self._endings.summary(lambda rank: self._output.last_error(f"rank {rank}")):
             self._output.say(line)
         return self._endings.code()
 

@@ -1,13 +1,14 @@
 """How the processes of a run ended, and which of them is to blame. Pure.
 
 When a process dies, the others notice and end too, with codes that only say so; they may even be seen to end first. So
-the cause is the earliest ending of the least derived kind: a reason of its own; could not come together (6); lost
-another (5); ended by the launcher. A process that a signal killed closes its connections a moment before it can be seen
-to end, and others may take that for a failed task of their own: among endings of about the same time it is to blame.
-Where the coordination service died first, no rank is: JAX aborts them all.
+the cause is the earliest ending of the least derived kind: a reason of its own; told to stop (7); could not come
+together (6); lost another (5); ended by the launcher. A process that a signal killed closes its connections a moment
+before it can be seen to end, and others may take that for a failed task of their own: among endings of about the same
+time it is to blame. Where the coordination service died first, no rank is: JAX aborts them all.
 """
 
 import signal
+from collections.abc import Callable
 
 from rrfp_jax import exit_codes as codes
 from rrfp_jax.network.roll_call import Ending, name_ranks
@@ -27,6 +28,8 @@ _MEANINGS = {
     codes.PEER_LOST: "lost another rank",
     codes.START_FAILED: "could not come together with the others",
     codes.PREEMPTED: "preempted, state saved",
+    codes.DATA_UNREADABLE: "data could not be read, state saved",
+    codes.NOT_FINITE: "too many steps were not finite, state saved",
     codes.INTERRUPTED: "interrupted",
 }
 _LIMITED = (127, ABORTED, codes.SIGNALLED + signal.SIGSEGV)
@@ -87,8 +90,11 @@ class Endings:
             return self.by_rank[cause].code
         return codes.PEER_LOST if self.missing() else codes.DONE
 
-    def summary(self) -> list[str]:
-        """One line that names the cause, and one per kind of ending."""
+    def summary(self, last_error: Callable[[int], str | None] = lambda rank: None) -> list[str]:
+        """One line that names the cause, and one per kind of ending.
+
+        A crash is told with what its rank said last of an error, as far as ``last_error`` knows.
+        """
         cause, missing = self.cause(), self.missing()
         last_s = max((ending.at_s for ending in self.by_rank.values()), default=0.0)
         if not self.has_failed() and not missing:
@@ -104,7 +110,10 @@ class Endings:
             lines.append(f"  {name_ranks(ranks)}: {how} (by {max(self.by_rank[rank].at_s for rank in ranks):.1f} s)")
         if missing:
             lines.append(f"  {name_ranks(missing)}: not heard of")
-        return [*lines, _LIMITS] if not self.is_services() and self.code() in _LIMITED else lines
+        if cause is None or self.is_services() or self.code() not in _LIMITED:
+            return lines
+        said = last_error(cause)
+        return [*lines, _LIMITS if said is None else f"  rank {cause} said last: {said}"]
 
     def _blame(self, cause: int | None) -> str:
         if self.service is not None and self.is_services():
@@ -129,7 +138,8 @@ def _how(ending: Ending) -> str:
 
 def _derivation(ending: Ending) -> int:
     """0 for a reason of its own; the larger, the more it only follows from other ranks' ends."""
-    return 3 if ending.by_launcher else {codes.START_FAILED: 1, codes.PEER_LOST: 2}.get(ending.code, 0)
+    kinds = {codes.PREEMPTED: 1, codes.START_FAILED: 2, codes.PEER_LOST: 3}
+    return 4 if ending.by_launcher else kinds.get(ending.code, 0)
 
 
 def _was_killed(ending: Ending) -> bool:

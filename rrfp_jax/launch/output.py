@@ -2,12 +2,21 @@
 
 import errno
 import os
+import re
 import threading
+from collections import deque
 from typing import IO, BinaryIO
 
 PREFIXES = ("auto", "always", "never")
 _MAX_PART_BYTES = 1 << 20
 """Of a longer line, this much is copied at a time."""
+_KEPT_LINES, _KEPT_BYTES = 40, 400
+_TELLING = re.compile(
+    r"what\(\)|terminate called|check failed|fatal|error|too many|cannot|unable|failed|incarnation|exhausted",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r"\s*(@|#\d|\*\*\*|File |Fatal Python error|Thread 0x)")
+"""Lines of a stack, which say where and not why."""
 _GONE = (errno.EPIPE, errno.EIO)
 """What writing ends with once a pipe has no reader, or a terminal has hung up."""
 
@@ -27,6 +36,8 @@ class Output:
         self._marks = prefix != "never"
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._last_errors: dict[str, deque[bytes]] = {}
+        """The last lines that each process wrote to its errors."""
 
     def follow(self, name: str, stdout: IO[bytes], stderr: IO[bytes], *, is_main: bool) -> None:
         """Copy both pipes of a process until they close; ``is_main`` for rank 0."""
@@ -35,7 +46,16 @@ class Output:
             self._copy(stdout, *((self._stdout, b"") if is_main else (self._stderr, mark)))
         else:
             self._copy(stdout, self._stdout, mark)
-        self._copy(stderr, self._stderr, mark)
+        kept = self._last_errors[name] = deque(maxlen=_KEPT_LINES)
+        self._copy(stderr, self._stderr, mark, kept)
+
+    def last_error(self, name: str) -> str | None:
+        """The last line in which a process told of something that went wrong, shortened; None: there is none."""
+        for line in reversed(self._last_errors.get(name, ())):
+            text = "".join(c for c in line.decode(errors="replace").strip() if c.isprintable())
+            if _TELLING.search(text) and not _FRAME.match(text):
+                return text
+        return None
 
     def say(self, text: str) -> None:
         """Lines of the launcher's own."""
@@ -52,16 +72,18 @@ class Output:
             thread.join(timeout_s)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
 
-    def _copy(self, source: IO[bytes], target: BinaryIO, mark: bytes) -> None:
-        thread = threading.Thread(target=self._run, args=(source, target, mark), name="rrfp-output", daemon=True)
+    def _copy(self, source: IO[bytes], target: BinaryIO, mark: bytes, kept: deque[bytes] | None = None) -> None:
+        thread = threading.Thread(target=self._run, args=(source, target, mark, kept), name="rrfp-output", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _run(self, source: IO[bytes], target: BinaryIO, mark: bytes) -> None:
+    def _run(self, source: IO[bytes], target: BinaryIO, mark: bytes, kept: deque[bytes] | None) -> None:
         goes_on = False
         with source:
             while part := source.readline(_MAX_PART_BYTES):
                 self._write(target, part if goes_on else mark + part)
+                if kept is not None and not goes_on:
+                    kept.append(part[:_KEPT_BYTES])
                 goes_on = not part.endswith(b"\n")
         if goes_on and mark:
             self._write(target, b"\n")

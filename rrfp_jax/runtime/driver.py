@@ -399,8 +399,8 @@ class PipelineRuntime:
         self._ending.broken(text)
 
     def _transport_failed(self, error: Exception) -> None:
-        """Messages are missing from now on."""
-        self._turns.always(self._give_up, PeerLost, f"a transport failed: {error}", error)
+        """Messages are missing from now on. It is a failure of this process, unless a rank turns out to be lost."""
+        self._turns.always(self._give_up, TaskFailed, f"a transport failed: {error}", error)
 
     # -- on the event loop: giving up --------------------------------------------------------------------------------
 

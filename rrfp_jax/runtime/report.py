@@ -124,7 +124,7 @@ class NoProgress(RunFailed):
 
 
 class TaskFailed(RunFailed):
-    """A task raised an error."""
+    """A task raised an error, or its data could not be moved here though nobody is lost."""
 
 
 class PeerLost(RunFailed):

@@ -17,6 +17,7 @@ from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWER
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationResult, EvaluationShapes
+from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.evaluation_config import EvaluationConfig
 
 _LARGEST_EXPONENT = 700.0
@@ -58,10 +59,19 @@ class Evaluator:
         sets: by name; their batches have as many microbatches as those of training.
         batches: of each set.
         num_microbatches: of a batch.
+        max_bad: how many samples of a set may be left out as they cannot be read.
     """
 
-    def __init__(self, pipeline: Pipeline, sets: Mapping[str, Dataset], *, batches: int, num_microbatches: int) -> None:
-        self._pipeline, self._sets = pipeline, dict(sets)
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        sets: Mapping[str, Dataset],
+        *,
+        batches: int,
+        num_microbatches: int,
+        max_bad: int = 0,
+    ) -> None:
+        self._pipeline, self._sets, self._max_bad = pipeline, dict(sets), max_bad
         self._batches, self._num_microbatches = batches, num_microbatches
         layout = pipeline.layout
         self._per_step = batches_per_step(
@@ -82,7 +92,10 @@ class Evaluator:
         )
 
     def run(self, state: PipelineState) -> list[EvaluationRow] | None:
-        """Evaluate all sets; None where a process has asked to end the run meanwhile."""
+        """Evaluate all sets; None where a process has asked to end the run meanwhile.
+
+        Raises BrokenData in all processes where one of them cannot read a batch.
+        """
         rows = []
         for name, dataset in self._sets.items():
             begun_s = time.perf_counter()
@@ -97,9 +110,10 @@ class Evaluator:
     def _results(self, state: PipelineState, dataset: Dataset) -> list[EvaluationResult] | None:
         enqueued: deque[EvaluationMetrics] = deque()
         results: list[EvaluationResult] = []
+        agreed = AgreedBatches(dataset, self._pipeline.process.gather, max_bad=self._max_bad)
         for first in range(0, self._batches, self._per_step):
             numbers = range(first, min(self._batches, first + self._per_step))
-            batch = self._joined(dataset, numbers)
+            batch = self._joined(agreed, numbers)
             if self.stop:
                 break
             enqueued.append(self._pipeline.evaluate(state, batch))
@@ -114,7 +128,7 @@ class Evaluator:
         self.save |= result.save
         return result
 
-    def _joined(self, dataset: Dataset, numbers: range) -> Batch:
+    def _joined(self, dataset: AgreedBatches, numbers: range) -> Batch:
         """Several batches as one, of which each replica reads consecutive microbatches."""
         each = self._num_microbatches
         reads = self._pipeline.reads(each * len(numbers))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rrfp_jax.data import BrokenData
 from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
@@ -63,6 +64,8 @@ class StepRow:
     """Whether the update was left out because loss or gradients were not finite."""
     num_skipped: int
     """How many updates this run has left out so far."""
+    bad_samples: int
+    """How many samples this run has left out so far, as they could not be read."""
     peak_memory_bytes: tuple[int, ...]
     """The most that each stage held during the step, in bytes."""
     peak_host_bytes: tuple[int, ...]
@@ -84,6 +87,8 @@ class TrainingLoop:
         num_skipped: updates that were left out before the first step of this loop.
         evaluations: evaluates between steps; None: nothing does.
         on_evaluation: called with every row of theirs.
+        max_skipped_in_row: so many skipped steps one after another end the loop; None: any number goes on.
+        num_bad: tells how many samples were left out so far.
     """
 
     def __init__(
@@ -101,6 +106,8 @@ class TrainingLoop:
         num_skipped: int = 0,
         evaluations: Evaluations | None = None,
         on_evaluation: Callable[[EvaluationRow], None] = lambda row: None,
+        max_skipped_in_row: int | None = None,
+        num_bad: Callable[[], int] = lambda: 0,
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
@@ -112,9 +119,15 @@ class TrainingLoop:
         self._last_end_s = 0.0
         self._wishes = pipeline.process.wishes
         self._stop = self._asked_to_save = False
-        """What the verdicts of the steps recorded so far have asked for; the same in all processes."""
+        """What the steps recorded so far have asked for; the same in all processes."""
         self.was_stopped = False
         """Whether the loop ended before its last step because it was told to stop."""
+        self._max_skipped_in_row, self._num_bad = max_skipped_in_row, num_bad
+        self.skipped_in_row = self.num_skipped = self.num_recorded = 0
+        """How many steps were skipped since the last one that was not; how many were in all; how many steps this loop
+        has run."""
+        self.unreadable: BrokenData | None = None
+        """Why the loop ended before its last step, with the state saved, where it was for the data."""
         if saver is not None:
             self._wishes.is_time_to_save = saver.is_time
 
@@ -122,13 +135,20 @@ class TrainingLoop:
         """Save at the next step boundary or the one after it, and end; from any thread or signal handler."""
         self._wishes.ask_to_stop()
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether so many steps were skipped one after another that the loop ends."""
+        return self._max_skipped_in_row is not None and self.skipped_in_row >= self._max_skipped_in_row
+
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
         running: tuple[StepMetrics, BatchContents] | None = None
         if self._is_evaluated(state.step):
             self._evaluate(state)
         while state.step < num_steps and not self._stop:
-            batch = next(batches)
+            batch = self._next(batches)
+            if batch is None:
+                break
             if running is None and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
@@ -151,17 +171,32 @@ class TrainingLoop:
                     self._save(state)
         if running is not None:
             self._record(*running)
+            self._save_what_was_trained(state)
         self.was_stopped = self._stop and state.step < num_steps
         if self._timelines.maxlen:
             self._whole = self._pipeline.process.whole_timeline(self.timeline())
         return state
+
+    def _save_what_was_trained(self, state: PipelineState) -> None:
+        """After a step that is no boundary, as nobody knew that it would be the last one."""
+        if self.unreadable is not None and self._saver is not None:
+            self._save(state)
+
+    def _next(self, batches: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """None where the batch cannot be read."""
+        try:
+            return next(batches) if self.unreadable is None else None
+        except BrokenData as error:
+            self.unreadable = error
+            return None
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
         """Whether the state after this step is saved; all processes find the same."""
         if self._saver is None:
             return False
         is_best = self._evaluations is not None and self._evaluations.is_best(step)
-        return self._stop or self._asked_to_save or step == num_steps or self._saver.is_due(step) or is_best
+        is_last = self._stop or self.unreadable is not None
+        return is_last or self._asked_to_save or step == num_steps or self._saver.is_due(step) or is_best
 
     def _is_evaluated(self, step: int) -> bool:
         return self._evaluations is not None and self._evaluations.is_due(step)
@@ -169,7 +204,11 @@ class TrainingLoop:
     def _evaluate(self, state: PipelineState) -> None:
         """Evaluate, and write down what was found; the time that it takes counts for no step."""
         assert self._evaluations is not None
-        for row in self._evaluations.run(state):
+        try:
+            rows = self._evaluations.run(state)
+        except BrokenData as error:
+            self.unreadable, rows = error, []
+        for row in rows:
             if self._metrics is not None:
                 self._metrics.write(asdict(row))
             self._on_evaluation(row)
@@ -181,7 +220,7 @@ class TrainingLoop:
     def _save(self, state: PipelineState) -> None:
         assert self._saver is not None
         self._asked_to_save = False
-        host = {**self._host_data, "num_skipped": self._num_skipped}
+        host = {**self._host_data, "num_skipped": self._num_skipped, "bad_samples": self._num_bad()}
         if self._evaluations is None:
             self._saver.save(state, host)
         else:
@@ -207,6 +246,10 @@ class TrainingLoop:
         self._last_end_s = result.ended_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
         self._num_skipped += result.skipped
+        self.num_recorded += 1
+        self.num_skipped += result.skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
+        self._stop |= self.has_diverged
         speed = StepSpeed()
         if self._speed is not None:
             speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
@@ -230,6 +273,7 @@ class TrainingLoop:
             tables_planned=result.tables_planned,
             skipped=result.skipped,
             num_skipped=self._num_skipped,
+            bad_samples=self._num_bad(),
             peak_memory_bytes=result.peak_memory_bytes,
             peak_host_bytes=result.peak_host_bytes,
         )

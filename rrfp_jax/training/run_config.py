@@ -123,6 +123,9 @@ class PipelineConfig:
     """Largest global norm of the gradient; None: no clipping."""
     skip_nonfinite: bool = True
     """Leave out steps whose loss or gradients are not finite."""
+    max_skipped_in_row: int | None = 50
+    """How many steps may be left out one after another before the run saves and ends with exit code 9; None: any
+    number."""
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
     dispatch_ahead: int | str = AUTO
@@ -140,7 +143,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "chunks_per_stage", "group_size", "offload")
-        check_fields(self, AT_LEAST_1, "encoder_stages")
+        check_fields(self, AT_LEAST_1, "encoder_stages", "max_skipped_in_row")
         check_fields(self, NOT_NEGATIVE, "recompute")
         if self.recompute is not None and self.remat == "full":
             raise ValueError("recompute and remat full both compute forwards again: leave one of them out")

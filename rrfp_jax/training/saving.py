@@ -9,6 +9,9 @@ from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, layer_owners
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 
+_AGAIN_S = 60.0
+"""How long after a save that failed it is time for the next one."""
+
 
 class RunSaver:
     """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
@@ -72,7 +75,10 @@ class RunSaver:
 
     def is_time(self) -> bool:
         """Whether this process finds that enough minutes have passed."""
-        return self._minutes is not None and time.monotonic() - self._last_s >= 60 * self._minutes
+        if self._minutes is None:
+            return False
+        wait_s = min(60 * self._minutes, _AGAIN_S) if self.checkpoints.has_failed else 60 * self._minutes
+        return time.monotonic() - self._last_s >= wait_s
 
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` steps is to be saved whatever the time."""
@@ -82,7 +88,9 @@ class RunSaver:
         """Save in the background, with plain data beside; the pipeline may go on once this returns. Committed steps
         of ``keep_also`` stay beside the newest ones."""
         if state.step == self._last_step:
-            return
+            last = self.checkpoints.wait()
+            if last is None or last.failure is None:  # it was restored from there, or is saved
+                return
         held = self._pipeline.chunk_states(state)
         states = [(self._layers[chunk], each) for chunk, each in held]
         self.checkpoints.save(state.step, states, host, keep_also=keep_also)

@@ -42,6 +42,7 @@ ROW = {
     "tables_planned",
     "skipped",
     "num_skipped",
+    "bad_samples",
     "peak_memory_bytes",
     "peak_host_bytes",
 }

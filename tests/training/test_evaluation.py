@@ -63,6 +63,7 @@ class FakePipeline:
     """Notes the microbatches of each step; asks to stop in the one of this number."""
 
     layout, placement = SimpleNamespace(data=2), SimpleNamespace(num_chunks=4)
+    process = SimpleNamespace(gather=lambda _, data: {0: data})
 
     def __init__(self, stop_in: int | None = None) -> None:
         self.steps: list[list[int]] = []

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rrfp_jax.data import BrokenData
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import PipelineState
 from rrfp_jax.planning.layout import Layout
@@ -80,7 +81,14 @@ class FakeSaver:
 def run(tmp_path):
     """Run a loop; give the loop, the rows that it wrote, and what went to the display."""
 
-    def run(pipeline: FakePipeline, num_steps: int, timeline_steps: int = 1, stop_at: int | None = None, **options):
+    def run(
+        pipeline: FakePipeline,
+        num_steps: int,
+        timeline_steps: int = 1,
+        stop_at: int | None = None,
+        batches=None,
+        **options,
+    ):
         shown = []
         with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
             loop = TrainingLoop(
@@ -92,7 +100,7 @@ def run(tmp_path):
                 **options,
             )
             with suppress(RuntimeError):
-                loop.run(PipelineState(0), repeat({}), num_steps)
+                loop.run(PipelineState(0), batches or repeat({}), num_steps)
         rows = [json.loads(line) for line in metrics.path.read_text().splitlines()]
         metrics.path.unlink()
         assert [row.step for row in shown] == [row["step"] for row in rows]
@@ -165,3 +173,34 @@ def test_told_to_stop_during_its_last_step_a_loop_is_just_done(run):
     loop, _ = run(FakePipeline(), 3, stop_at=2, saver=saver)
     assert not loop.was_stopped
     assert saver.saved == [(3, 0)]
+
+
+def broken_after(num_batches: int):
+    yield from repeat({}, num_batches)
+    raise BrokenData("element 7 cannot be read")
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_what_was_trained_is_saved_before_a_batch_that_cannot_be_read(run, every: int | None):
+    saver = FakeSaver(every=every)
+    loop, rows = run(FakePipeline(), 9, saver=saver, batches=broken_after(3))
+    assert str(loop.unreadable) == "element 7 cannot be read"
+    assert len(rows) == 3
+    assert saver.saved == [(3, 0)]
+
+
+def test_nothing_is_saved_where_the_first_batch_cannot_be_read(run):
+    saver = FakeSaver()
+    loop, _ = run(FakePipeline(), 9, saver=saver, batches=broken_after(0))
+    assert loop.unreadable is not None
+    assert not saver.saved
+
+
+@pytest.mark.parametrize(("most", "num_rows"), [(3, 6), (None, 9)])
+def test_too_many_skipped_steps_in_a_row_end_the_loop_with_its_state_saved(run, most: int | None, num_rows: int):
+    saver = FakeSaver()
+    skipped = frozenset({0, 2, 3, 4, 5, 6, 7, 8})
+    loop, rows = run(FakePipeline(skipped=skipped), 9, saver=saver, max_skipped_in_row=most)
+    assert len(rows) == num_rows  # with the step that was under way
+    assert loop.has_diverged == (most is not None)
+    assert saver.saved == [(num_rows, num_rows - 1)]

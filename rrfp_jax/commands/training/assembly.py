@@ -17,7 +17,6 @@ from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
-from rrfp_jax.data import prefetched
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.operations.offloading import moves_activations
@@ -29,6 +28,7 @@ from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
+from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.evaluation import Evaluations, Evaluator
 from rrfp_jax.training.learning_rates import learning_rate_schedule, rates_changed
 from rrfp_jax.training.loop import TrainingLoop
@@ -62,6 +62,8 @@ class Run:
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
+        max_bad = getattr(self.config.data_set, "max_bad_samples", 0)
+        self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
         self._saver: RunSaver | None = None
         self._evaluator = None if self.config.evaluation is None else make_evaluator(planned, pipeline)
         self._evaluated: Mapping[str, Any] | None = None
@@ -114,7 +116,7 @@ class Run:
         else:
             self._go_on(self._saver, found, force=force)
         with self.console.compiling() as progress:
-            first = self.dataset.batch(0, self._reads)
+            first = self.batches.shown(0, self._reads)
             shapes = None if self._evaluator is None else self._evaluator.shapes()
             self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
         if self._cache is not None:
@@ -155,6 +157,7 @@ class Run:
         changed = check_same_training(found.host["config"], self._training, force=force)
         self.state = saver.restore(found)
         self._num_skipped = int(found.host["num_skipped"])
+        self.batches.num_bad = int(found.host.get("bad_samples", 0))
         self._evaluated = found.host.get("evaluation")
         self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
         for difference in changed:
@@ -188,6 +191,8 @@ class Run:
             num_skipped=self._num_skipped,
             evaluations=self._evaluations(),
             on_evaluation=self.console.show_evaluation,
+            max_skipped_in_row=self.config.pipeline.max_skipped_in_row,
+            num_bad=lambda: self.batches.num_bad,
         )
 
     def _evaluations(self) -> Evaluations | None:
@@ -201,7 +206,7 @@ class Run:
         is_slow = self.config.row_length is None
         num_threads = _DATA_THREADS if is_slow else 1
         with (
-            prefetched(self.dataset, self.state.step, reads=self._reads, num_threads=num_threads) as batches,
+            self.batches.ahead(self.state.step, self._reads, num_threads) as batches,
             self._profile or nullcontext(),
         ):
             self.state = loop.run(self.state, batches, self.config.run.steps)
@@ -210,11 +215,13 @@ class Run:
         # not after an error: closing waits for programs, one of which may hang
         self.finish()
 
-    def describe_saved(self) -> str:
-        """What of the steps so far is on the disk, in one sentence."""
+    def describe_saved(self, *, is_last: bool = False) -> str:
+        """What of the steps so far is on the disk, in one sentence; ``is_last``: all that were trained."""
         step = None if self._saver is None else last_committed(self.directory.checkpoints)
         if step is None:
             return "nothing was saved: the same command starts over"
+        if is_last:
+            return f"saved after step {step - 1}; the same command goes on from there"
         return (
             f"the last checkpoint holds step {step - 1}, nothing was saved since; the same command goes on from there"
         )
@@ -309,6 +316,7 @@ def make_evaluator(planned: PlannedRun, pipeline: Pipeline) -> Evaluator:
         planned.evaluation_sets,
         batches=config.evaluation.batches,
         num_microbatches=config.data_set.num_microbatches,
+        max_bad=getattr(config.data_set, "max_bad_samples", 0),
     )
 
 

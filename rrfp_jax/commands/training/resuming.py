@@ -7,7 +7,7 @@ from rrfp_jax.commands.training.config import DATA_SETS
 
 _DECIDING = ("model", "vision", "projector", *DATA_SETS, "optimizer")
 _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run": ("seed",)}
-_OF_SAMPLES = ("num_microbatches", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
+_OF_SAMPLES = ("num_microbatches", "max_bad_samples", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
 _OF_FILES = ("num_microbatches", "path", "tokenizer", "cache", "wait_minutes")
 _LAYOUT_ONLY = {
     "data": ("num_microbatches",),
@@ -16,7 +16,7 @@ _LAYOUT_ONLY = {
     "tokens": ("num_microbatches", "path", "tokenizer"),
     "jsonl": _OF_FILES,
     "parquet": _OF_FILES,
-    "own_data": ("num_microbatches",),
+    "own_data": ("num_microbatches", "max_bad_samples"),
 }
 """How a batch is cut and padded changes neither its gradient nor what comes next; which tokens and which tokenizer it
 is, the digest of the token sets says."""

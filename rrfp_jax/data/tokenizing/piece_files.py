@@ -4,7 +4,6 @@ A file is named by what it was made of and how, so a piece of the same text is f
 of another text, tokenizer or option never is. Its checksum is compared before it is used again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rrfp_jax.data.file_locks import try_lock
 
 _MARK, _PIECES = "work.json", "pieces"
 _MARK_TEXT = '{"format": "unfinished rrfp-jax token set", "version": 1}\n'
@@ -59,10 +60,8 @@ def work_folder(out: Path) -> Iterator[Path]:
             raise ValueError(f"{folder} is no unfinished token set: move it away, or name another --out")
         mark.write_text(_MARK_TEXT)
     with mark.open("r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is writing {out}: wait for it, or name another --out") from None
+        if not try_lock(lock, "name an --out on another one, such as a local disk, and copy the token set then"):
+            raise ValueError(f"another process is writing {out}: wait for it, or name another --out")
         (folder / _PIECES).mkdir(exist_ok=True)
         try:
             yield folder

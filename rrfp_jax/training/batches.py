@@ -1,0 +1,141 @@
+"""The batches of a run: read with patience, and taken or refused by all processes alike.
+
+Each process reads its own share of a batch. Where one cannot, the others must not begin the step: they would wait for
+it, and the state before the step could not be saved any more. So all tell each other how their reading went before any
+of them begins, which takes a moment while the step before runs.
+
+A sample that one process cannot read is left out by all of them, if the configuration lets so many go: it keeps its
+place, and counts nothing in the loss.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from rrfp_jax.data import BrokenData
+from rrfp_jax.data.dataset import Batch, Reads, prefetched
+
+Gather = Callable[[str, Any], dict[int, Any]]
+"""(name, own plain data) -> everybody's, by rank."""
+_PAUSES_S = (0.2, 1.0, 3.0)
+"""Before each further try, where the system failed: file servers that are restarted, handles that are stale."""
+_LOG = logging.getLogger(__name__)
+
+
+class Reading(NamedTuple):
+    """How a process's reading of its share went."""
+
+    batch: Batch | None
+    """None: it could not be read."""
+    left_out: frozenset[int]
+    """Samples of the step that could not be read."""
+    problem: str | None = None
+
+
+class AgreedBatches:
+    """The batches of a data set, as all processes agree on them.
+
+    Args:
+        gather: tells all processes how each of them has fared.
+        max_bad: how many samples may be left out.
+        num_bad: how many were left out before.
+    """
+
+    def __init__(self, dataset: Any, gather: Gather, *, max_bad: int = 0, num_bad: int = 0) -> None:
+        self._dataset, self._gather, self._max_bad = dataset, gather, max_bad
+        self.num_bad = num_bad
+        """Samples that were left out so far."""
+
+    def read(self, step: int, reads: Reads | None, left_out: frozenset[int] = frozenset()) -> Reading:
+        """This process's share, without these samples and others that turn out bad; from any thread."""
+        while True:
+            try:
+                return Reading(_patiently(partial(self._read, step, reads, left_out)), left_out)
+            except Exception as error:  # a defect of ours too is no reason to lose the state
+                sample = getattr(error, "sample", None)
+                if sample is None or sample in left_out or not self._max_bad:
+                    told = error if isinstance(error, BrokenData) else f"{type(error).__name__}: {error}"
+                    if not isinstance(error, BrokenData | OSError):
+                        _LOG.exception("the batch of step %d cannot be made", step)
+                    return Reading(None, left_out, str(told))
+                _LOG.warning("left out: %s", error)
+                left_out |= {sample}
+
+    def _read(self, step: int, reads: Reads | None, left_out: frozenset[int]) -> Batch:
+        if left_out:
+            return self._dataset.batch(step, reads, left_out)  # type: ignore[no-any-return]
+        return self._dataset.batch(step, reads)  # type: ignore[no-any-return]
+
+    def agreed(self, step: int, reads: Reads | None, reading: Reading) -> Batch:
+        """The batch of a step that all have read; raises BrokenData in all processes where one of them cannot."""
+        while True:
+            told = self._gather("batch", {"problem": reading.problem, "left out": sorted(reading.left_out)})
+            problems = {rank: each["problem"] for rank, each in told.items() if each["problem"] is not None}
+            if problems:
+                rank = min(problems)
+                raise BrokenData(problems[rank] if len(told) == 1 else f"rank {rank}: {problems[rank]}")
+            left_out = frozenset(sample for each in told.values() for sample in each["left out"])
+            if all(len(each["left out"]) == len(left_out) for each in told.values()):
+                break
+            if left_out != reading.left_out:
+                reading = self.read(step, reads, left_out)
+        self.num_bad += len(left_out)
+        if left_out and self.num_bad > self._max_bad:
+            raise BrokenData(
+                f"{self.num_bad} samples could not be read, more than max_bad_samples {self._max_bad}: mend the data, "
+                "or let more go"
+            )
+        assert reading.batch is not None
+        return reading.batch
+
+    def batch(self, step: int, reads: Reads | None) -> Batch:
+        """The batch of one step."""
+        return self.agreed(step, reads, self.read(step, reads))
+
+    def shown(self, step: int, reads: Reads | None) -> Batch:
+        """One as this process alone reads it, for its shapes; raises BrokenData."""
+        reading = self.read(step, reads)
+        if reading.batch is None:
+            raise BrokenData(reading.problem)
+        return reading.batch
+
+    @contextmanager
+    def ahead(self, start_step: int, reads: Reads, num_threads: int) -> Iterator[Iterator[Batch]]:
+        """Those of ``start_step`` and all later steps, read ahead; see :func:`prefetched`."""
+        with prefetched(_Readings(self), start_step, reads=reads, num_threads=num_threads) as readings:
+            yield (
+                self.agreed(step, reads, reading)  # type: ignore[arg-type]
+                for step, reading in enumerate(readings, start=start_step)
+            )
+
+
+class _Readings:
+    """Readings in the form of a data set."""
+
+    def __init__(self, batches: AgreedBatches) -> None:
+        self.batch: Any = batches.read
+        self.buckets = None
+
+
+def _patiently(read: Callable[[], Batch]) -> Batch:
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except Exception as error:
+            if not _may_pass(error):
+                raise
+            _LOG.warning("%s; trying again in %g s", error, pause_s)
+            time.sleep(pause_s)
+    return read()
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the operating system refused something, which libraries for files that are damaged do not say."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
