@@ -26,6 +26,7 @@ from rrfp_jax.runtime.report import (
     WaitForReport,
     shortened,
 )
+from rrfp_jax.runtime.transports.interface import TransportFailed
 from rrfp_jax.waiting import wait_for
 
 GATHERING_S = 1.0
@@ -192,8 +193,8 @@ class FailureReport:
         """The network broke between ranks that live; that counts for more than what others say of losses."""
         if self.failing is None:
             self.begin(Failure(PeerLost, text, self._states()))
-        elif self.failing.kind is PeerLost:
-            self.failing.summary = text
+        elif self.failing.kind is PeerLost or isinstance(self.failing.cause, TransportFailed):
+            self.failing.kind, self.failing.summary = PeerLost, text
             self.failing.claims.clear()
             self._end_when_complete()
 

@@ -24,6 +24,8 @@ def endings(*known: tuple[int, int, float], num_ranks: int = 3) -> Endings:
         ([(0, 4, 1.0), (1, 137, 9.0), (2, 5, 1.1)], 4, 0),  # somebody killed what was left over
         ([(0, 4, 1.0), (1, 134, 1.1), (2, 143, 1.2)], 4, 0),  # aborted by JAX, terminated by a watcher
         ([(0, 0, 1.0), (1, 7, 1.1), (2, 7, 1.2)], 7, 1),
+        ([(0, 7, 1.0), (1, 8, 1.1), (2, 7, 1.2)], 8, 1),
+        ([(0, 6, 1.0), (1, 7, 1.1), (2, 5, 0.9)], 7, 1),
     ],
 )
 def test_the_cause(known: list[tuple[int, int, float]], code: int, rank: int):
@@ -74,3 +76,9 @@ def test_all_well_and_not_heard_of():
     partial = endings((0, 0, 1.0), (1, 0, 2.5), num_ranks=4)
     assert (partial.missing(), partial.code()) == ([2, 3], 5)
     assert partial.summary() == ["nothing was heard of ranks 2-3; all others ended well"]
+
+
+def test_a_crash_is_told_with_what_the_rank_said_last():
+    found = endings((0, 134, 1.0), (1, 5, 1.1), (2, 5, 1.1))
+    assert found.summary({0: "Too many open files"}.get)[-1] == "  rank 0 said last: Too many open files"
+    assert "lack of memory" in found.summary({1: "it is gone"}.get)[-1]

@@ -80,3 +80,21 @@ def assert_all_is_read(target: BinaryIO) -> None:
 def test_an_unknown_choice():
     with pytest.raises(ValueError, match="prefix is 'sometimes': give auto, always, never"):
         LaunchSettings(command=("m",), num_processes=1, prefix="sometimes")
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (b"warning: slow\nterminate called\n  what():  accept: Too many open files\n    @ 0x7f Error()\n", "Too many"),
+        (b"F1126 x.cc:1] /job/task:1 tried to connect with a different incarnation\n*** SIGABRT ***\n", "incarnation"),
+        (b"rank 1 hosts stage 1\nFatal Python error: Aborted\n", None),
+        (b"", None),
+    ],
+)
+def test_the_last_line_in_which_a_process_told_of_an_error_is_known(errors: bytes, said: str | None):
+    output = Output(io.BytesIO(), io.BytesIO(), prefix="always")
+    output.follow("rank 1", io.BytesIO(b"an error in what it prints\n"), io.BytesIO(errors), is_main=False)
+    output.drain(5.0)
+    told = output.last_error("rank 1")
+    assert told is None if said is None else said in (told or "")
+    assert output.last_error("rank 2") is None

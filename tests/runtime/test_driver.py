@@ -73,6 +73,7 @@ def make_runtime(
     loop: LoopThread | None = None,
     way: Dispatch = AT_COMPLETION,
     peers: Any = None,
+    transport: Any = DirectTransport,
 ) -> PipelineRuntime:
     graph, placement = chain(len(stages), num_microbatches), linear(len(stages))
     arbiters = [
@@ -93,7 +94,7 @@ def make_runtime(
     return PipelineRuntime(
         arbiters,
         lambda stage, _: stages[stage],
-        DirectTransport,
+        transport,
         progress_deadline_s=deadline_s,
         just_in_time=way.just_in_time,
         loop=loop,
@@ -324,4 +325,22 @@ def test_clocks_are_compared_as_long_as_a_runtime_lives() -> None:
     peers = distant_peers(refresh=refreshed.release)
     runtime = make_runtime([CountingStage()], deadline_s=0.2, peers=peers)
     assert all(refreshed.acquire(timeout=10) for _ in range(3))
+    runtime.close()
+
+
+class FailingTransport(DirectTransport):
+    """Fails at its first message."""
+
+    def __init__(self, deliver: Any, failed: Any) -> None:
+        super().__init__(deliver, failed)
+        self._failed = failed
+
+    def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
+        self._failed(MemoryError("no room for an activation"))
+
+
+def test_a_transport_that_fails_is_a_failure_of_this_process() -> None:
+    runtime = make_runtime([CountingStage(), CountingStage()], transport=FailingTransport)
+    with pytest.raises(TaskFailed, match="a transport failed: no room for an activation"):
+        runtime.submit(0, None).result(20)
     runtime.close()

@@ -15,6 +15,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.failure_report import Failure, FailureReport, failure_elsewhere, lost_rank
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, StageState, TaskFailed
+from rrfp_jax.runtime.transports import TransportFailed
 
 LAYOUT = Layout(num_stages=4, num_ranks=4)
 
@@ -135,6 +136,18 @@ def test_alone_there_is_nobody_to_hear() -> None:
     assert isinstance(error, TaskFailed)
     assert isinstance(error.__cause__, ValueError)
     assert str(error).startswith("it failed")
+
+
+def test_a_transport_that_failed_since_a_rank_was_lost_or_the_network_broke_is_told_as_that() -> None:
+    for happens in ("lost", "broken"):
+        peers: Any = SimpleNamespace(rank=0, layout=LAYOUT, announce=lambda _: None)
+        loop: Any = SimpleNamespace(call_later=lambda *_: None)
+        report = FailureReport(loop, peers, 8.0, list, lambda error: None)
+        cause = TransportFailed("rank 0 could not fetch the activation from rank 1")
+        report.begin(Failure(TaskFailed, f"a transport failed: {cause}", [state(0)], cause))
+        report.lost(1, "connection closed") if happens == "lost" else report.broken("ranks 0 and 1 lost sight")
+        report._end()
+        assert isinstance(report.error, PeerLost), happens
 
 
 def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
