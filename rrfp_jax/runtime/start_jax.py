@@ -6,6 +6,7 @@ connects a client only, hence the private ones here.
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 
+from rrfp_jax.exit_codes import START_FAILED
 from rrfp_jax.network.certificates import rank_credentials
 from rrfp_jax.network.cluster_config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.keys import RunKey
@@ -25,9 +27,12 @@ from rrfp_jax.private.jax_names import (
     register_backend_factory,
 )
 from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, make_gloo_tcp_collectives
+from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import idle_plugin
 
 _CPU, _TPU = "cpu", "tpu"
+_MARGIN_S = 10
+"""How much later than this process JAX gives up."""
 _NOT_STARTED = "Unable to initialize backend"
 _REASON = 300
 """Characters of JAX's reason that are shown."""
@@ -204,11 +209,11 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
         raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
     if global_state.client is not None:
         raise RuntimeError("JAX is already connected to a coordination service")
-    with _without_proxies(os.environ):
+    with _without_proxies(os.environ), _ending_in_words(coordinator, rank, timeout_s):
         client = get_distributed_runtime_client(
             coordinator,
             rank,
-            init_timeout=max(1, round(timeout_s)),
+            init_timeout=max(1, round(timeout_s)) + _MARGIN_S,
             use_compression=True,
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
             shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
@@ -231,6 +236,27 @@ def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
         yield
     finally:
         environ.update(hidden)
+
+
+@contextmanager
+def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[None]:
+    """End the process with a sentence where the block takes too long; JAX would abort it a moment later."""
+
+    def end() -> None:
+        say_last_words(
+            f"error: rank {rank} has not come together with the others at JAX's coordination service, {coordinator}, "
+            f"within {timeout_s:g} s, although something answers there: see which ranks are missing, and whether a "
+            "filter, a proxy or another program stands between"
+        )
+        os._exit(START_FAILED)
+
+    guard = threading.Timer(timeout_s, end)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
 
 
 def use_gloo(host: str) -> None:

@@ -3,11 +3,16 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.multiprocess.launching import Launched, eventually, launched
+from rrfp_jax.exit_codes import START_FAILED
+from tests.environment import of_child
+from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
 
 def pids(launcher: Launched, num_ranks: int) -> list[int]:
@@ -37,6 +42,23 @@ def test_a_proxy_for_the_world_outside_is_not_asked_for_the_way_to_the_ranks():
     assert [row["sum"] for row in rows] == [6.0, 6.0]
     for row in rows:
         assert {name: row["proxies"][name] for name in (*nobody, *grpc)} == {**nobody, **grpc}
+
+
+def test_a_coordination_service_that_does_not_speak_is_not_waited_for_beyond_the_deadline():
+    """Its port is open, as behind a filter that answers for others: JAX by itself aborts with a native stack."""
+    code = """
+import sys
+from rrfp_jax.network import RunKey
+from rrfp_jax.runtime.start_jax import connect_client
+connect_client(sys.argv[1], 0, 2, RunKey.generate(), timeout_s=1.5)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", code, where], cwd=ROOT, env=of_child(), capture_output=True, text=True, check=False
+        )
+    assert done.returncode == START_FAILED, done.stderr
+    assert f"rank 0 has not come together with the others at JAX's coordination service, {where}, within" in done.stderr
 
 
 @pytest.mark.slow
