@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.tasks import UNRECORDED, Task, TaskKind
 
 
@@ -97,7 +98,7 @@ def _reader_of_class(kind: Any) -> _Reader:
 
 
 def _refuse(data: Any, expected: str, where: str) -> MalformedRecord:
-    return MalformedRecord(f"{where} is {data!r:.60} where {expected} is expected")
+    return MalformedRecord(f"{where} is {shown(data):.60} where {expected} is expected")
 
 
 def _scalar(kind: type) -> _Reader:

@@ -103,6 +103,10 @@ NO_TIME = {"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}
         (changed("entries", to=SHORT["entries"] * 2), "two entries are for microbatch size 1, tensor 1, remat none"),
         (changed("layers", to=["layer", "vision"]), "the costs lack the layer type 'vision'"),
         (changed("layers", to=[["layer", 0]]), "layers names 0 layers of type 'layer': give at least 1"),
+        (
+            changed("layers", to=[["layer", 10**9]]),
+            "layers names 1000000000 layers of type 'layer': give at most",
+        ),
         (changed("layers", to=[3]), "layers[0] is 3: give"),
         (changed("links", to={"gb_per_s": 0}), "links: gb_per_s is 0.0: give a positive number"),
         (changed("device", to={"bytes": 0}), "device: bytes is 0: give a positive number"),

@@ -8,6 +8,10 @@ from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.tasks import Edge, PipelineGraph, absences, bits, chain, linear
 from tests.simulation.helpers import by_hint, run
 
+HEAD_OF_TERABYTES = (
+    b"\x93NUMPY\x01\x00v\x00" + b"{'descr':'<f8','fortran_order':False,'shape':(1000000000000,4,4),}".ljust(117) + b"\n"
+)
+
 
 def test_a_file_is_read_as_float64(tmp_path):
     np.save(tmp_path / "d.npy", np.ones((2, 4, 8, 3), np.float32))
@@ -26,6 +30,7 @@ def corrupt(path):
         (lambda path: None, "cannot read durations"),
         (corrupt, "not a whole .npy file"),
         (lambda path: path.write_bytes(b""), "not a whole .npy file"),
+        (lambda path: path.write_bytes(HEAD_OF_TERABYTES), "not a whole .npy file"),
         (lambda path: path.write_text("10,10,10"), "not a whole .npy file"),
         (lambda path: np.save(path, np.array(["a"])), "do not hold one array of real numbers"),
         (lambda path: np.save(path, np.ones((2, 4, 8))), r"shape \[2, 4, 8\]: give"),

@@ -32,13 +32,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import POSITIVE, check_fields
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.record_files import read_bounded
 
 VERSION = 1
 """Of the files that are written; no other is read."""
-_MOST_BYTES = 1 << 24
+_MOST_BYTES, _MOST_LAYERS = 1 << 24, 1 << 14
 _SHORT_LIST = re.compile(r"\[\n\s+[^\[\]{}\n]+(,\n\s+[^\[\]{}\n]+){0,7}\n\s+\]")
 """A list of at most eight numbers and words, as it stands in indented JSON: a string has no line break."""
 
@@ -129,8 +130,9 @@ def _book(file: _File) -> CostBook:
 def _each_layer(runs: Iterable[str | tuple[str, int]]) -> Iterable[str]:
     for run in runs:
         name, number = (run, 1) if isinstance(run, str) else run
-        if number < 1:
-            raise ValueError(f"layers names {number} layers of type {name!r}: give at least 1")
+        if not 1 <= number <= _MOST_LAYERS:
+            bound = "at least 1" if number < 1 else f"at most {_MOST_LAYERS}"
+            raise ValueError(f"layers names {shown(number)} layers of type {shown(name)}: give {bound}")
         yield from (name,) * number
 
 
@@ -172,7 +174,7 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place} is no key: take it out, or mend its name"
     wanted = re.sub(r"^Input should be (a valid )?", "", first["msg"])
-    return f"{place or 'all of it'} is {first['input']!r:.60}: give {wanted}"
+    return f"{place or 'all of it'} is {shown(first['input']):.60}: give {wanted}"
 
 
 def _place(location: Iterable[int | str]) -> str:

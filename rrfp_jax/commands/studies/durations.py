@@ -18,6 +18,8 @@ from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
 from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, absences, bits
 from rrfp_jax.timeline import Span, Timeline
 
+_MOST_NUMBERS = 1 << 25
+"""Of a file: 256 MB of them."""
 Durations = NDArray[np.float64]
 Profile = tuple[float, float, float]
 
@@ -157,13 +159,15 @@ def load_durations(path: str) -> GivenDurations:
     missing, is not one array of real numbers, or holds no such durations.
     """
     try:
-        array = np.load(path, allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # whose head is compared with the file's size first
     except OSError as error:
         raise ValueError(f"cannot read durations {path}: {error.strerror or 'it is not an .npy file'}") from error
     except (ValueError, EOFError) as error:
         raise ValueError(f"durations {path} are not a whole .npy file of numbers: write it with numpy.save") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         raise ValueError(f"durations {path} do not hold one array of real numbers: write it with numpy.save")
+    if array.size > _MOST_NUMBERS:
+        raise ValueError(f"durations {path} hold more than {_MOST_NUMBERS} numbers: give fewer steps")
     try:
         return from_array(array.astype(np.float64))
     except ValueError as error:

@@ -66,12 +66,14 @@ class CostBook:
         check_fields(self, NOT_NEGATIVE, "task_ms", "tokens_per_sample")
         if not self.entries:
             raise ValueError("the costs have no entry: give those of at least one microbatch size")
-        for number, entry in enumerate(self.entries):
+        seen: set[str] = set()
+        for entry in self.entries:
+            if entry.words in seen:
+                raise ValueError(f"two entries are for {entry.words}: leave one out")
+            seen.add(entry.words)
             costs = self._model(entry)
             if not any(costs.work_ms(layer, split=True) for layer in range(costs.num_layers)):
                 raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
-            if entry.words in (other.words for other in self.entries[:number]):
-                raise ValueError(f"two entries are for {entry.words}: leave one out")
 
     def unit_devices(self, tensor: int) -> int:
         """Of one replica of a stage."""

@@ -183,7 +183,10 @@ def _decode(path: str | os.PathLike[str], data: bytes) -> RunLog:
     try:
         text = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise ValueError(f"event log {path} unfolds to more than {_MOST_BYTES >> 20} MiB, which no run has written")
+            raise ValueError(
+                f"event log {path} unfolds to more than {_MOST_BYTES >> 20} MiB, which no run writes: take the file "
+                "from the run once more"
+            )
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise ValueError(f"event log {path} is damaged or cut short: take the file from the run once more") from None
     try:
