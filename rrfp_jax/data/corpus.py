@@ -64,7 +64,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 def _read(file: Path, max_bytes: int) -> bytes:
     try:
         with file.open("rb") as stream:
-            return stream.read(max_bytes)
+            return stream.read(min(max_bytes, os.fstat(stream.fileno()).st_size))
     except OSError as error:
         _refuse(error)
 

@@ -4,6 +4,7 @@ Every field is either read by a family, or known to say nothing about what the m
 unless its value says that something is off.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ class ConfigFields:
     def number(self, name: str) -> float:
         """A number."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise self.refusal(name, value, "a number is needed")
         return float(value)
 

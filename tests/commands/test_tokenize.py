@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rrfp_jax.commands import tokenize
+from rrfp_jax.data.tokens import write_token_set
 from tests.commands.running import ROOT, run_command, sentence
 from tests.environment import of_child
 
@@ -159,3 +161,17 @@ def test_a_worker_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert begun.returncode == 5
     assert "error: a process that tokenised was killed, perhaps for want of memory" in told
     assert "Traceback" not in told
+
+
+def test_of_a_document_of_terabytes_the_beginning_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_token_set(tmp_path / "set", [[1]])
+    num_tokens, path = 10**12, tmp_path / "set/header.json"
+    (tmp_path / "set/documents.bin").write_bytes(num_tokens.to_bytes(8, "little"))
+    os.truncate(tmp_path / "set/tokens.bin", 2 * num_tokens)
+    header = json.loads(path.read_text())
+    header["tokens"]["num_bytes"] = 2 * num_tokens
+    path.write_text(json.dumps(header | {"num_tokens": num_tokens}))
+    assert tokenize.main(["--show", str(tmp_path / "set")]) == 0
+    told, _, text = capsys.readouterr().out.partition(":\n\n")
+    assert told.endswith("document 0, 1,000,000,000,000 tokens, the first 1,048,576")
+    assert len(text) < 1 << 21

@@ -53,6 +53,17 @@ REFUSED_FIELDS = [
     ("llama", {"logit_scale": 0.25}, "logit_scale is 0.25"),
     ("llama", {"hidden_size": "8"}, "hidden_size is '8'"),
     ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_layers is 1000000000: give at most 16384"),
+    ("llama", {"num_hidden_layers": 10**18}, "num_hidden_layers is 1000000000000000000: a whole number from 1 to"),
+    ("llama", {"num_hidden_layers": 1000}, "num_hidden_layers is 1000, and the files hold 21 tensors: give files that"),
+    ("mixtral", {"num_local_experts": 10**9}, "num_experts is 1000000000: give at most 65536"),
+    (
+        "llava_clip",
+        {"vision_config.num_hidden_layers": 1000},
+        "num_hidden_layers of the tower is 1000, and the f",
+    ),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a number is needed"),
+    ("llama", {"model_type": "l" * 10**6}, "llllll': models here are llama"),
     ("llama", {"head_dim": 5}, "heads are 5 wide"),
     (
         "qwen2",

@@ -151,9 +151,9 @@ class TokenSet:
     def _tokenizer(self) -> Any:
         if self.header.tokenizer.sha256 is None:
             return None
-        from tokenizers import Tokenizer
+        from rrfp_jax.data.tokenizing.tokenizer import load
 
-        return Tokenizer.from_file(str(self.path / TOKENIZER))
+        return load((self.path / TOKENIZER).read_bytes(), str(self.path / TOKENIZER))
 
     def check(self) -> None:
         """Read all files and compare them with the header's digests; raises BrokenData for the first that differs."""

@@ -187,6 +187,8 @@ def test_ends_that_do_not_fit_are_refused(written):
     (written / "documents.bin").write_bytes(np.array([4, 2, 7], "<u8").tobytes())
     with TokenSet(written) as tokens, pytest.raises(BrokenData, match=r"documents\.bin is damaged \(ends that do not"):
         tokens.document_bounds(0, 7)
+    with TokenSet(written) as tokens, pytest.raises(BrokenData, match="ends that do not ascend"):
+        tokens.document(1)
     (written / "documents.bin").write_bytes(np.array([4, 5, 6], "<u8").tobytes())
     refused(written, "documents.bin is damaged (the last document ends at 6 of 7 tokens)")
 
