@@ -36,7 +36,7 @@ from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.adapting import Adapting
@@ -210,6 +210,8 @@ class Pipeline:
     def _check_new(self, purpose: str) -> None:
         if self._preparation is not None:
             raise RuntimeError(f"this pipeline has been stepped already: make a new one to {purpose}")
+        for index in range(len(self.chunks)):
+            checked_params(self.chunks, index)
         trained = [trained_specs(chunk) for chunk in self.chunks]
         groups = [group for own in zip(self.chunks, trained, strict=True) for group in layer_groups(*own)]
         check_leafwise(self.optimizer, model_params(trained), groups)

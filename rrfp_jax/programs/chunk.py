@@ -6,9 +6,11 @@ nothing of pipelines; programs know nothing of models.
 Conventions
 -----------
 params
-    A dictionary from layer name to an arbitrary pytree of arrays. Layer names are unique over the whole model, except
-    those in ``shared``, which name copies of one and the same parameter (tied embeddings): they start from the copy
-    of the lowest chunk, their gradients are summed over the copies, and norms count them once.
+    A dictionary from layer name to an arbitrary pytree of arrays, all of which are parameters: floating, and reached by
+    a gradient unless their layer is frozen. There is no other state, such as running statistics or counters; a pipeline
+    refuses what it finds of it. Layer names are unique over the whole model, except those in ``shared``, which name
+    copies of one and the same parameter (tied embeddings): they start from the copy of the lowest chunk, their
+    gradients are summed over the copies, and norms count them once.
 inputs
     None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
     outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros;
@@ -140,7 +142,12 @@ def as_evaluated(chunk: Chunk) -> Chunk:
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:
     """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind of chunk."""
-    specs: dict[str, Any] = chunk._param_specs
+    try:
+        specs: dict[str, Any] = chunk._param_specs
+    except TypeError as error:  # for a text, say; JAX names its place
+        raise ValueError(
+            f"chunk {chunk.name!r} cannot be initialised: {error}; return arrays, and close over what is none"
+        ) from error
     return specs
 
 

@@ -7,7 +7,7 @@ All of them come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.pr
 stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any other.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -193,6 +193,35 @@ def plan_chunk(
         plan: ChunkPlan = (store or ProgramStore()).get(("plan", kind), make)
         makes_stash = any(place.origin == "made" for place in plan.split.stash_places)
         return replace(plan, kind=(kind, "lean"), has_lean_forward=True) if lean_forward and makes_stash else plan
+
+
+def check_reached(chunks: Sequence[Chunk], index: int, plans: Sequence[ChunkPlan]) -> None:
+    """Raise ValueError for parameters of chunk ``index`` that train, but get a gradient in none of ``plans``.
+
+    The optimizer would only let them decay. Shared layers are left out, since another holder may have their gradient.
+    Nothing is refused where every plan lacks a leaf or an input, for which the parameters may be there.
+    """
+    chunk = chunks[index]
+    if not any(_is_complete(chunk, *plan.operands[:2]) for plan in plans):
+        return
+    flags = [jax.tree.leaves_with_path(chunk.own.to_model(plan.split.is_reached)) for plan in plans]
+    unreached = [
+        jax.tree_util.keystr(of_leaf[0][0])
+        for of_leaf in zip(*flags, strict=True)
+        if of_leaf[0][0][0].key not in chunk.shared and not any(is_reached for _, is_reached in of_leaf)
+    ]
+    if unreached:
+        more = f" and {len(unreached) - 3} more" if len(unreached) > 3 else ""
+        raise ValueError(
+            f"{describe_chunk(chunks, index)} has parameters that no gradient reaches, and the optimizer would only "
+            f"let them decay: {', '.join(unreached[:3])}{more}; leave out of its params what the loss does not depend "
+            "on and what apply computes anew (running statistics are not kept), and put what stays as it is into a layer "
+            "of its own, named in frozen=..."
+        )
+
+
+def _is_complete(chunk: Chunk, inputs: Sequence[Any], leaves: Mapping[str, Any]) -> bool:
+    return len(leaves) == len(chunk.leaves) and all(each is not None for each in inputs)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ the batch does not have, chunks that do not fit together, a last chunk that retu
 differ.
 """
 
+import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.programs.agreement import MAX_NAME_BYTES
-from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs
+from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs, trained_specs
 from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
 from rrfp_jax.tasks import PipelineGraph
 
@@ -61,7 +62,7 @@ def derive_shapes(
     shapes: list[ChunkShapes] = []
     known: dict[Hashable, dict[Any, Any]] = {}
     for index, chunk in enumerate(chunks):
-        params = _params(chunks, index)
+        params = checked_params(chunks, index)
         inputs = tuple(shapes[p].outputs for p in graph.predecessors(index))
         if index in absent:
             shapes.append(ChunkShapes(params=params, inputs=inputs, leaves={}, outputs=None, exists=False))
@@ -100,21 +101,54 @@ def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
+def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
+    """The shapes of a chunk's parameters; ValueError, naming chunk and leaf, for what cannot be one."""
     who = describe_chunk(chunks, index)
     params: Any = param_specs(chunks[index])
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
         raise ValueError(f"{who} initialises to {type(params).__name__}: return a dictionary from layer name to arrays")
+    for variable, kind in _variables(trained_specs(chunks[index])):
+        if kind in _CHANGING_VARIABLES:
+            raise ValueError(
+                f"{who} has {variable}, an nnx {kind}, among its parameters: it would be trained as one, and the "
+                f"values that apply gives it are lost. {_STATE_REMEDY}"
+            )
+    frozen = chunks[index].frozen
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
         if not is_inexact(leaf):
             raise ValueError(
-                f"{who} has the parameter {jax.tree_util.keystr(path)} of type {leaf.dtype}, which has no gradient: "
-                "pass it as a batch leaf or close over it"
+                f"{who} has the parameter {name} of type {leaf.dtype}, which has no gradient: pass it as a batch leaf "
+                f"or close over it. {_STATE_REMEDY}"
+            )
+        if leaf.dtype.itemsize < 2 and path[0].key not in frozen:
+            raise ValueError(
+                f"{who} has the parameter {name} of type {leaf.dtype}, in which updates would be lost: keep it in "
+                "float32 or bfloat16 and cast it in apply, or freeze its layer"
             )
     for name in chunks[index].shared:
         if name not in params:
             raise ValueError(f"{who} says that it shares {name!r}, but its layers are {', '.join(params) or 'none'}")
     return dict(spec_of(params))
+
+
+_STATE_REMEDY = (
+    "A chunk has no state but its parameters: put LayerNorm or GroupNorm in place of BatchNorm, or freeze its layer, "
+    "and take random numbers from the key of apply (uses_key=True)"
+)
+_CHANGING_VARIABLES = ("BatchStat", "Cache", "Intermediate", "RngCount", "RngKey", "RngState")
+"""Variables of Flax NNX that hold no parameters."""
+
+
+def _variables(params: Any) -> list[tuple[str, str]]:
+    """The paths of Flax NNX's variables in a tree, each with the name of its class there."""
+    nnx = sys.modules.get("flax.nnx")  # nobody can have made any before it is loaded
+    if nnx is None:
+        return []
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    variables = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
+    kinds = [next(k.__name__ for k in type(leaf).__mro__ if k.__module__.startswith("flax.")) for _, leaf in variables]
+    return [(path, kind) for (path, _), kind in zip(variables, kinds, strict=True)]
 
 
 def _leaves(

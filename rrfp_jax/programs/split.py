@@ -52,7 +52,7 @@ import jax
 
 from rrfp_jax.programs.sameness import program_identity
 from rrfp_jax.programs.splitting.fixed import hoisted
-from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate, is_fixed
 from rrfp_jax.programs.splitting.liveness import slice_nodes
 from rrfp_jax.programs.splitting.partition import Halves, partition
 from rrfp_jax.programs.splitting.report import SplitReport, make_report
@@ -148,6 +148,12 @@ class SplitBackward:
     def owed_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of what is owed."""
         return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._halves.crossing)
+
+    @cached_property
+    def is_reached(self) -> Any:
+        """A tree like the parameters, which says whether a leaf's gradient depends on that of the outputs; None for
+        leaves that have none. A gradient that does not is zero, since it is linear in that of the outputs."""
+        return self._traced.params.unflatten_gradient([not is_fixed(grad) for grad in self._joined.params_grad])
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""

@@ -20,7 +20,7 @@ from rrfp_jax.arbitration.replicas import Replication
 from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
-from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
 from rrfp_jax.programs.remat import Remat
@@ -290,6 +290,8 @@ class HostedModel:
                 f"{describe_chunk(self.chunks, base)} runs in none of the {len(shapes)} buckets: prepare the pipeline "
                 "for one whose microbatches have all leaves"
             )
+        if graph.trains(base):
+            check_reached(self.chunks, base, [variant.plan for variant in variants])
         return variants, of_bucket
 
     def _evaluations(
