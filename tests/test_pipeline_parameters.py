@@ -11,6 +11,7 @@ from flax import nnx
 
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.tasks import linear
 
 WIDTH = 4
@@ -128,3 +129,49 @@ def test_such_leaves_may_be_frozen() -> None:
         return (value - module.mean[...]) / jnp.sqrt(module.var[...] + 1e-5)
 
     assert step(lambda key: nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(key)), normalised, frozen={"more"}) > 0
+
+
+def test_complex_parameters_train_as_in_a_plain_loop_and_are_clipped_by_their_norm() -> None:
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        turned = leaves["x"] * params["turn"]
+        return jnp.sum(jnp.abs(turned - 1.0) ** 2), jnp.float32(2)
+
+    turn = jnp.array([3 + 4j, 1 - 2j, -1j, 2], jnp.complex64)
+    chunk = Chunk(name="turn", init=lambda key: {"turn": turn}, apply=apply, leaves=("x",))
+    optimizer = optax.sgd(0.1)
+
+    def mean(params: Any) -> Any:
+        sums = [apply(params, None, {"x": BATCH["x"][m]}, key=None) for m in range(2)]
+        return sum(loss for loss, _ in sums) / sum(weight for _, weight in sums)
+
+    plain = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    params, state = {"turn": turn}, plain.init({"turn": turn})
+    with Pipeline([chunk], placement=linear(1), optimizer=optimizer, updates=UpdateRules(clip_norm=0.5)) as pipeline:
+        trained = pipeline.init(jax.random.key(0))
+        for _ in range(3):
+            grads = jax.grad(mean)(params)
+            trained, metrics = pipeline.step(trained, BATCH)
+            assert metrics.result().grad_norm == pytest.approx(float(optax.tree.norm(grads)), rel=1e-6)
+            updates, state = plain.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(pipeline.params(trained)["turn"], params["turn"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "fault"), [(0.0, "nothing to predict"), (-1.0, "the negative weight -1"), (np.nan, "not finite")]
+)
+def test_a_step_of_weights_that_mean_nothing_changes_nothing_and_says_why(weight: float, fault: str) -> None:
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return jnp.sum(params["w"] ** 2) * leaves["weight"], leaves["weight"]
+
+    chunk = Chunk(name="only", init=lambda key: {"w": jnp.ones(3)}, apply=apply, leaves=("weight",))
+    rules = UpdateRules(clip_norm=0.1)
+    with Pipeline([chunk], placement=linear(1), optimizer=optax.adamw(0.1), updates=rules) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        state, metrics = pipeline.step(state, {"weight": np.full(2, weight, np.float32)})
+        result = metrics.result()
+        assert result.skipped
+        assert fault in result.fault
+        np.testing.assert_array_equal(pipeline.params(state)["w"], np.ones(3))
+        state, metrics = pipeline.step(state, {"weight": np.ones(2, np.float32)})
+        assert (metrics.result().skipped, metrics.result().fault) == (False, None)

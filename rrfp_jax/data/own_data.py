@@ -23,6 +23,7 @@ from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothi
 _DTYPES: dict[str, type] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 _OF_PACKED: dict[str, type] = {"positions": np.int32, "segments": np.int32}
 _IDS = ("tokens", "targets")
+_MOST_WEIGHT = float(np.finfo(np.float32).max)
 _MOST_NUMBERS = 2**62
 """A data set that repeats itself for ever may say that it is longer."""
 
@@ -141,6 +142,17 @@ class OwnData:
                 )
             if leaf.dtype.kind not in ("biuf" if name == "weights" else "iu"):
                 raise BrokenData(f"{what} has {name} of {leaf.dtype}: give whole numbers, or numbers for weights")
+        weights = leaves["weights"]
+        if weights.size and not ((weights >= 0) & (weights <= _MOST_WEIGHT)).all():
+            raise BrokenData(
+                f"{what} has weights from {weights.min()} to {weights.max()}: give numbers that are finite, "
+                "not negative, and 0 where nothing is to be predicted"
+            )
+        if leaves["targets"].size and leaves["targets"].min() < 0:
+            raise BrokenData(
+                f"{what} has the target {leaves['targets'].min()}: where nothing is to be predicted, give the weight 0 "
+                "and any token as target"
+            )
         for name in _IDS:
             if leaves[name].size and not 0 <= int(leaves[name].min()) <= int(leaves[name].max()) < self.vocab_size:
                 raise BrokenData(

@@ -72,13 +72,15 @@ class Verdict:
     loss: float
     """Summed loss over total weight."""
     grad_norm: float
-    """Global norm of the gradient of the mean loss, before clipping."""
+    """Global norm of the gradient of the mean loss, before clipping; never negative."""
     scale: float
     """Factor that turns the accumulated gradients into the ones to apply: clip factor over total weight."""
     finite: bool
-    """Whether loss and gradient norm are finite numbers."""
+    """Whether loss and gradient norm are finite numbers, and nothing else is wrong with the step."""
     apply: bool
     """Whether the update happens; if not, parameters and optimizer state stay as they are."""
+    fault: str | None = None
+    """What is wrong with the step, for people; None where nothing is. Without ``skip_nonfinite`` it is applied yet."""
     stop: bool = False
     """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
     save: bool = False
@@ -102,8 +104,8 @@ def agree(
     """Combine the reports of all stages, given in any order, some or all of them as plain data.
 
     ``clip_norm`` limits the norm of the mean gradient. With ``skip_nonfinite`` a step whose loss or gradients are not
-    finite is left out; without it the update happens regardless. A total weight of zero counts as not finite.
-    ``stop`` and ``save`` are passed on to all.
+    finite is left out, and so is one without any weight, or with a microbatch of negative weight; without it the update
+    happens regardless. ``stop`` and ``save`` are passed on to all.
     """
     check_clip_norm(clip_norm)
     plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
@@ -112,20 +114,30 @@ def agree(
     loss = _divide(_sum(losses["loss"], order), weight)
     norms, order = _in_order(plain["squared_norms"], _NORMS)
     squared_norm = _sum(norms["value"], order)
-    grad_norm = _divide(math.sqrt(squared_norm) if squared_norm >= 0 else math.nan, weight)
+    grad_norm = _divide(math.sqrt(squared_norm) if squared_norm >= 0 else math.nan, abs(weight))
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    fault = _fault(losses["weight"], weight, loss, grad_norm)
     return Verdict(
         weight=weight,
         loss=loss,
         grad_norm=grad_norm,
         scale=_divide(factor, weight),
-        finite=finite,
-        apply=finite or not skip_nonfinite,
+        finite=fault is None,
+        apply=fault is None or not skip_nonfinite,
+        fault=fault,
         stop=stop,
         save=save,
         means=_means(plain["named_sums"], weight),
     )
+
+
+def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) -> str | None:
+    """What is wrong with a step of these weights, in words that follow upon "because"; None where nothing is."""
+    if weights.size and weights.min() < 0:
+        return f"a microbatch has the negative weight {weights.min():.6g}"
+    if weight == 0:
+        return "there is nothing to predict: all weights are 0"
+    return None if math.isfinite(loss) and math.isfinite(grad_norm) else "loss or gradients were not finite"
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

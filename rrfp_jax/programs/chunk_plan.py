@@ -215,8 +215,8 @@ def check_reached(chunks: Sequence[Chunk], index: int, plans: Sequence[ChunkPlan
         raise ValueError(
             f"{describe_chunk(chunks, index)} has parameters that no gradient reaches, and the optimizer would only "
             f"let them decay: {', '.join(unreached[:3])}{more}; leave out of its params what the loss does not depend "
-            "on and what apply computes anew (running statistics are not kept), and put what stays as it is into a layer "
-            "of its own, named in frozen=..."
+            "on and what apply computes anew (running statistics are not kept), and put what stays as it is into a "
+            "layer of its own, named in frozen=..."
         )
 
 

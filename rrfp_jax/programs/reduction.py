@@ -166,8 +166,12 @@ def _squared_norm(layers: Any, partition: Any) -> jax.Array:
     totals: dict[tuple[str, ...], jax.Array] = {}
     for leaf, spec in zip(jax.tree.leaves(layers), jax.tree.leaves(partition), strict=True):
         axes = axes_of_spec(spec)
-        totals[axes] = totals.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(leaf)).astype(jnp.float32)
+        totals[axes] = totals.get(axes, jnp.float32(0)) + jnp.sum(_square(leaf)).astype(jnp.float32)
     return _ordered_sum([_sum_over(axes, total) for axes, total in sorted(totals.items())] or [jnp.float32(0)])
+
+
+def _square(leaf: jax.Array) -> jax.Array:
+    return jnp.square(leaf.real) + jnp.square(leaf.imag) if jnp.iscomplexobj(leaf) else jnp.square(leaf)
 
 
 def _sum_over(axes: Sequence[str], total: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ class UpdateRules:
     clip_norm: float | None = None
     """Largest global norm of the gradient of the mean loss; None: gradients stay as they are."""
     skip_nonfinite: bool = True
-    """Leave out a step whose loss or gradients are not finite, on all stages."""
+    """Leave out a step, on all stages, whose loss or gradients are not finite, which has no weight at all, or a
+    microbatch of negative weight."""
     deterministic: bool = False
     """The same bits whatever the order of tasks, at the price of accumulating in microbatch order. Refused where the
     machine's own sums are not reproducible."""

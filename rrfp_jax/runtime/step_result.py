@@ -20,7 +20,7 @@ class StepResult:
     grad_norm: float | None
     """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
     skipped: bool
-    """Whether the update was left out because loss or gradients were not finite."""
+    """Whether the update was left out; ``fault`` says why."""
     peak_memory_bytes: tuple[int, ...] = field(repr=False)
     """The most that each stage held during the step; since the start of the process where the backend counts."""
     peak_host_bytes: tuple[int, ...] = field(repr=False)
@@ -37,6 +37,8 @@ class StepResult:
     """When the step had ended on all stages (``time.perf_counter``)."""
     tables_planned: int = field(default=0, repr=False)
     """How often an adaptive schedule's table had been planned anew before the step."""
+    fault: str | None = field(default=None, repr=False)
+    """What is wrong with the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
     means: dict[str, float] = field(default_factory=dict, repr=False)
     """What the last chunk summed beside the loss, by name, over the total weight."""
     forwards_skipped: int = field(default=0, repr=False)
@@ -71,6 +73,7 @@ class StepMetrics:
             weight=verdict.weight,
             grad_norm=verdict.grad_norm if self._has_norm else None,
             skipped=not verdict.apply,
+            fault=verdict.fault,
             peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
             peak_host_bytes=tuple(outcome.peak_host_bytes.values()),
             timeline=outcome.timeline,

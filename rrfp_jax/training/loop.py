@@ -61,7 +61,9 @@ class StepRow:
     tables_planned: int
     """How often an adaptive schedule's table had been planned anew before this step, since the run was started."""
     skipped: bool
-    """Whether the update was left out because loss or gradients were not finite."""
+    """Whether the update was left out; ``fault`` says why."""
+    fault: str | None = None
+    """What is wrong with the step: loss or gradients that are not finite, no weight at all, or a negative one."""
     num_skipped: int
     """How many updates this run has left out so far."""
     bad_samples: int
@@ -272,6 +274,7 @@ class TrainingLoop:
             looking_ahead=result.sums.looking_ahead,
             tables_planned=result.tables_planned,
             skipped=result.skipped,
+            fault=result.fault,
             num_skipped=self._num_skipped,
             bad_samples=self._num_bad(),
             peak_memory_bytes=result.peak_memory_bytes,

@@ -117,6 +117,22 @@ def test_what_is_named_may_be_a_data_set_a_class_or_inside_one(module):
         ("Corpus", {"arguments": {"targets": [1, 2]}}, r"has targets of shape \[2\]: let all leaves .* be of one len"),
         ("Corpus", {"arguments": {"tokens": [0.5] * 6}}, "has tokens of float64: give whole numbers"),
         ("Corpus", {"arguments": {"tokens": [39, 40, 0, 0, 0, 0]}}, "tokens from 0 to 40, and the model a vocabulary"),
+        (
+            "Corpus",
+            {"arguments": {"weights": [1, 1, -1, 1, 1, 1]}},
+            r"has weights from -1 to 1: give numbers that are",
+        ),
+        (
+            "Corpus",
+            {"arguments": {"weights": [1, 1, float("nan"), 1, 1, 1]}},
+            "has weights from nan to nan: give numbers that",
+        ),
+        (
+            "Corpus",
+            {"arguments": {"weights": [1, 1, 1e300, 1, 1, 1]}},
+            r"has weights from 1\.0 to 1e\+300: give numbers that",
+        ),
+        ("Corpus", {"arguments": {"targets": [1, 2, -100, 3, 4, 5]}}, "has the target -100: where nothing .* weight 0"),
         ("Corpus", {"arguments": {"num": 0}}, "has 0 elements, and none is left to train on"),
         ("stream", {}, "of type list_iterator, without __len__ and __getitem__: give a data set with a length"),
     ],

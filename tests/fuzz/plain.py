@@ -99,7 +99,7 @@ class PlainLoop:
             loss = loss / weight if weight else float("nan")
             if self.composition.clip is not None and not norm < self.composition.clip:
                 mean = jax.tree.map(lambda leaf: leaf * (self.composition.clip / norm), mean)
-        finite = bool(np.isfinite(loss) and np.isfinite(norm))
+        finite = bool(np.isfinite(loss) and np.isfinite(norm)) and weight > 0
         means = {name: value / weight if weight else float("nan") for name, value in sums.items()}
         if finite or not self.composition.skip_nonfinite:
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), mean, self.trained)

@@ -70,6 +70,23 @@ def test_a_step_without_weight_is_left_out() -> None:
     assert not verdict.apply
 
 
+def test_a_negative_weight_leaves_the_step_out_and_never_turns_the_norm_round() -> None:
+    negative = StageReport(squared_norms=((0, 16.0),), losses=((0, 0, 3.0, 1.0), (1, 0, 3.0, -3.0)))
+    verdict = agree([negative], clip_norm=0.5)
+    assert (verdict.apply, verdict.fault) == (False, "a microbatch has the negative weight -3")
+    forced = agree([negative], clip_norm=0.5, skip_nonfinite=False)
+    assert forced.apply
+    assert (forced.grad_norm, forced.scale) == (2.0, 0.25 / -2.0)
+
+
+def test_a_verdict_says_what_is_wrong() -> None:
+    nothing = StageReport(squared_norms=((0, 0.0),), losses=((0, 0, 0.0, 0.0),))
+    assert agree([nothing]).fault == "there is nothing to predict: all weights are 0"
+    assert agree([FIRST, LAST]).fault is None
+    for spoilt in (StageReport(squared_norms=((4, math.inf),)), StageReport(losses=((2, 3, 1.0, math.nan),))):
+        assert agree([FIRST, LAST, spoilt]).fault == "loss or gradients were not finite"
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan])
 def test_clip_norm_is_positive(clip_norm: float) -> None:
     with pytest.raises(ValueError, match=r"clip_norm is .*: give a positive number, or None"):

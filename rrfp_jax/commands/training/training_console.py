@@ -140,7 +140,7 @@ class TrainingConsole:
         self._progress.update(self._task, advance=1, told=told)
         if self._has_bar:
             if row.skipped:
-                self.say(f"step {row.step}: no update, because loss or gradients were not finite")
+                self.say(f"step {row.step}: no update, because {row.fault or 'loss or gradients were not finite'}")
         elif not row.step % self._report_every or row.step == self._num_steps - 1 or row.skipped:
             self.say(self._line(row))
 
@@ -163,7 +163,7 @@ class TrainingConsole:
             speed=row.tokens_per_s,
             images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
             bubble=row.bubble_fraction,
-            note=self._ahead(row) + ("  skipped: not finite" if row.skipped else ""),
+            note=self._ahead(row) + (f"  skipped: {row.fault or 'not finite'}" if row.skipped else ""),
         )
 
     def _has_images(self, row: StepRow) -> bool:
