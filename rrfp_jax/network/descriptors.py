@@ -44,12 +44,13 @@ def require_descriptors(num_more: int, what: str) -> None:
 
 
 def unproven_allowed(num_ranks: int) -> int:
-    """How many connections to this process may be open whose other ends have proven nothing.
+    """How many connections of one kind may be open whose other ends have proven nothing.
 
-    At most a quarter of the descriptors that are left: what comes while one is being closed finds room, too.
+    At most an eighth of the descriptors that are left: there are three kinds, ZeroMQ's and those for arrays and for
+    messages, and what comes while one is being closed must find room, too.
     """
     left = raise_descriptor_limit() - _num_open()
-    return min(max(_UNPROVEN, 4 * num_ranks), max(1, left // 4))
+    return min(max(_UNPROVEN, 4 * num_ranks), max(1, left // 8))
 
 
 def ranks_served(limit: int, array_connections: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rrfp_jax.network.descriptors import unproven_allowed
 from rrfp_jax.network.lane import Proven
 from rrfp_jax.network.plain import MalformedMessage, field
 from rrfp_jax.network.sealing import SECRET_BYTES, TAG_BYTES, Seal
@@ -30,7 +31,7 @@ _PROOF_BYTES = _NAME_BYTES + TAG_BYTES
 """The name, sealed."""
 _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
-"""How many connections may be open that have not proven themselves; the oldest makes room for one more."""
+"""How many connections may be open at most that have not proven themselves; the oldest makes room for one more."""
 _PROOF_S = 10.0
 _CONNECT_S = 30.0
 _RETRY_S = 0.05
@@ -91,6 +92,7 @@ class LaneMeeting:
         self._proven: dict[int, dict[int, Proven]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}
+        self._max_unproven = min(_MAX_UNPROVEN, unproven_allowed(num_connections))
         self._garbage = QuietLog(_LOG)
 
     def want(self, rank: int) -> None:
@@ -168,7 +170,7 @@ class LaneMeeting:
             task = self._spawn(self._admit(connection))
             self._unproven[task] = None
             task.add_done_callback(lambda task: self._unproven.pop(task, None))
-            if len(self._unproven) > _MAX_UNPROVEN:
+            if len(self._unproven) > self._max_unproven:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
