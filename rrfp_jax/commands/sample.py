@@ -118,10 +118,15 @@ def _prompt(
         return prompt_of_import(text, images, folder, vocabulary)
     from rrfp_jax.commands.sampling.prompts import prompt_with_images
     from rrfp_jax.commands.training.model_parts import vision_language_config
+    from rrfp_jax.data.image_tokens import TextWriter
+    from rrfp_jax.exchange.image_settings import read_image_tokens
 
     data = run.image_text or run.rendered_text
     assert data is not None
-    return prompt_with_images(text, images, data, vision_language_config(run))
+    writer, files, kind = None, folder.files(), folder.tokens()
+    if run.image_text is not None and files is not None and kind is not None and not kind.is_bytes:
+        writer = TextWriter(kind, read_image_tokens(files), opens=True)
+    return prompt_with_images(text, images, data, vision_language_config(run), writer)
 
 
 def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabulary: "Vocabulary") -> str:

@@ -146,6 +146,8 @@ def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report:
         f"(vocabulary {header.vocab_size:,}), of {format_bytes(report.total('reading'))} in files, "
         f"in {time.monotonic() - started_s:.1f} s"
     )
+    if (note := header.unknown_note) is not None:
+        report.say(note)
     return DONE
 
 

@@ -31,6 +31,7 @@ from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.data_sets import vocabulary_note
+from rrfp_jax.commands.training.model_tokens import token_notes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
@@ -78,7 +79,10 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
     parser.add_argument(
-        "--force", action="store_true", help="go on from a checkpoint although model, data or optimizer differ from it"
+        "--force",
+        action="store_true",
+        help="go on from a checkpoint although model, data or optimizer differ from it, or from a model that knows "
+        "other tokens",
     )
     add_trust_argument(parser)
     add_overrides(parser)
@@ -92,13 +96,16 @@ def train(
     requests = stop_requests()
     go_on_without_output()
     with checking_input():
-        planned = plan_run(config, Path(config.run.run_dir or _default_path(name)))
+        path = Path(config.run.run_dir or _default_path(name))
+        is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
+        planned = plan_run(config, path, fresh=fresh and not is_restart, force=force)
         check_plugin(config.run.platform)
         with ending_at_once():
             from rrfp_jax.commands.training.assembly import assemble
         run = assemble(planned)
     note = vocabulary_note(config, planned.dataset)
-    for line in [*to_say, *([] if note is None else [note])]:
+    notes = token_notes(config.data_section, planned.dataset, planned.known)
+    for line in [*to_say, *([] if note is None else [note]), *notes]:
         run.console.say(line)
     try:
         return _train(run, name, fresh=fresh, force=force)

@@ -3,11 +3,11 @@
 A line is an object with these fields:
 
 * ``text``, all of which is to be predicted; or ``prompt``, which is only read, and ``target`` after it;
-* ``images``, paths of image files, relative to the file or to ``image_folder``; may be missing.
+* ``images``, paths of image files, relative to the file or to ``image_folder``; may be missing, or null.
 
 ``<image>`` in the text or prompt says where an image stands, once for each; without any, all stand before the text.
-A token is a byte of UTF-8; after each sample comes a zero byte. Text alone is a data set too, with samples of any
-length in few shapes.
+A token is a byte of UTF-8, and after each sample comes a zero byte; or it is one of a tokenizer, and its end of a text
+comes after each. Text alone is a data set too, with samples of any length in few shapes.
 
 Some samples may be held out, by a checksum: those that share images all are, or none.
 
@@ -16,6 +16,7 @@ anything runs. Pixels are decoded where they are read, when a batch is made. An 
 order that follows from (seed, epoch) alone.
 """
 
+import difflib
 import hashlib
 import logging
 from collections.abc import Callable, Container
@@ -32,10 +33,12 @@ from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.held_together import group_keys, most_together
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
-from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
+from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Sample, Text, make_sample
+from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.planning.cut_sizes import CutSizes
 from rrfp_jax.record_files import parse_json
 
@@ -47,6 +50,7 @@ _MOST_IMAGES = 1 << 12
 """Of a line; each of them is opened before the first step."""
 _SURVEYED_SAMPLES = 2048
 _FIELDS = ({"text"}, {"prompt", "target"})
+_KNOWN = ("text", "prompt", "target", "images")
 
 
 class _Line(NamedTuple):
@@ -64,14 +68,13 @@ class ImageText:
         cost: what a sample costs, for balancing; None: a token and a patch cost the same.
         part: the samples that are trained on, or those that are held out.
         cut: of what the sizes of microbatches are multiples.
+        writer: what makes tokens of the text; None: tokens are bytes.
 
     Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have;
     ``largest_grid``, the most rows and the most columns of patches that an image has.
     Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
     """
 
-    vocab_size = 256
-    """A token is a byte."""
     counts_once = False
     """Whether a sample that has come before has no weight, as in evaluations."""
 
@@ -82,19 +85,24 @@ class ImageText:
         cost: Cost | None = None,
         part: Part = TRAIN,
         cut: CutSizes | None = None,
+        writer: TextWriter | None = None,
     ) -> None:
         refuse_nothing_held_out(part, config.held_out)
-        self.config, self._num_bad = config, 0
+        self.config, self._writer, self._num_bad = config, writer, 0
+        self.vocab_size, self.token_kind = (256, BYTE_TOKENS) if writer is None else (writer.vocab_size, writer.kind)
         path = _at_home(config.path)
         content = _read(path)
         self._folder = path.parent if config.image_folder is None else _at_home(config.image_folder)
         self._lines = self._lines_of(content, part)
         self.num_samples, self.num_images = len(self._lines), sum(len(line.files) for line in self._lines)
         self._check_number(path, part)
-        self._samples = [make_sample(line.parts, config.merge) for line in self._lines]
+        image_token = IMAGE_TOKEN if writer is None else writer.image_token
+        self._samples = [make_sample(line.parts, config.merge, image_token) for line in self._lines]
         grids = [grid for sample in self._samples for grid in sample.images] or [Grid(0, 0)]
         # With the images' sizes, which decide how samples are divided: files may change while the text stays.
-        digest = hashlib.sha256(content + repr([tuple(grid) for grid in grids]).encode()).hexdigest()[:16]
+        sizes = [tuple(grid) for grid in grids]
+        told = repr(sizes if writer is None else (sizes, writer.told))
+        digest = hashlib.sha256(content + told.encode()).hexdigest()[:16]
         self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
         self._check_lengths()
@@ -149,7 +157,7 @@ class ImageText:
             )
 
     def _line(self, number: int, fields: dict[str, Any]) -> _Line:
-        files = [self._folder / name for name in fields.get("images", ())]
+        files = [self._folder / name for name in fields["images"]]
         grids = [self._grid(number, file) for file in files]
         pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
         if len(pieces) == 1:
@@ -158,35 +166,46 @@ class ImageText:
             raise self._refusal(
                 number, f"has {len(files)} images and {len(pieces) - 1} times {MARKER}: make them equal"
             )
-        weight = float("text" in fields)
+        if not fields.get("target", "".join(pieces)):
+            raise self._refusal(number, "has no text to predict: give it some, or remove the line")
+        return _Line(number, self._parts(number, pieces, fields.get("target", ""), grids), files)
+
+    def _parts(self, number: int, pieces: list[str], target: str, grids: list[Grid]) -> list[Text | Grid]:
+        if self._writer is not None:
+            try:
+                return [*self._writer.parts(pieces, target, grids, self.config.merge), self._writer.closing()]
+            except ValueError as error:
+                raise self._refusal(number, str(error)) from None
         parts: list[Text | Grid] = []
         for piece, grid in zip(pieces, [*grids, None], strict=True):
-            parts += [Text(piece.encode(), weight)] if piece else []
+            parts += [Text(piece.encode(), float(not target))] if piece else []
             parts += [grid] if grid is not None else []
-        if "target" in fields:
-            parts.append(Text(fields["target"].encode(), 1))
-        if not any(isinstance(part, Text) and part.weight and part.content for part in parts):
-            raise self._refusal(number, "has no text to predict: give it some, or remove the line")
-        return _Line(number, [*parts, Text(_END, 1)], files)
+        return [*parts, *([Text(target.encode(), 1)] if target else []), Text(_END, 1)]
 
     def _fields(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             fields = parse_json(line)
         except ValueError as error:
             raise self._refusal(number, f"is not JSON ({error}): mend or remove it") from error
-        if not isinstance(fields, dict) or fields.keys() - {"images"} not in _FIELDS:
+        known = fields.keys() & _KNOWN if isinstance(fields, dict) else set()
+        if known - {"images"} not in _FIELDS:
             raise self._refusal(number, "must be an object with text, or with prompt and target, and perhaps images")
-        texts = [value for name, value in fields.items() if name != "images"]
-        names = fields.get("images", [])
-        if not isinstance(names, list) or not all(isinstance(each, str) for each in [*texts, *names]):
+        for name in fields.keys() - known:
+            if near := difflib.get_close_matches(name.lower(), _KNOWN, n=1):
+                raise self._refusal(number, f"has a field {name!r}, which is not read: call it {near[0]}, or remove it")
+        own = {name: fields[name] for name in fields if name in known} | {"images": fields.get("images") or []}
+        texts = [value for name, value in own.items() if name != "images"]
+        if not isinstance(own["images"], list) or not all(isinstance(each, str) for each in [*texts, *own["images"]]):
             raise self._refusal(number, "must hold text in its fields, and a list of paths in images")
-        if len(names) > _MOST_IMAGES:
-            raise self._refusal(number, f"has {len(names)} images: give at most {_MOST_IMAGES}, on several lines")
+        if len(own["images"]) > _MOST_IMAGES:
+            raise self._refusal(
+                number, f"has {len(own['images'])} images: give at most {_MOST_IMAGES}, on several lines"
+            )
         try:
             "".join(texts).encode()
         except UnicodeEncodeError:
             raise self._refusal(number, "has half a character (a lone surrogate): mend or remove it") from None
-        return fields
+        return own
 
     def _refusal(self, number: int, what: str) -> ValueError:
         return ValueError(f"line {number} of {self.config.path} {what}")

@@ -21,6 +21,9 @@ class ImageTextConfig(BatchingConfig):
     """The JSONL file."""
     image_folder: str | None = None
     """What the paths of images are relative to; None: the folder of the JSONL file."""
+    tokenizer: str | None = None
+    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: that of the
+    model in ``run.init_from``, which also says what stands for an image; without such a model, bytes."""
     held_out: float = 0.0
     """About which fraction of the samples is never trained on but kept for evaluation: by a checksum of the names of
     images, those that share one, directly or by way of others, together; of the text where a sample has no image."""

@@ -44,6 +44,8 @@ class OwnData:
 
     counts_once = False
     """Whether an element that has come before has no weight, as in evaluations."""
+    token_kind = None
+    """It does not say which tokens its numbers stand for."""
 
     def __init__(self, config: OwnDataConfig, vocab_size: int, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)

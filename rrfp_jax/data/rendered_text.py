@@ -24,6 +24,7 @@ from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.pictures import Picture, Pictures, Place
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
+from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.data.words import divided, words_of
 from rrfp_jax.planning.cut_sizes import CutSizes
 from rrfp_jax.planning.packing import Packing, pack
@@ -66,6 +67,7 @@ class RenderedText:
 
     vocab_size = 256
     bytes_per_token = 1.0
+    token_kind = BYTE_TOKENS
     """A token is a byte."""
 
     def __init__(

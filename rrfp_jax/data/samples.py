@@ -1,8 +1,8 @@
 """A sample of text and images, before it is put into a microbatch.
 
 A sample is a sequence of parts: text, and images that stand where they are seen. An image takes as many positions as it
-has *features*: patches after a merge of ``merge x merge`` of them. A token is a byte; at a feature's position it is
-``IMAGE_TOKEN``, which the feature replaces.
+has *features*: patches after a merge of ``merge x merge`` of them. A token is a byte or one of a tokenizer; at a
+feature's position stands a token for images, ``IMAGE_TOKEN`` among bytes, which the feature replaces.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,10 @@ class Grid(NamedTuple):
 class Text(NamedTuple):
     """A part of a sample that is text."""
 
-    content: bytes
+    content: bytes | NDArray[np.int32]
+    """Bytes, or tokens ``[length]``."""
     weight: float
-    """How much it counts in the loss to predict each of these bytes: 0 for a prompt."""
+    """How much it counts in the loss to predict each of these tokens: 0 for a prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +62,14 @@ class Sample:
         return tuple(grid.num_patches for grid in self.images)
 
 
-def make_sample(parts: Sequence[Text | Grid], merge: int) -> Sample:
+def make_sample(parts: Sequence[Text | Grid], merge: int, image_token: int = IMAGE_TOKEN) -> Sample:
     """The sample of these parts, for prediction of the next token. There must be two tokens or more."""
     contents = [
-        part.content if isinstance(part, Text) else bytes([IMAGE_TOKEN]) * (part.num_patches // merge**2)
+        _tokens(part.content) if isinstance(part, Text) else np.full(part.num_patches // merge**2, image_token)
         for part in parts
     ]
     lengths = list(map(len, contents))
-    sequence = np.frombuffer(b"".join(contents), np.uint8).astype(np.int32)
+    sequence = np.concatenate(contents).astype(np.int32)
     weights = np.array([part.weight if isinstance(part, Text) else 0 for part in parts], np.float32).repeat(lengths)
     is_feature = np.array([isinstance(part, Grid) for part in parts]).repeat(lengths)
     features = np.where(is_feature, is_feature.cumsum(dtype=np.int32) - 1, np.int32(-1))
@@ -82,3 +83,7 @@ def make_sample(parts: Sequence[Text | Grid], merge: int) -> Sample:
         features=features[:-1],
         images=tuple(part for part in parts if isinstance(part, Grid)),
     )
+
+
+def _tokens(content: bytes | NDArray[np.int32]) -> NDArray[np.integer]:
+    return np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content

@@ -15,6 +15,7 @@ from rrfp_jax.data.corpus import read_corpus
 from rrfp_jax.data.dataset import Batch, Reads
 from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.parts import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 VOCAB_SIZE = 256
@@ -79,6 +80,7 @@ class TextBytes:
 
     vocab_size = VOCAB_SIZE
     bytes_per_token = 1.0
+    token_kind = BYTE_TOKENS
     counts_once = False
     """Whether a window that has come in an earlier place has no weight, as in evaluations."""
 

@@ -20,6 +20,7 @@ from rrfp_jax.data.file_locks import try_lock
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
+from rrfp_jax.data.tokenizing.options import PLAIN_BYTES
 from rrfp_jax.data.tokenizing.sources import LINES, ROWS, Source, find_sources
 from rrfp_jax.data.tokens.header import HEADER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
@@ -42,7 +43,9 @@ def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, 
     """
     sources = _sources(config)
     cache = _cache_folder(config)
-    options = TokenizeOptions(tokenizer=config.tokenizer, end_of_document=config.end_of_document, column=config.column)
+    options = TokenizeOptions(
+        tokenizer=config.tokenizer or PLAIN_BYTES, end_of_document=config.end_of_document, column=config.column
+    )
     target = cache / _digest_of_all(sources, options, cache)
     if not (target / HEADER).is_file():
         with _alone(target, config.wait_minutes, say):

@@ -17,6 +17,7 @@ from rrfp_jax.data.dataset import Batch, Reads
 from rrfp_jax.data.epochs import check_step, items_at
 from rrfp_jax.data.mixture import Mixture
 from rrfp_jax.data.parts import TRAIN, Part
+from rrfp_jax.data.token_kind import kind_of_set
 from rrfp_jax.data.token_rows import RowLayouts, token_rows
 from rrfp_jax.data.tokens import TokenSet
 from rrfp_jax.data.tokens.header import BYTES
@@ -32,7 +33,7 @@ class Tokens:
         part: what is trained on, or what is held out; of the latter too an epoch visits every row once.
 
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
-    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them.
+    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, which tokens they are.
     Raises ValueError, with the remedy, where a token set cannot be used, has not one row, or was made by another
     tokenizer than the configuration names or than the others were made by.
     """
@@ -54,6 +55,7 @@ class Tokens:
         is_bytes = all(tokens.header.tokenizer.sha256 is None for tokens in self._sets)
         self.bytes_per_token = 1.0 if is_bytes else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
+        self.token_kind = kind_of_set(self._sets[0].path, self._sets[0].header)
 
     def _check_tokenizers(self) -> None:
         names = [tokens.header.tokenizer for tokens in self._sets]

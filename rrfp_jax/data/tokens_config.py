@@ -77,8 +77,9 @@ class TextFilesConfig(RowsConfig):
     """Files, folders, or patterns such as ``data/*.jsonl``."""
     column: str = "text"
     """The field that holds the text of a document."""
-    tokenizer: str = "bytes"
-    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text."""
+    tokenizer: str | None = None
+    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: that of the
+    model in ``run.init_from``; without such a model, bytes."""
     end_of_document: str | None = None
     """The token of the tokenizer that closes documents. None: what its folder's tokenizer_config.json says, or a usual
     one."""

@@ -1,7 +1,6 @@
 """From a run's newest checkpoint, or an import, to a folder of Hugging Face, a layer at a time."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,15 +11,16 @@ import numpy as np
 
 from rrfp_jax.checkpoint.parameters import newest_step, param_specs_of, read_layer
 from rrfp_jax.checkpoint.reader import Found
+from rrfp_jax.data.token_kind import TokenKind
 from rrfp_jax.exchange.hub_form import HubForm, read_config
 from rrfp_jax.exchange.importing import CONFIG, carried_tensors
-from rrfp_jax.exchange.model_folder import CARRIED, UNUSED, ModelFolder, open_model
+from rrfp_jax.exchange.model_folder import TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
 from rrfp_jax.exchange.model_sections import differences
 from rrfp_jax.exchange.names import Match, matches
 from rrfp_jax.exchange.new_config import new_config
 from rrfp_jax.exchange.shard_writer import Planned, ShardWriter
 from rrfp_jax.exchange.tensor_files import StoredTensor, read_json
-from rrfp_jax.exchange.whole_folder import check_new, new_folder
+from rrfp_jax.exchange.whole_folder import check_new, copy_file, new_folder
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
@@ -31,8 +31,10 @@ class PlannedExport:
     """An export that is known to fit."""
 
     folder: ModelFolder
-    origin: ModelFolder | None
-    """The import whose files go along; None for a model that began here."""
+    files: Path | None
+    """The folder of files that go along; None: there are none."""
+    tokens: TokenKind | None
+    """The tokens that the model knows; None: nothing tells."""
     found: Found
     config: Mapping[str, Any]
     """What becomes ``config.json``."""
@@ -60,8 +62,11 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
     Raises ValueError, in one sentence, where there is nothing to export, or nothing that a family can express.
     """
     folder = open_model(run, "the folder")
-    origin = folder.origin()
-    form, config = _form(folder, origin)
+    files, tokens = folder.files(), folder.tokens()
+    is_of_hub = files is not None and (files / CONFIG).is_file()
+    form, config = _form(folder, files if is_of_hub else None)
+    if not is_of_hub or not came_with_the_model(files):
+        _name_ends(config, tokens)
     found = newest_step(folder.checkpoints)
     shapes = folder.sections.shapes()
     stored = {(name[0], *name[2:]): spec for name, spec in param_specs_of(found).items()}
@@ -73,8 +78,8 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
     dtypes = {name: spec.dtype.name for name, spec in stored.items()}
     for key in (key for key in _DTYPE_KEYS if key in config):
         config[key] = dtype or next(iter(dtypes.values()))
-    carried = [] if origin is None else list(carried_tensors(origin.path))
-    return PlannedExport(folder, origin, found, config, matches(form.table, shapes), carried, dtype, dtypes)
+    carried = [] if files is None else list(carried_tensors(files))
+    return PlannedExport(folder, files, tokens, found, config, matches(form.table, shapes), carried, dtype, dtypes)
 
 
 def write_export(
@@ -106,9 +111,17 @@ def write_export(
     progress(len(layers), len(layers))
 
 
-def _form(folder: ModelFolder, origin: ModelFolder | None) -> tuple[HubForm, dict[str, Any]]:
+def _name_ends(config: dict[str, Any], tokens: TokenKind | None) -> None:
+    """Say which of the tokens that the model was trained on ends a text, in place of what the file says."""
+    ends = () if tokens is None else tokens.ends
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and (part is config or "eos_token_id" in part):
+            part |= {"bos_token_id": None, "eos_token_id": ends[0] if ends else None}
+
+
+def _form(folder: ModelFolder, files: Path | None) -> tuple[HubForm, dict[str, Any]]:
     model = folder.sections.model
-    if origin is None:
+    if files is None:
         config = new_config(folder.sections, str(folder.path))
         form = read_config(config, str(folder.path), has_head=not model.tie_embeddings, dtype="float32")
         lost = differences(form.sections, folder.sections)
@@ -117,10 +130,13 @@ def _form(folder: ModelFolder, origin: ModelFolder | None) -> tuple[HubForm, dic
                 f"{folder.path} is no {config['architectures'][0]}: {'; '.join(lost)}, and no family has that"
             )
         return form, config
-    origin.check_fits(folder.sections, f"{folder.path} began with")
-    path = origin.path / CARRIED / CONFIG
+    path = files / CONFIG
     config = read_json(path)
     form = read_config(config, str(path), has_head=not model.tie_embeddings, dtype="float32")
+    if other := differences(form.sections, folder.sections):
+        raise ValueError(
+            f"{path} is of another model than {folder.path}: {'; '.join(other)}: put that of the model there"
+        )
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and part.get(_TIED) and not model.tie_embeddings:
             part[_TIED] = False
@@ -128,11 +144,9 @@ def _form(folder: ModelFolder, origin: ModelFolder | None) -> tuple[HubForm, dic
 
 
 def _copy_files(plan: PlannedExport, folder: Path) -> None:
-    if plan.origin is None:
-        return
-    for path in sorted((plan.origin.path / CARRIED).iterdir()):
-        if path.name not in (UNUSED, CONFIG):
-            shutil.copyfile(path, folder / path.name)
+    for path in sorted(plan.files.iterdir()) if plan.files is not None else ():
+        if path.name not in (UNUSED, CONFIG, TOKENS):
+            copy_file(path, folder / path.name)
 
 
 def _tensors_of(plan: PlannedExport, layer: str, own: list[Match]) -> Iterator[tuple[str, np.ndarray]]:

@@ -11,9 +11,9 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
+from rrfp_jax.data.image_tokens import ImageTokens
 from rrfp_jax.exchange.config_fields import ConfigFields
 from rrfp_jax.exchange.families import internvl
-from rrfp_jax.exchange.model_folder import CARRIED
 from rrfp_jax.exchange.tensor_files import read_json
 from rrfp_jax.models.encoder_config import VisionConfig
 
@@ -54,20 +54,13 @@ class ImageSettings:
         return size
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageTokens:
-    """What stands for an image in the text, as a tokenizer writes it."""
+def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
+    """Of a model, by the files that came with it.
 
-    feature: int
-    """The token of each feature."""
-    before: str = ""
-    behind: str = ""
-
-
-def read_image_settings(folder: Path, vision: VisionConfig) -> ImageSettings:
-    """Of an imported model; raises ValueError, naming file and field, where the tower's images cannot be made so."""
-    fields = _processor(folder / CARRIED)
-    tower = ConfigFields(*_config(folder), {}).part("vision_config", {"num_channels": 3})
+    Raises ValueError, naming file and field, where the tower's images cannot be made so.
+    """
+    fields = _processor(carried)
+    tower = ConfigFields(*_config(carried), {}).part("vision_config", {"num_channels": 3})
     channels = tower.whole("num_channels")
     patch_size, side = isqrt(vision.patch_dim // channels), isqrt(vision.num_patches or 0)
     fields.only("do_pad", False, why="images are not padded here")
@@ -94,9 +87,9 @@ def read_image_settings(folder: Path, vision: VisionConfig) -> ImageSettings:
     return settings
 
 
-def read_image_tokens(folder: Path) -> ImageTokens:
-    """Of an imported model; raises ValueError where its configuration does not say."""
-    config, where = _config(folder)
+def read_image_tokens(carried: Path) -> ImageTokens:
+    """Of a model, by the files that came with it; raises ValueError where its configuration does not say."""
+    config, where = _config(carried)
     token = ConfigFields(config, where, {}).get("image_token_id", "image_token_index")
     if type(token) is not int or token < 0:
         raise ValueError(
@@ -104,7 +97,7 @@ def read_image_tokens(folder: Path) -> ImageTokens:
         )
     if config.get("model_type") != internvl.MODEL_TYPE:
         return ImageTokens(feature=token)
-    path = folder / CARRIED / "tokenizer_config.json"
+    path = carried / "tokenizer_config.json"
     told: Mapping[str, Any] = read_json(path) if path.is_file() else {}
     extra = told.get("extra_special_tokens")
     told = {**(extra if isinstance(extra, dict) else {}), **told}
@@ -112,8 +105,8 @@ def read_image_tokens(folder: Path) -> ImageTokens:
     return ImageTokens(feature=token, before=before, behind=behind)
 
 
-def _config(folder: Path) -> tuple[dict[str, Any], str]:
-    path = folder / CARRIED / "config.json"
+def _config(carried: Path) -> tuple[dict[str, Any], str]:
+    path = carried / "config.json"
     return read_json(path), str(path)
 
 

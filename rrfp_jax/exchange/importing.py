@@ -1,6 +1,5 @@
 """From a folder of Hugging Face to one that training starts from, a layer at a time."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,7 +15,7 @@ from rrfp_jax.exchange.names import Match, fits, matches, older
 from rrfp_jax.exchange.shard_writer import Planned, ShardWriter
 from rrfp_jax.exchange.tensor_files import DTYPES as KNOWN
 from rrfp_jax.exchange.tensor_files import INDEX, StoredTensor, read_json, stored_tensors
-from rrfp_jax.exchange.whole_folder import check_new, new_folder
+from rrfp_jax.exchange.whole_folder import check_new, copy_file, new_folder
 from rrfp_jax.models.config import DTYPES
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def _carry(plan: PlannedImport, folder: Path) -> None:
     folder.mkdir()
     for path in sorted(plan.source.iterdir()):
         if path.is_file() and fits(path.name, _CARRIED) and path.name != INDEX:
-            shutil.copyfile(path, folder / path.name)
+            copy_file(path, folder / path.name)
     if plan.carried:
         _write_unused(plan.carried, folder)
 
@@ -201,9 +200,9 @@ def _sections_text(plan: PlannedImport) -> str:
     return head + yaml.safe_dump(sections, sort_keys=False)
 
 
-def carried_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Those that an import carries along, where there are some."""
+def carried_tensors(files: Path) -> Iterator[StoredTensor]:
+    """Those that an import carries along in ``files``, where there are some."""
     from rrfp_jax.exchange.tensor_files import tensors_of
 
-    path = folder / CARRIED / UNUSED
+    path = files / UNUSED
     return iter(tensors_of(path).values() if path.is_file() else ())

@@ -5,15 +5,28 @@
     model.yaml           the sections of a configuration that describe the model
     checkpoints/         its parameters, as a run's checkpoint after 0 steps
     hugging-face/        config.json, tokenizer and so on as they came; tensors that our models do not use
+
+A run keeps a copy of the last, in ``tokenizer/``, so that it needs the import no longer once it has begun; or the
+tokenizer of its data, where it began here. ``tokens.json`` in it says which tokens the run's model knows.
 """
 
-from dataclasses import dataclass
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file, kind_of_set
+from rrfp_jax.data.tokenizing.tokenizer import TOKENIZER_CONFIG, ends_of_model, read_tokenizer
+from rrfp_jax.data.tokens.header import TOKENIZER, read_header
 from rrfp_jax.exchange.model_sections import ModelSections, differences
+from rrfp_jax.exchange.names import fits
+from rrfp_jax.exchange.tensor_files import read_json
+from rrfp_jax.exchange.whole_folder import copy_file, new_folder
 from rrfp_jax.record_files import TEXT_BYTES, read_record
 from rrfp_jax.yaml_text import read_yaml
 
@@ -21,6 +34,18 @@ MODEL, CHECKPOINTS, CARRIED = "model.yaml", "checkpoints", "hugging-face"
 UNUSED = "unused.safetensors"
 """The tensors that are carried along."""
 RUN = "config.yaml"
+KEPT, TOKENS = "tokenizer", "tokens.json"
+"""What a run keeps: the folder in that of the run, and the record of its tokens in it."""
+_OF_TOKENIZERS = (
+    *("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
+    *("chat_template*", "generation_config.json"),
+)
+"""Files that belong to a tokenizer, and go where another one takes its place."""
+_UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
+"""Tokenizers in forms that are not read here."""
+_OF_BYTES: dict[str, tuple[int, ...]] = {"data": (), "rendered_text": (), "image_text": (0,)}
+"""Sections of data sets whose tokens may be bytes, and what ends their samples then."""
+_OF_FILES = ("jsonl", "parquet", "image_text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +77,16 @@ class ModelFolder:
                 f"{MODEL if self.is_import else RUN}, or name another folder"
             )
 
-    def origin(self) -> "ModelFolder | None":
-        """The import that the parameters began with, through all runs between; None where they began at random.
+    def files(self) -> Path | None:
+        """The folder of what goes along with the model: ``config.json`` of an import, tokenizer and so on.
 
-        Raises ValueError where a folder on the way is gone.
+        None for a run that began here on bytes. Raises ValueError where it must be looked for in an import that is
+        gone, which only runs of earlier versions need.
         """
         folder, seen = self, {self.path.resolve()}
         while not folder.is_import:
+            if (folder.path / KEPT).is_dir():
+                return folder.path / KEPT
             began = (folder.config.get("run") or {}).get("init_from")
             if began is None:
                 return None
@@ -66,7 +94,120 @@ class ModelFolder:
             if folder.path.resolve() in seen:
                 raise ValueError(f"{folder.path} began with itself, by its init_from: give the import in its place")
             seen.add(folder.path.resolve())
-        return folder
+        return folder.path / CARRIED
+
+    def tokens(self) -> TokenKind | None:
+        """Which tokens the model knows; None where nothing tells.
+
+        Raises ValueError, with the remedy, where what should tell is damaged.
+        """
+        files = self.files()
+        if files is not None and (files / TOKENS).is_file():
+            return _recorded(files)
+        if not self.is_import and (kind := self._tokens_of_data()) is not None:
+            return kind
+        return None if files is None or not (files / TOKENIZER).is_file() else _of_tokenizer(files)
+
+    def _tokens_of_data(self) -> TokenKind | None:
+        """Those that the run was trained on, by its configuration."""
+        if (section := self.config.get("tokens")) is not None:
+            path = section["path"]
+            folder = Path(path if isinstance(path, str) else path[0]).expanduser()
+            return kind_of_set(folder, read_header(folder)[0])
+        for name in _OF_FILES:
+            section = self.config.get(name)
+            if section is not None and section.get("tokenizer") not in (None, "bytes"):
+                file = Path(section["tokenizer"]).expanduser()
+                end = read_tokenizer(file, section.get("end_of_document")).end_of_document
+                return kind_of_file(file / TOKENIZER if file.is_dir() else file, (end,))
+        for name, ends in {**_OF_BYTES, **dict.fromkeys(_OF_FILES, (0,))}.items():
+            if self.config.get(name) is not None:
+                return replace(BYTE_TOKENS, ends=ends)
+        return None
+
+
+def _of_tokenizer(files: Path) -> TokenKind:
+    """By the tokenizer.json that came with a model."""
+    ends = ends_of_model(files)
+    if not ends:
+        with suppress(ValueError):  # it need not say
+            ends = (read_tokenizer(files, None).end_of_document,)
+    return kind_of_file(files / TOKENIZER, ends)
+
+
+def _recorded(files: Path) -> TokenKind:
+    """By the record of a run."""
+    told = read_json(files / TOKENS)
+    ends, digest = told.get("ends"), told.get("sha256")
+    if not isinstance(ends, list) or not all(type(end) is int for end in ends) or "sha256" not in told:
+        raise ValueError(f"{files / TOKENS} is no record of tokens: put that of the run there, or remove {files}")
+    if digest is None:
+        return replace(BYTE_TOKENS, ends=tuple(ends))
+    kind = kind_of_file(files / TOKENIZER, tuple(ends))
+    if kind.tokenizer.sha256 != digest:
+        raise ValueError(
+            f"{files / TOKENIZER} is another tokenizer than the one that the run was trained with: put that one there "
+            f"(SHA-256 {digest[:16]}...)"
+        )
+    return kind
+
+
+def keep_files(run: Path, files: Path | None, kind: TokenKind | None, known: TokenKind | None) -> None:
+    """Let a run have what goes along with its model: copies of ``files``, and the record of its tokens.
+
+    ``kind`` are the tokens that it is trained on (None: it is not known), and ``known`` those of the model in
+    ``files``. Where these are others, the tokenizer of the data takes the place of that of the model. Nothing is kept
+    of a run that began here on bytes: its configuration tells. Raises ValueError where a file cannot be copied safely.
+    """
+    is_other = kind is not None and (known is None or not kind.is_same(known))
+    tokenizer = kind.file if kind is not None and (is_other or files is None) else None
+    if files is None and tokenizer is None and (kind is None or not kind.ends):
+        return
+    fresh = run / f".{KEPT}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    with new_folder(fresh) as folder:
+        for path in sorted(files.iterdir()) if files is not None else ():
+            if path.is_file() and path.name != TOKENS and not (is_other and fits(path.name, _OF_TOKENIZERS)):
+                copy_file(path, folder / path.name)
+        if tokenizer is not None:
+            copy_file(tokenizer, folder / TOKENIZER)
+            _write_settings(folder, kind)
+        own = kind or known
+        if own is not None:
+            ends = own.ends if is_other or known is None else tuple(dict.fromkeys((*own.ends, *known.ends)))
+            digest = None if own.is_bytes else kind_of_file(folder / TOKENIZER).tokenizer.sha256
+            told = {"ends": list(ends), "sha256": digest, "came_with_the_model": not is_other}
+            (folder / TOKENS).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    shutil.rmtree(run / KEPT, ignore_errors=True)
+    os.rename(fresh, run / KEPT)
+
+
+def _write_settings(folder: Path, kind: TokenKind | None) -> None:
+    """Say, in the form of transformers, which token ends a text: a tokenizer.json itself does not."""
+    from tokenizers import Tokenizer
+
+    told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if kind is not None and kind.ends:
+        told["eos_token"] = Tokenizer.from_file(str(folder / TOKENIZER)).id_to_token(kind.ends[0])
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def came_with_the_model(files: Path | None) -> bool:
+    """Whether the tokenizer in ``files`` is the one that the model was imported with."""
+    if files is None or not (files / TOKENS).is_file():
+        return True
+    return read_json(files / TOKENS).get("came_with_the_model") is not False
+
+
+def files_are_kept(run: Path) -> bool:
+    """Whether a run has its own record of tokens."""
+    return (run / KEPT / TOKENS).is_file()
+
+
+def has_unread_tokenizer(files: Path) -> bool:
+    """Whether there is a tokenizer in a form that is not read here, and no other."""
+    names = [path.name for path in files.iterdir()]
+    return TOKENIZER not in names and any(fits(name, _UNREAD) for name in names)
 
 
 def open_model(path: Path, what: str) -> ModelFolder:

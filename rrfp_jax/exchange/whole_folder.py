@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,15 @@ def check_new(path: Path, what: str) -> None:
     check_folder(path, what)
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{what} {path} is not empty: name a new folder, or remove this one")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file that is not there yet, with its rights: nobody may read the copy who may not read the source."""
+    with source.open("rb") as file:
+        rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
+        with open(target, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as copy:
+            os.fchmod(copy.fileno(), rights)
+            shutil.copyfileobj(file, copy)
 
 
 @contextmanager

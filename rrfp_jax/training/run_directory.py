@@ -8,6 +8,7 @@
 ``trace.json``        the same for ui.perfetto.dev
 ``profile/``          traces of chosen steps, a folder for each rank that takes one
 ``checkpoints/``      the newest committed steps
+``tokenizer/``        its tokenizer, and what else came with the model that it began with
 ``run.lock``          who is at work here; removed at the end
 ``failure.json``      the wait-for report, if the run had to be given up
 ``events*.json.gz``   the last events of each process then, for ``rrfp replay``
@@ -24,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from rrfp_jax.exchange.model_folder import KEPT
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
@@ -76,7 +78,7 @@ class RunDirectory:
 
     def leftovers(self) -> list[str]:
         """What an earlier run has left here, by name."""
-        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS, KEPT)
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *logs) if (self.path / name).exists()]
 

@@ -14,7 +14,7 @@ from rrfp_jax.data.image_files import read_colours
 from rrfp_jax.data.image_text import MARKER
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.exchange.image_settings import ImageSettings, read_image_settings, read_image_tokens
-from rrfp_jax.exchange.model_folder import ModelFolder
+from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
 from rrfp_jax.models.encoder_config import ProjectorConfig
 
 _MOST_PIXELS = 64 * 2**20
@@ -28,7 +28,7 @@ def prompt_of_import(text: str, images: Sequence[Path], folder: ModelFolder, voc
     """
     vision, projector = folder.sections.vision, folder.sections.projector or ProjectorConfig()
     assert vision is not None
-    settings, tokens = read_image_settings(folder.path, vision), read_image_tokens(folder.path)
+    settings, tokens = read_image_settings(folder.path / CARRIED, vision), read_image_tokens(folder.path / CARRIED)
     per_image = (vision.num_patches or 0) // projector.patches_per_feature
     feature = vocabulary.word_of(tokens.feature)
     pieces = text.replace(feature, MARKER).split(MARKER)

@@ -11,27 +11,35 @@ from rrfp_jax.commands.sampling.generating import TokenPrompt
 from rrfp_jax.data.image_files import read_pixels, size_of_image
 from rrfp_jax.data.image_text import MARKER, image_grid, image_patches
 from rrfp_jax.data.image_text_config import ImageTextConfig
+from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
-from rrfp_jax.data.samples import Grid, Text, make_sample
+from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
 from rrfp_jax.planning.packing import pack
 
 ImageData = ImageTextConfig | RenderedTextConfig
 
 
-def prompt_with_images(text: str, images: Sequence[Path], data: ImageData, model: VisionLanguageConfig) -> TokenPrompt:
-    """A prompt of bytes with images where the text says ``<image>``, or before it.
+def prompt_with_images(
+    text: str,
+    images: Sequence[Path],
+    data: ImageData,
+    model: VisionLanguageConfig,
+    writer: TextWriter | None = None,
+) -> TokenPrompt:
+    """A prompt of bytes, or of the tokens of ``writer``, with images where the text says ``<image>``, or before it.
 
     The images become patches as in training: those of ``rendered_text`` are grey, dark on light, and a line ends behind
     each. Raises ValueError, with the remedy, for files that are no images, images that the encoder has no positions
     for, and where text and images do not fit together.
     """
     grids = [_grid(data, image) for image in images]
-    parts = _parts(text, grids, ends_lines=isinstance(data, RenderedTextConfig))
+    parts = _parts(text, grids, data, writer)
     # The last token of a sample is only predicted, so one more is put behind the prompt.
-    sample = make_sample([*parts, Text(b"\0", 0)], data.merge)
+    image_token = IMAGE_TOKEN if writer is None else writer.image_token
+    sample = make_sample([*parts, Text(b"\0", 0)], data.merge, image_token)
     if not images:
         return TokenPrompt(tokens=sample.tokens)
     is_packed = model.vision.is_packed
@@ -53,7 +61,7 @@ def prompt_with_images(text: str, images: Sequence[Path], data: ImageData, model
     return TokenPrompt(tokens=sample.tokens, image_leaves=leaves)
 
 
-def _parts(text: str, grids: Sequence[Grid], *, ends_lines: bool) -> list[Text | Grid]:
+def _parts(text: str, grids: Sequence[Grid], data: ImageData, writer: TextWriter | None) -> list[Text | Grid]:
     pieces = text.split(MARKER)
     if len(pieces) == 1:
         pieces = [""] * len(grids) + pieces
@@ -61,6 +69,12 @@ def _parts(text: str, grids: Sequence[Grid], *, ends_lines: bool) -> list[Text |
         raise ValueError(
             f"the prompt has {len(pieces) - 1} times {MARKER} and {len(grids)} images are given: make them equal"
         )
+    if writer is not None:
+        try:
+            return writer.parts(pieces, "", grids, data.merge)
+        except ValueError as error:
+            raise ValueError(f"the prompt {error}") from None
+    ends_lines = isinstance(data, RenderedTextConfig)
     parts: list[Text | Grid] = []
     for piece, grid in zip(pieces, [*grids, None], strict=True):
         parts += [Text(piece.encode(errors="replace"), 0)] if piece else []

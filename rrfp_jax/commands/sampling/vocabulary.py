@@ -4,7 +4,6 @@ Runs on bytes, and on images with text, have a token for each byte of UTF-8. Tok
 tokenizer along, as the ``tokenizers`` library reads it.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,15 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.tokenizing.tokenizer import first_line, load, raise_unless_of_library, read_tokenizer
-from rrfp_jax.data.tokens.header import TOKENIZER, read_header
-from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
+from rrfp_jax.data.tokenizing.tokenizer import first_line, load, lost_part, raise_unless_of_library, unknown_of
+from rrfp_jax.exchange.model_folder import ModelFolder
 from rrfp_jax.exchange.tensor_files import read_json
 
-_OF_BYTES = {"data": (), "rendered_text": (), "image_text": (0,)}
-"""Sections of data sets whose tokens are bytes, and what ends their samples."""
-_OF_FILES = ("jsonl", "parquet")
-_HUB_FILES = ("generation_config.json", "config.json")
+_OF_ROWS = ("tokens", "jsonl", "parquet")
+"""Sections of data sets whose documents are laid into rows."""
 _REMEDY_OF_IMAGES = "give the tokenizer.json that came with the model"
 _REMEDY = "give the tokenizer.json of its tokens with --tokenizer, or --tokenizer bytes"
 
@@ -69,9 +65,7 @@ class Tokenizer:
     ) -> None:
         self.stops, self._start, self._opens = stops, start, opens
         self._tokenizer = load(path.read_bytes(), str(path))
-        model = json.loads(self._tokenizer.to_str())["model"]
-        unknown = model.get("unk_token")
-        self._unknown = model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
+        self._unknown = unknown_of(self._tokenizer)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Tokens ``[length]``."""
@@ -82,7 +76,7 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer cannot write the prompt ({first_line(error)}): give it other words"
             ) from None
-        if (lost := self._lost(text, encoded)) is not None:
+        if (lost := lost_part(self._tokenizer, text, encoded, self._unknown)) is not None:
             raise ValueError(f"the tokenizer has no token for {lost!r} of the prompt: take it out")
         tokens = encoded.ids
         if not tokens and self._start is not None:
@@ -102,15 +96,6 @@ class Tokenizer:
             raise ValueError(f"the tokenizer has no token {token}, which stands for images: {_REMEDY_OF_IMAGES}")
         return word
 
-    def _lost(self, text: str, encoded: Any) -> str | None:
-        """The first part of a text that its tokens do not tell, but for spaces."""
-        is_told = [character.isspace() for character in text]
-        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            if token == self._unknown and start < end:
-                return text[start:end]
-            is_told[start:end] = [True] * (end - start)
-        return next((character for character, is_one in zip(text, is_told, strict=True) if not is_one), None)
-
 
 def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
     """The vocabulary of a run or an import; ``given`` is a tokenizer's file, or ``bytes``, to take in its place.
@@ -118,21 +103,24 @@ def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
     Raises ValueError, with the remedy, where there is none.
     """
     if given is not None:
-        return Bytes() if given == "bytes" else Tokenizer(_existing(Path(given)))
-    if folder.is_import:
-        return _of_hub(folder.path / CARRIED)
-    for name, stops in _OF_BYTES.items():
-        if folder.config.get(name) is not None:
-            return Bytes(stops)
-    if (section := folder.config.get("tokens")) is not None:
-        return _of_token_set(section)
-    for name in _OF_FILES:
-        if (section := folder.config.get(name)) is not None:
-            return _of_files(section)
-    origin = folder.origin()
-    if origin is None:
+        return Bytes() if given == "bytes" else Tokenizer(_existing(Path(given).expanduser()))
+    kind = folder.tokens()
+    if kind is None:
         raise ValueError(f"{folder.path} does not say what its tokens are: {_REMEDY}")
-    return _of_hub(origin.path / CARRIED)
+    if kind.file is None:
+        return Bytes(kind.ends)
+    section = None if folder.is_import else next(filter(None, map(folder.config.get, _OF_ROWS)), None)
+    if section is None:
+        return Tokenizer(_existing(kind.file), stops=kind.ends, opens=knows_openings(folder))
+    # Rows that go on across documents show a document's beginning behind the end of the one before.
+    start = None if section.get("pack") else kind.ends[0]
+    return Tokenizer(_existing(kind.file), stops=kind.ends, start=start, opens=False)
+
+
+def knows_openings(folder: ModelFolder) -> bool:
+    """Whether the model was imported, and so knows the tokens that its tokenizer has texts open with."""
+    files = folder.files()
+    return files is not None and (files / "config.json").is_file()
 
 
 def check_fits(tokens: NDArray[np.int32], folder: ModelFolder, max_tokens: int) -> None:
@@ -154,46 +142,14 @@ def check_fits(tokens: NDArray[np.int32], folder: ModelFolder, max_tokens: int) 
         )
 
 
-def _of_token_set(section: Any) -> Vocabulary:
-    path = section["path"]
-    folder = Path(path if isinstance(path, str) else path[0]).expanduser()
-    header, _ = read_header(folder)
-    if header.tokenizer.sha256 is None:
-        return Bytes((header.end_of_document,))
-    return _of_rows(folder / TOKENIZER, header.end_of_document, section)
-
-
-def _of_files(section: Any) -> Vocabulary:
-    name = section.get("tokenizer") or "bytes"
-    if name == "bytes":
-        return Bytes((0,))
-    path, end = Path(name).expanduser(), read_tokenizer(name, section.get("end_of_document")).end_of_document
-    return _of_rows(path / TOKENIZER if path.is_dir() else path, end, section)
-
-
-def _of_rows(path: Path, end: int, section: Any) -> Vocabulary:
-    """Rows that go on across documents show a document's beginning behind the end of the one before."""
-    return Tokenizer(_existing(path), stops=(end,), start=None if section.get("pack") else end, opens=False)
-
-
 def _positions_of(folder: ModelFolder) -> int | None:
-    origin = folder.origin()
-    path = None if origin is None else origin.path / CARRIED / "config.json"
+    files = folder.files()
+    path = None if files is None else files / "config.json"
     if path is None or not path.is_file():
         return None
     config = read_json(path)
     most: int | None = config.get("text_config", config).get("max_position_embeddings")
     return most
-
-
-def _of_hub(folder: Path) -> Vocabulary:
-    stops: set[int] = set()
-    for name in _HUB_FILES:
-        path = folder / name
-        told = read_json(path) if path.is_file() else {}
-        ends = told.get("eos_token_id", (told.get("text_config") or {}).get("eos_token_id"))
-        stops |= {ends} if isinstance(ends, int) else set(ends or ())
-    return Tokenizer(_existing(folder / TOKENIZER), stops=tuple(sorted(stops)))
 
 
 def _existing(path: Path) -> Path:

@@ -17,6 +17,7 @@ from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.exchange.model_folder import files_are_kept, keep_files
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.operations.offloading import moves_activations
@@ -57,6 +58,7 @@ class Run:
         self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
         self._training, self._cache = planned.training, cache
+        self._known = planned.known
         self._profile = _profile(self.config.run, process, pipeline, directory.path)
         settings = self.config.run
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
@@ -134,7 +136,10 @@ class Run:
         if fresh and (old := self.directory.leftovers()):
             self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
             self.directory.clear()
-        self.directory.start(self.config.as_dict(), from_step=self.state.step)
+        self.directory.start(self.config.as_saved(), from_step=self.state.step)
+        known, kind = self._known, self.dataset.token_kind
+        if not files_are_kept(self.directory.path) or (kind and known.tokens and not kind.is_same(known.tokens)):
+            keep_files(self.directory.path, known.files, kind, known.tokens)
         self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hin
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
+from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
 from rrfp_jax.data.image_text_config import ImageTextConfig
@@ -131,6 +132,10 @@ class TrainConfig:
         """Plain data, for YAML."""
         given = {section.name: getattr(self, section.name) for section in fields(self)}
         return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
+
+    def as_saved(self) -> dict[str, Any]:
+        """Plain data with whole paths, which mean the same wherever they are read."""
+        return whole_paths(self.as_dict(), self.data_section)
 
     def as_yaml(self) -> str:
         """The text of a file that :func:`load_train_config` reads as the same."""
@@ -341,7 +346,7 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
     types = {field.name: field.type for field in fields(SECTIONS[name])}
     try:
         record: Any = TypeAdapter(SECTIONS[name]).validate_python(
-            {key: _one_or_many(types[key], values[key]) for key in values}
+            at_home(name, {key: _one_or_many(types[key], values[key]) for key in values})
         )
     except ValidationError as error:
         raise ValueError(_sentence(name, error)) from None

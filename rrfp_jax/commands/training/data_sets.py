@@ -3,6 +3,7 @@
 import sys
 
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.model_tokens import KnownModel, check_tokens, known_model, text_writer, with_tokenizer
 from rrfp_jax.data import (
     HELD_OUT,
     TRAIN,
@@ -15,6 +16,7 @@ from rrfp_jax.data import (
     TextBytes,
     Tokens,
 )
+from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.planning.cut_sizes import CutSizes, cut_sizes
 
@@ -25,12 +27,22 @@ _ORIGINS = {"path", "object", "arguments"}
 """Fields that say where data comes from."""
 
 
-def make_data_set(config: TrainConfig, part: Part = TRAIN) -> RunData:
+def make_data_set(
+    config: TrainConfig, part: Part = TRAIN, *, known: KnownModel | None = None, force: bool = False
+) -> RunData:
     """What a run trains on, or the part of it that is held out for evaluation.
 
-    Raises ValueError, with the remedy, where the data cannot be read, or not by this model, or has no such part.
+    ``known`` is the model that the run begins with (None: by its configuration). Raises ValueError, with the remedy,
+    where the data cannot be read, or not by this model, or has no such part, or, unless ``force`` says that it is
+    meant, where its tokens are not the model's.
     """
-    data = _text(config, part) if config.data_section not in _WITH_IMAGES else _text_with_images(config, part)
+    known = known_model(config) if known is None else known
+    if not force and config.data_section in ("data", "rendered_text"):
+        check_tokens(config.data_section, BYTE_TOKENS, known)  # before all of it is read
+    make = _text_with_images if config.data_section in _WITH_IMAGES else _text
+    data: RunData = make(config, part, known)
+    if not force:
+        check_tokens(config.data_section, data.token_kind, known)
     if config.model.vocab_size < data.vocab_size:
         raise ValueError(
             f"model.vocab_size is {config.model.vocab_size}, but the tokens of {config.data_section} are up to "
@@ -39,7 +51,9 @@ def make_data_set(config: TrainConfig, part: Part = TRAIN) -> RunData:
     return data
 
 
-def make_evaluation_sets(config: TrainConfig) -> dict[str, RunData]:
+def make_evaluation_sets(
+    config: TrainConfig, *, known: KnownModel | None = None, force: bool = False
+) -> dict[str, RunData]:
     """What a run evaluates on, by name; nothing without a section ``evaluation``.
 
     Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
@@ -54,7 +68,8 @@ def make_evaluation_sets(config: TrainConfig) -> dict[str, RunData]:
         all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
         of_set = config.with_data({**all_of_it, **differences}, where)
         try:
-            found = sets[name] = make_data_set(of_set, TRAIN if is_own else HELD_OUT)
+            part = TRAIN if is_own else HELD_OUT
+            found = sets[name] = make_data_set(of_set, part, known=known, force=force)
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
         if not isinstance(found, RenderedText):  # which never ends
@@ -72,7 +87,7 @@ def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
     )
 
 
-def _text(config: TrainConfig, part: Part) -> TextBytes | Tokens | OwnData:
+def _text(config: TrainConfig, part: Part, known: KnownModel) -> TextBytes | Tokens | OwnData:
     if config.vision is not None:
         raise ValueError(
             f"{config.data_section} is text alone, and the model has vision: give rendered_text or image_text instead"
@@ -85,7 +100,7 @@ def _text(config: TrainConfig, part: Part) -> TextBytes | Tokens | OwnData:
     if files is not None:
         from rrfp_jax.data.text_files import tokens_of_files
 
-        return tokens_of_files(files, part, say=_say)
+        return tokens_of_files(with_tokenizer(files, known), part, say=_say)
     assert config.data is not None
     return TextBytes(config.data, part)
 
@@ -94,12 +109,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _text_with_images(config: TrainConfig, part: Part) -> RenderedText | ImageText:
+def _text_with_images(config: TrainConfig, part: Part, known: KnownModel) -> RenderedText | ImageText:
     from rrfp_jax.commands.training.model_parts import sample_cost
 
     cost, cut = sample_cost(config), _cut_sizes(config)
     if config.image_text is not None:
-        images = ImageText(config.image_text, cost=cost, part=part, cut=cut)
+        writer = text_writer(config.image_text, known, sees=config.vision is not None)
+        images = ImageText(config.image_text, cost=cost, part=part, cut=cut, writer=writer)
         if images.num_images and config.vision is None:
             raise ValueError(
                 f"{config.image_text.path} has {images.num_images} images, and the model no vision: give a section "
@@ -135,7 +151,7 @@ def _check_sees(
     assert vision is not None
     wanted = {"vision.patch_dim": (vision.patch_dim, data.patch_size**2 * channels)}
     wanted["projector.patches_per_feature"] = (projector.patches_per_feature, data.merge**2)
-    if isinstance(data, ImageTextConfig):
+    if isinstance(data, ImageTextConfig) and data.merge > 1:  # a patch that is a feature by itself has no order
         wanted["projector.row_order"] = (projector.row_order, data.row_order)
     for name, (given, needed) in wanted.items():
         if given != needed:

@@ -15,6 +15,7 @@ from rrfp_jax.commands.studies.graphs import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_evaluation_sets
 from rrfp_jax.commands.training.mesh_checks import check_meshes
+from rrfp_jax.commands.training.model_tokens import KnownModel, known_model
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
@@ -41,6 +42,8 @@ class PlannedRun:
     dataset: RunData
     evaluation_sets: Mapping[str, RunData] = field(default_factory=dict)
     """What it evaluates on, by name."""
+    known: KnownModel = field(default_factory=KnownModel)
+    """The model that it begins or goes on with."""
     cut: "CutModel | None" = None
     """Of a vision-language model; a language model is cut later."""
 
@@ -57,14 +60,15 @@ class PlannedRun:
     @property
     def training(self) -> dict[str, Any]:
         """What decides the result: the configuration, and in its section of data also which data was found there."""
-        training = self.config.as_dict()
+        training = self.config.as_saved()
         training[self.config.data_section]["text"] = self.dataset.fingerprint
         return training
 
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
-        agreed = self.training
+        agreed = self.config.as_dict()
+        agreed[self.config.data_section]["text"] = self.dataset.fingerprint  # nodes may have it at other places
         for name, dataset in self.evaluation_sets.items():
             agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
         if self.order.table is not None:
@@ -72,19 +76,22 @@ class PlannedRun:
         return agreed
 
 
-def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
+def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: bool = False) -> PlannedRun:
     """Resolve what the configuration asks for; ``path`` becomes the run directory.
 
+    ``fresh``: what the directory holds does not count; ``force``: data in other tokens than the model's is meant.
     Raises ValueError, with the remedy, on whatever does not fit.
     """
     RunDirectory(path).check()
-    check_init_from(config)
+    known = known_model(config, path, fresh=fresh)
+    if not known.has_begun:
+        check_init_from(config)
     check_installed(config.run.trackers, config.tracking.mlflow_uri)
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
     if config.vision is not None:
-        return _with_vision(config, path, ordering, share)
+        return _with_vision(config, path, ordering, share, known, force=force)
     _refuse_encoder_options(config)
     order = order_of(layout, ordering, share)
     run = PlannedRun(
@@ -92,8 +99,9 @@ def plan_run(config: TrainConfig, path: Path) -> PlannedRun:
         path=path,
         ordering=ordering,
         order=order,
-        dataset=make_data_set(config),
-        evaluation_sets=make_evaluation_sets(config),
+        dataset=make_data_set(config, known=known, force=force),
+        evaluation_sets=make_evaluation_sets(config, known=known, force=force),
+        known=known,
     )
     counts = layout.layer_counts
     if counts is not None and len(counts) != run.num_chunks:
@@ -137,7 +145,9 @@ def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) 
     )
 
 
-def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int) -> PlannedRun:
+def _with_vision(
+    config: TrainConfig, path: Path, ordering: Ordering, share: int, known: KnownModel, *, force: bool
+) -> PlannedRun:
     """A model that is no chain brings its own graph, for which the table is built."""
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph
@@ -156,8 +166,9 @@ def _with_vision(config: TrainConfig, path: Path, ordering: Ordering, share: int
         path=path,
         ordering=ordering,
         order=order,
-        dataset=make_data_set(config),
-        evaluation_sets=make_evaluation_sets(config),
+        dataset=make_data_set(config, known=known, force=force),
+        evaluation_sets=make_evaluation_sets(config, known=known, force=force),
+        known=known,
         cut=cut,
     )
 

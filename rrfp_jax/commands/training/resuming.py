@@ -10,16 +10,16 @@ _DECIDING_FIELDS = {"pipeline": ("clip_norm", "skip_nonfinite", "freeze"), "run"
 _OF_SAMPLES = ("num_microbatches", "max_bad_samples", "pack", "text_buckets", "image_buckets", "balance", "gather_text")
 _OF_FILES = ("num_microbatches", "path", "tokenizer", "cache", "wait_minutes")
 _LAYOUT_ONLY = {
-    "data": ("num_microbatches",),
-    "rendered_text": _OF_SAMPLES,
-    "image_text": _OF_SAMPLES,
+    "data": ("num_microbatches", "path"),
+    "rendered_text": (*_OF_SAMPLES, "path"),
+    "image_text": (*_OF_SAMPLES, "path", "image_folder", "tokenizer"),
     "tokens": ("num_microbatches", "path", "tokenizer"),
     "jsonl": _OF_FILES,
     "parquet": _OF_FILES,
     "own_data": ("num_microbatches", "max_bad_samples"),
 }
-"""How a batch is cut and padded changes neither its gradient nor what comes next; which tokens and which tokenizer it
-is, the digest of the token sets says."""
+"""How a batch is cut and padded changes neither its gradient nor what comes next; which text, tokens and tokenizer it
+is, wherever they lie, the digest of the data says."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
 _EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine", "projector.bias": True}

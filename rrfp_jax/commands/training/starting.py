@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.model_tokens import INIT_FROM
 from rrfp_jax.exchange.model_folder import open_model
 from rrfp_jax.exchange.model_sections import ModelSections
 from rrfp_jax.models.encoder_config import ProjectorConfig
-
-_KEY = "run.init_from"
 
 
 def check_init_from(config: TrainConfig) -> None:
@@ -16,7 +15,7 @@ def check_init_from(config: TrainConfig) -> None:
     Its parameters are not looked at yet.
     """
     if config.run.init_from is not None:
-        open_model(Path(config.run.init_from), _KEY).check_fits(sections_of(config), _KEY)
+        open_model(Path(config.run.init_from), INIT_FROM).check_fits(sections_of(config), INIT_FROM)
 
 
 def sections_of(config: TrainConfig) -> ModelSections:

@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from rrfp_jax.data.tokenizing.piece_files import Damaged, PieceFiles
 from rrfp_jax.data.tokenizing.pieces import Corpus, Piece, Surveyed, stamp_of
 from rrfp_jax.data.tokenizing.progress import WRITING, Counter, Progress
@@ -22,7 +24,8 @@ def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenS
     shutil.rmtree(folder, ignore_errors=True)
     num_documents = [0] * len(corpus.surveyed)
     counter = Counter(tell, WRITING, len(corpus.pieces))
-    name, data, end_of_document, vocab_size = task.tokenizer
+    name, data, end_of_document, vocab_size, unknown = task.tokenizer
+    num_unknown = 0
     files = task.files
     with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
         for piece in corpus.pieces:
@@ -30,6 +33,8 @@ def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenS
                 for tokens, ends, span in files.read(piece.key):
                     writer.append(tokens, ends)
                     num_documents[piece.numbers[span]] += len(ends)
+                    if unknown is not None:
+                        num_unknown += int(np.count_nonzero(tokens == unknown))
             except Damaged as error:
                 raise ValueError(f"{error}: somebody has changed it while it was in use: start again") from None
             counter.add(1)
@@ -40,6 +45,7 @@ def assemble(folder: Path, task: Task, corpus: Corpus, tell: Progress) -> TokenS
         return writer.finish(
             tokenizer=data,
             name=name,
+            num_unknown=num_unknown,
             sources=_sources_file(corpus.surveyed, num_documents),
             text_column=None if all(each.source.kind == TEXT for each in corpus.surveyed) else task.column,
         )

@@ -4,6 +4,7 @@ A text is tokenised as it stands: what the file says about cutting, padding, dro
 open a text is not applied, for those are no part of the text.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 from rrfp_jax.record_files import parse_json, read_record
 
-_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_MODEL_FILES = ("generation_config.json", "config.json")
+"""Files of a model that name the tokens at which it ends."""
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_GROWTH = 100
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -46,17 +49,25 @@ class FileEncoder:
         self._name = name
         self._tokenizer = load(data, name)
         self._tokenizer.encode_special_tokens = not reads_special
+        self._loses = may_lose(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of every text, uint32 ``[tokens]`` each."""
         try:
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encode = self._tokenizer.encode_batch if self._loses else self._tokenizer.encode_batch_fast
+            encoded = encode(texts, add_special_tokens=False)
         except BaseException as error:
             raise_unless_of_library(error)
             raise BrokenData(
                 f"the tokenizer {self._name} cannot encode the text ({first_line(error)}): take one for any text, or "
                 "leave this one out"
             ) from error
+        for text, each in zip(texts, encoded, strict=True) if self._loses else ():
+            if (lost := lost_part(self._tokenizer, text, each, None)) is not None:
+                raise BrokenData(
+                    f"the tokenizer has no token for {lost!r}, which would vanish: take a tokenizer for any character, "
+                    "one with a token for the unknown, or other texts"
+                )
         return [np.array(each.ids, np.uint32) for each in encoded]
 
 
@@ -83,6 +94,8 @@ class TokenizerFile(NamedTuple):
     """tokenizer.json as it stands; None: tokens are bytes."""
     end_of_document: int
     vocab_size: int
+    unknown: int | None = None
+    """The token that stands for what has none; None: there is no such token."""
 
 
 PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
@@ -92,8 +105,9 @@ PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
 def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
     """The tokenizer in a file, or in a folder that has a tokenizer.json.
 
-    ``end_of_document`` is the token that closes documents; None: the ``eos_token`` of tokenizer_config.json beside, or
-    a usual one that the tokenizer has. Raises ValueError, with the remedy, where there is no such file or token.
+    ``end_of_document`` is the token that closes documents; None: the ``eos_token`` of tokenizer_config.json beside,
+    else the one that the model's own files beside name, else a usual one that the tokenizer has. Raises ValueError,
+    with the remedy, where there is no such file or token.
     """
     file = Path(path).expanduser()
     file = file / TOKENIZER if file.is_dir() else file
@@ -106,7 +120,8 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) ->
             f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
         ) from None
     tokenizer = load(data, str(file))
-    return TokenizerFile(file.name, data, end_of_document_in(tokenizer, file, end_of_document), size_of(tokenizer))
+    end = end_of_document_in(tokenizer, file, end_of_document)
+    return TokenizerFile(file.name, data, end, size_of(tokenizer), unknown_of(tokenizer))
 
 
 def load(data: bytes, name: str) -> Any:
@@ -157,9 +172,23 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
         if number is None:
             raise ValueError(f"{file} has no token {named!r}: name one of its tokens with --end-of-document")
         return number
-    candidates = (_configured_end(file.parent / _CONFIG), *_USUAL_ENDS)
-    numbers = (tokenizer.token_to_id(token) for token in candidates if token is not None)
-    found = next((number for number in numbers if number is not None), None)
+    configured = _configured_end(file.parent / TOKENIZER_CONFIG)
+    if configured is not None:
+        number = tokenizer.token_to_id(configured)
+        if number is None:
+            raise ValueError(
+                f"{file.parent / TOKENIZER_CONFIG} says that eos_token is {configured!r}, which {file} does not have: "
+                "mend it, or name one of its tokens with --end-of-document"
+            )
+        return number
+    if ends := ends_of_model(file.parent):
+        if tokenizer.id_to_token(ends[0]) is None:
+            raise ValueError(
+                f"the model in {file.parent} ends at token {ends[0]}, which {file} does not have: give files that "
+                "belong together, or name one of its tokens with --end-of-document"
+            )
+        return ends[0]
+    found = next((number for token in _USUAL_ENDS if (number := tokenizer.token_to_id(token)) is not None), None)
     if found is None:
         raise ValueError(
             f"{file} does not say which token closes a document, and has none of {', '.join(_USUAL_ENDS)}: name one of "
@@ -168,11 +197,65 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
     return found
 
 
-def _configured_end(path: Path) -> str | None:
+def ends_of_model(folder: Path) -> tuple[int, ...]:
+    """The tokens at which the model in ``folder`` ends a text, by its own files; none where they do not say."""
+    ends: dict[int, None] = {}
+    for told in (_object(folder / name) for name in _MODEL_FILES):
+        text = told.get("text_config")
+        found = told.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        ends |= dict.fromkeys(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
+    return tuple(ends)
+
+
+def unknown_of(tokenizer: Any) -> int | None:
+    """The token that stands for what has none; None where there is no such token."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    number: int | None = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+    return number
+
+
+def may_lose(tokenizer: Any) -> bool:
+    """Whether characters can vanish without a trace: nothing stands for what has no token, and bytes do not either."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    parts = json.loads(tokenizer.to_str())
+    model, before = parts["model"], json.dumps([parts["pre_tokenizer"], parts["normalizer"]])
+    if model["type"] != "BPE" or model.get("unk_token") is not None:
+        return False  # the others raise, or have a token for the unknown
+    names = model["vocab"]
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in names for byte in range(256)):
+        return False
+    return '"ByteLevel"' not in before or not all(character in names for character in ByteLevel.alphabet())
+
+
+def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> str | None:
+    """The first part of a text that its tokens do not tell; what the tokenizer leaves out on purpose is not lost."""
+    is_told = [character.isspace() for character in text]
+    for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+        if token == unknown and start < end:
+            return text[start:end]
+        is_told[start:end] = [True] * (end - start)
+    return next((text[at] for at, told in enumerate(is_told) if not told and _is_kept(tokenizer, text[at])), None)
+
+
+def _is_kept(tokenizer: Any, character: str) -> bool:
+    """Whether anything is left of a character before it becomes tokens: accents, for one, may be stripped."""
+    normal = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
+    return bool(normal.strip())
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; empty where it is missing, or nothing that tells."""
     try:
-        token = parse_json(read_record(path)[0]).get("eos_token")
-    except (OSError, ValueError, AttributeError):  # missing, or nothing that tells
-        return None
+        told = parse_json(read_record(path)[0])
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _configured_end(path: Path) -> str | None:
+    token = _object(path).get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -97,6 +97,8 @@ class TokenSetHeader:
     """sources.jsonl; None: the tokens did not come from files."""
     text_column: str | None
     """The field of JSON lines and Parquet rows that held the text; None: the sources were plain text."""
+    num_unknown: int | None = None
+    """Tokens that stand for what the tokenizer does not know; None: it is not said, mostly as there are none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -108,6 +110,8 @@ class TokenSetHeader:
         ):
             if number < least:
                 raise ValueError(f"{name} is {number} where at least {least} is expected")
+        if self.num_unknown is not None and not 0 < self.num_unknown <= self.num_tokens:
+            raise ValueError(f"num_unknown is {self.num_unknown}, and there are {self.num_tokens} tokens")
         if self.vocab_size > _DTYPES[self.dtype]:
             raise ValueError(f"vocab_size is {self.vocab_size}, more than {self.dtype} can hold")
         if not 0 <= self.end_of_document < self.vocab_size:
@@ -118,6 +122,17 @@ class TokenSetHeader:
         ):
             if digest.num_bytes != num_bytes:
                 raise ValueError(f"{name} has {digest.num_bytes} bytes where {num_bytes} are expected")
+
+    @property
+    def unknown_note(self) -> str | None:
+        """How much of the text the tokenizer does not know, in one sentence; None where it knows all."""
+        if self.num_unknown is None:
+            return None
+        share = self.num_unknown / max(self.num_tokens - self.num_documents, 1)
+        return (
+            f"{self.num_unknown:,} tokens ({share:.2%}) stand for what the tokenizer does not know: take one for any "
+            "character where that is too much"
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -140,6 +155,8 @@ def dtype_for(vocab_size: int) -> str:
 def header_bytes(header: TokenSetHeader) -> bytes:
     """header.json, the same bytes for the same header."""
     plain = {"format": FORMAT, "version": VERSION, **to_plain(header)}
+    if header.num_unknown is None:  # as earlier versions write it, so that the digest of the same tokens is the same
+        del plain["num_unknown"]
     return (json.dumps(plain, indent=2) + "\n").encode()
 
 
@@ -171,7 +188,7 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
                 f"{path} is of version {shown(version)}, and this program reads version {VERSION}: write the token set "
                 "anew with rrfp tokenize, or take the version of the program that wrote it"
             )
-        return from_plain(TokenSetHeader, plain), hashlib.sha256(data).hexdigest()
+        return from_plain(TokenSetHeader, {"num_unknown": None} | plain), hashlib.sha256(data).hexdigest()
     except _OtherVersion as error:
         raise ValueError(str(error)) from None
     except ValueError as error:

@@ -64,11 +64,13 @@ class TokenSetWriter:
         name: str | None = None,
         sources: bytes | None = None,
         text_column: str | None = None,
+        num_unknown: int = 0,
     ) -> TokenSetHeader:
         """Close the files and write the header.
 
         ``tokenizer`` is tokenizer.json (None: tokens are bytes) and ``name`` what people call it; ``sources`` is
-        sources.jsonl, ``text_column`` the field that held the text.
+        sources.jsonl, ``text_column`` the field that held the text, ``num_unknown`` how many tokens stand for what the
+        tokenizer does not know.
         """
         header = TokenSetHeader(
             dtype=self.dtype,
@@ -81,6 +83,7 @@ class TokenSetWriter:
             documents=self._ends.close(),
             sources=None if sources is None else FileDigest.of(sources),
             text_column=text_column,
+            num_unknown=num_unknown or None,
         )
         extra = {TOKENIZER: tokenizer, SOURCES: sources, HEADER: header_bytes(header)}
         for file, data in extra.items():

@@ -1,0 +1,146 @@
+"""Whether a run's data speaks the tokens of the model that it trains further.
+
+The model is that of the run directory once it holds checkpoints, else that of ``run.init_from``. Its tokens are what
+data without a tokenizer of its own is written in, and what all other data is compared with.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.data import ImageTextConfig
+from rrfp_jax.data.image_tokens import TextWriter
+from rrfp_jax.data.token_kind import TokenKind, kind_of_file
+from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer
+from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
+from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig
+from rrfp_jax.exchange.image_settings import read_image_tokens
+from rrfp_jax.exchange.importing import CONFIG
+from rrfp_jax.exchange.model_folder import CHECKPOINTS, KEPT, TOKENS, has_unread_tokenizer, open_model
+
+if TYPE_CHECKING:
+    from rrfp_jax.commands.training.data_sets import RunData
+
+INIT_FROM = "run.init_from"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """The model that a run begins or goes on with, as far as its tokens are concerned."""
+
+    where: Path | None = None
+    """The folder of an import or a run; None: the run begins at random."""
+    tokens: TokenKind | None = None
+    """The tokens that it knows; None: nothing tells."""
+    files: Path | None = None
+    """What goes along with it; None: nothing."""
+    has_begun: bool = False
+    """Whether the run directory itself holds it."""
+
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether it began with an import, which knows how texts open and what stands for images."""
+        return self.files is not None and (self.files / CONFIG).is_file()
+
+
+def known_model(config: TrainConfig, directory: Path | None = None, *, fresh: bool = False) -> KnownModel:
+    """What a run in ``directory`` goes on with; ``fresh``: what the directory holds does not count.
+
+    Raises ValueError, with the remedy, where there is no such folder, or it does not fit together.
+    """
+    if directory is not None and not fresh and any((directory / CHECKPOINTS).glob("step_*/commit.json")):
+        with suppress(ValueError):  # whether the run can go on is told elsewhere
+            folder, files = open_model(directory, "run_dir"), None
+            with suppress(ValueError):  # of an earlier version, whose import is gone
+                files = folder.files()
+            if (directory / KEPT / TOKENS).is_file():
+                return KnownModel(where=directory, tokens=folder.tokens(), files=files, has_begun=True)
+            tokens = None
+            with suppress(ValueError):  # of an earlier version, whose data has moved
+                tokens = folder.tokens()
+            return KnownModel(where=directory, tokens=tokens, files=files, has_begun=True)
+        return KnownModel(where=directory, has_begun=True)
+    if config.run.init_from is None:
+        return KnownModel()
+    folder = open_model(Path(config.run.init_from), INIT_FROM)
+    return KnownModel(where=folder.path, tokens=folder.tokens(), files=folder.files())
+
+
+def with_tokenizer(data: JsonlConfig | ParquetConfig, known: KnownModel) -> JsonlConfig | ParquetConfig:
+    """The same files with the tokenizer that is meant: where none is given that of the model, else bytes."""
+    return replace(data, tokenizer=_tokenizer_of(data.tokenizer, known))
+
+
+def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> TextWriter | None:
+    """What makes tokens of text with images; None: tokens are bytes. Raises ValueError where it cannot."""
+    name = _tokenizer_of(data.tokenizer, known)
+    if name == BYTES.name:
+        return None
+    file = Path(name).expanduser()
+    file = file / TOKENIZER if file.is_dir() else file
+    kind = kind_of_file(file, (read_tokenizer(file, None).end_of_document,))
+    is_of_hub = known.is_of_hub and known.tokens is not None and kind.is_same(known.tokens)
+    marks = read_image_tokens(known.files) if is_of_hub and sees and known.files is not None else None
+    if sees and marks is None:
+        raise ValueError(
+            f"image_text.tokenizer is {name}, and nothing says what stands for images among its tokens: give "
+            f"{INIT_FROM} with a model that has this tokenizer, or tokenizer bytes"
+        )
+    return TextWriter(kind, marks, opens=is_of_hub)
+
+
+def _tokenizer_of(given: str | None, known: KnownModel) -> str:
+    file = None if known.tokens is None else known.tokens.file
+    if given is None:
+        return BYTES.name if file is None else str(file)
+    if file is not None and known.has_begun and given != BYTES.name and not Path(given).expanduser().exists():
+        return str(file)  # the run keeps what it was trained with
+    return given
+
+
+def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> None:
+    """Raise ValueError where the tokens of data, ``kind``, are not those of the model."""
+    if known.where is None or kind is None:
+        return
+    tokens = known.tokens
+    if tokens is None and kind.is_bytes and known.files is not None and has_unread_tokenizer(known.files):
+        raise ValueError(
+            f"the tokens of {section} are bytes, and the model in {known.where} has a tokenizer in a form that is not "
+            f"read here: save it as {TOKENIZER} into the folder that was imported, import again, or give --force"
+        )
+    if tokens is None or kind.is_same(tokens):
+        return
+    if tokens.is_bytes:
+        remedy = "give tokenizer bytes, or a section of bytes"
+    elif section == "tokens":
+        remedy = f"tokenize the text with --tokenizer {tokens.file}"
+    elif section in ("data", "rendered_text"):
+        remedy = "give a section jsonl, parquet, tokens or image_text in its place, whose tokenizer is the model's"
+    else:
+        remedy = f"give {section}.tokenizer {tokens.file}, or leave it out"
+    raise ValueError(
+        f"the tokens of {section} are {kind}, and the model in {known.where} knows {tokens}: {remedy}, or give --force "
+        "where it is to learn them"
+    )
+
+
+def token_notes(section: str, data: "RunData", known: KnownModel) -> list[str]:
+    """What cannot be compared, and what differs a little, a sentence each."""
+    notes = []
+    kind, tokens = data.token_kind, known.tokens
+    if known.where is not None and not known.has_begun:
+        if tokens is None:
+            notes.append(
+                f"nothing in {known.where} says which tokens its model knows, so nobody has compared those of {section}"
+            )
+        elif kind is None:
+            notes.append(f"{section} does not say which tokens it has: they must be {tokens}, as the model's are")
+        elif kind.ends and tokens.ends and kind.is_same(tokens) and kind.ends[0] not in tokens.ends:
+            ends = ", ".join(map(str, tokens.ends))
+            notes.append(
+                f"a text of {section} ends with token {kind.ends[0]}, and the model in {known.where} ends one with "
+                f"{ends}: end_of_document names another"
+            )
+    return notes

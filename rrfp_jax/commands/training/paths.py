@@ -1,0 +1,74 @@
+"""Paths in a configuration: which fields are paths, what ``~`` means in them, and in which form they are saved.
+
+``~`` is the home of whoever starts the run, expanded where the configuration is read. What a run saves has whole paths,
+so that it can be exported, sampled and evaluated from any folder.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_WORDS = ("bytes", "train")
+"""In place of a tokenizer's file."""
+_FILES = ("path", "tokenizer", "cache")
+_PATHS: dict[str, tuple[str, ...]] = {
+    "data": ("path",),
+    "rendered_text": ("path",),
+    "image_text": ("path", "image_folder", "tokenizer"),
+    "tokens": ("path", "tokenizer"),
+    "jsonl": _FILES,
+    "parquet": _FILES,
+    "run": ("init_from",),
+}
+"""Fields, by section, that are whole paths where they are saved."""
+_AT_HOME: dict[str, tuple[str, ...]] = {
+    **_PATHS,
+    "run": ("init_from", "run_dir", "compile_cache"),
+    "pipeline": ("costs", "schedule", "hint"),
+}
+"""Fields, by section, in which ``~`` is somebody's home."""
+
+
+def at_home(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a section with ``~`` expanded; raises ValueError where it names nobody's folder."""
+    return {
+        name: _each(value, lambda path, name=name: _expanded(f"{section}.{name}", path))
+        if name in _AT_HOME.get(section, ())
+        else value
+        for name, value in values.items()
+    }
+
+
+def whole_paths(config: Mapping[str, Mapping[str, Any]], data_section: str) -> dict[str, Any]:
+    """A configuration, as plain data, with whole paths; ``data_section`` is what its evaluation sets are of."""
+    saved = {section: _whole(section, values) for section, values in config.items()}
+    sets = (saved.get("evaluation") or {}).get("sets")
+    if sets:
+        whole = {name: _whole(data_section, differences) for name, differences in sets.items()}
+        saved["evaluation"] = {**saved["evaluation"], "sets": whole}
+    return saved
+
+
+def _whole(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = _PATHS.get(section, ())
+    return {name: _each(value, _absolute) if name in names else value for name, value in values.items()}
+
+
+def _each(value: Any, change: Any) -> Any:
+    """A path, or each of several, changed; anything else as it is."""
+    if isinstance(value, str):
+        return value if value in _WORDS else change(value)
+    return type(value)(_each(each, change) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _absolute(path: str) -> str:
+    # Not os.path.abspath, which would take ".." out: behind a link that is another folder.
+    return str(Path(os.path.expanduser(path)).absolute())
+
+
+def _expanded(name: str, path: str) -> str:
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError(f"{name} is {path}: it begins with a ~ that names nobody's folder: write the path in full")
+    return found

@@ -1,0 +1,80 @@
+"""Which tokens the numbers of a data set or of a model stand for: the record by which parts that belong together agree.
+
+A data set has one, and so has a model: an import by the tokenizer that came with it, a run by what it was trained on.
+Two kinds are the same where one tokenizer made them. Its file may be written in another way, as a library does that
+saves it again: what counts is how it cuts a text, and which number each token has.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from rrfp_jax.data.tokens.header import BYTES, TOKENIZER, TokenizerName, TokenSetHeader
+
+_NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder")
+"""Parts of a tokenizer.json that do not decide which tokens a text has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenKind:
+    """Which tokens numbers stand for."""
+
+    tokenizer: TokenizerName
+    """The tokenizer that made them."""
+    ends: tuple[int, ...] = ()
+    """Tokens at which a text ends; the first of them closes the documents of a data set."""
+    file: Path | None = None
+    """The tokenizer.json; None: tokens are bytes."""
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a token is a byte of UTF-8."""
+        return self.tokenizer.sha256 is None
+
+    def is_same(self, other: "TokenKind") -> bool:
+        """Whether numbers stand for the same tokens in both."""
+        if self.tokenizer.sha256 == other.tokenizer.sha256:
+            return True
+        if self.file is None or other.file is None:
+            return False
+        mine, theirs = _content(self.file), _content(other.file)
+        return mine is not None and mine == theirs
+
+    def __str__(self) -> str:
+        return "bytes" if self.is_bytes else f"those of the tokenizer {self.file or self.tokenizer.name}"
+
+
+BYTE_TOKENS = TokenKind(tokenizer=BYTES)
+"""Tokens are bytes, and none of them ends a text."""
+
+
+def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
+    """The kind of a tokenizer.json; raises ValueError, with the remedy, where it cannot be read."""
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
+        ) from None
+    return TokenKind(tokenizer=TokenizerName(name=TOKENIZER, sha256=digest), ends=ends, file=file)
+
+
+def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
+    """The kind of the token set in ``folder``."""
+    file = None if header.tokenizer.sha256 is None else folder / TOKENIZER
+    return TokenKind(tokenizer=header.tokenizer, ends=(header.end_of_document,), file=file)
+
+
+@lru_cache(maxsize=8)
+def _content(file: Path) -> str | None:
+    """What decides tokens, as text that is the same however the file is written; None where it is no tokenizer."""
+    from tokenizers import Tokenizer
+
+    try:
+        # The library reads older forms of the file, such as merges as text, and writes its own.
+        parts = json.loads(Tokenizer.from_str(file.read_text(encoding="utf-8")).to_str())
+    except Exception:  # it raises nothing more special
+        return None
+    return json.dumps({name: part for name, part in parts.items() if name not in _NOT_OF_TOKENS}, sort_keys=True)
