@@ -236,7 +236,12 @@ def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> s
         if token == unknown and start < end:
             return text[start:end]
         is_told[start:end] = [True] * (end - start)
-    return next((text[at] for at, told in enumerate(is_told) if not told and _is_kept(tokenizer, text[at])), None)
+    lost = next((text[at] for at, told in enumerate(is_told) if not told and _is_kept(tokenizer, text[at])), None)
+    if lost is None:
+        return None
+    # The library counts on behind a character that it drops: the places tell that one is lost, and not which.
+    alone = (each for each in dict.fromkeys(text) if _is_kept(tokenizer, each))
+    return next((each for each in alone if not tokenizer.encode(each, add_special_tokens=False).ids), lost)
 
 
 def _is_kept(tokenizer: Any, character: str) -> bool:

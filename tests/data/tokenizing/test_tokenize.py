@@ -232,6 +232,89 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
         shutil.rmtree(out)
 
 
+def characters(path, unknown=None, **normal):
+    """A tokenizer of the letters a to y alone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["</s>", *([] if unknown is None else [unknown]), *"abcdefghijklmnopqrstuvwxy"]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name, value in normal.items():
+        setattr(tokenizer, name, value)
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return str(path)
+
+
+@pytest.mark.parametrize("text", ["the Fox", "a z", "nine\tÄpfel", "\U0001f600"])
+def test_characters_that_would_vanish_are_refused_by_file_and_letter(tmp_path, text):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "fine.txt").write_text("fine")
+    (texts / "text.txt").write_text(text)
+    lost = next(letter for letter in text if not letter.isspace() and letter not in "abcdefghijklmnopqrstuvwxy")
+    words = (
+        rf"text\.txt: the tokenizer has no token for '{lost}', which would vanish: take a tokenizer for any character"
+    )
+    refused(words, [texts], tmp_path / "out", tokenizer=characters(tmp_path / "small"))
+
+
+def test_what_a_tokenizer_leaves_out_on_purpose_is_not_lost(tmp_path):
+    from tokenizers import normalizers
+
+    normal = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    (tmp_path / "text.txt").write_text("Cafe\u0301 OLE\u0301 \u00e9")
+    options = TokenizeOptions(tokenizer=characters(tmp_path / "small", normalizer=normal))
+    tokenize([tmp_path / "text.txt"], tmp_path / "out", options, workers=1)
+    assert len(documents(tmp_path / "out")[0]) == 9
+
+
+def test_how_much_of_a_text_is_unknown_is_counted(tmp_path):
+    (tmp_path / "text.txt").write_text("abc Z abc")
+    tokenizer = characters(tmp_path / "small", unknown="<unk>")
+    header = tokenize([tmp_path / "text.txt"], tmp_path / "out", TokenizeOptions(tokenizer=tokenizer), workers=1)
+    assert header.num_unknown == 1
+    assert "1 tokens (14.29%) stand for what the tokenizer does not know" in header.unknown_note
+    assert TokenSet(tmp_path / "out").header == header
+    (tmp_path / "text.txt").write_text("abc abc")
+    known = tokenize([tmp_path / "text.txt"], tmp_path / "known", TokenizeOptions(tokenizer=tokenizer), workers=1)
+    assert (known.num_unknown, known.unknown_note) == (None, None)
+    assert "num_unknown" not in (tmp_path / "known" / "header.json").read_text()
+
+
+def test_the_end_of_a_text_is_what_the_files_beside_the_tokenizer_say(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    model = tmp_path / "model"
+    model.mkdir()
+    names = {"a": 0, "</s>": 1, "<|other|>": 2}
+    Tokenizer(models.WordLevel(names, unk_token="a")).save(str(model / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a")
+
+    def end():
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        options = TokenizeOptions(tokenizer=str(model))
+        return tokenize([tmp_path / "a.txt"], tmp_path / "out", options, workers=1).end_of_document
+
+    assert end() == 1  # a usual one
+    (model / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 2}}))
+    assert end() == 2
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    assert end() == 0
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|other|>"}))
+    assert end() == 2
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</never>"}))
+    with pytest.raises(
+        ValueError, match=r"says that eos_token is '</never>', which .*tokenizer\.json does not have: mend"
+    ):
+        end()
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    with pytest.raises(ValueError, match=r"ends at token 7, which .*tokenizer\.json does not have: give files that"):
+        end()
+
+
 def test_what_stands_there_is_neither_overwritten_nor_mixed_up(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
