@@ -1,6 +1,8 @@
 """A step whose parameters come from elsewhere: written layer by layer, so that no model is ever held."""
 
 import math
+import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from rrfp_jax.checkpoint.ownership import Part, part_name
 from rrfp_jax.checkpoint.part_writer import PartWriter
 from rrfp_jax.checkpoint.record import Commit, step_directory
 
+_SYSTEM = re.compile(r"os_error_code='(\d+)'")
 _BATCH_BYTES = 1 << 20
 """An array at a time, but for small ones: memory is what counts here."""
 
@@ -65,6 +68,12 @@ class LayerWriter:
         try:
             writer.write(folder, held)
             self._checksums |= writer.finish(folder, held)
+        except ValueError as error:
+            if (code := _SYSTEM.search(str(error))) is None:
+                raise
+            # TensorStore tells what the file system refuses as it tells everything else.
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), str(folder)) from error
         finally:
             writer.close()
 

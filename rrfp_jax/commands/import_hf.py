@@ -18,7 +18,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.memory import return_large_blocks
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.exchange.model_folder import MODEL
+from rrfp_jax.data.tokens.header import TOKENIZER
+from rrfp_jax.exchange.model_folder import CARRIED, MODEL
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.models.config import DTYPES
 
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     say(f"{plan.num_params:,} parameters in {len(plan.layers)} layers, {plan.dtype}, are in {target}", soft_wrap=True)
     if plan.carried:
         say(f"{len(plan.carried)} tensors that models here do not use are carried along", soft_wrap=True)
+    if not (target / CARRIED / TOKENIZER).is_file():
+        say(f"{source} has no {TOKENIZER}: nothing will tell whether data is in the model's tokens", soft_wrap=True)
     say(f"start from {target / MODEL}, and give run.init_from: {target}", soft_wrap=True)
     return DONE
 

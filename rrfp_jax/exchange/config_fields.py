@@ -50,10 +50,12 @@ class ConfigFields:
         return value
 
     def number(self, name: str) -> float:
-        """A number."""
+        """A number, neither infinite nor NaN."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise self.refusal(name, value, "a number is needed")
+        if not math.isfinite(value):
+            raise self.refusal(name, value, "a finite number is needed")
         return float(value)
 
     def flag(self, name: str) -> bool:

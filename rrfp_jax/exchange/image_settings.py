@@ -7,7 +7,7 @@ token stands for a feature, and ``tokenizer_config.json`` what InternVL puts aro
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt
+from math import isfinite, isqrt
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _whole_size(fields: ConfigFields, name: str) -> Size:
 def _per_channel(fields: ConfigFields, name: str, channels: int) -> tuple[float, ...]:
     value = fields.get(name)
     numbers = value if isinstance(value, list) else [value] * channels
-    if len(numbers) != channels or not all(isinstance(each, int | float) for each in numbers):
+    if len(numbers) != channels or not all(isinstance(each, int | float) and isfinite(each) for each in numbers):
         raise fields.refusal(name, value, f"{channels} numbers are needed, one for each channel")
     if name == "image_std" and not min(numbers) > 0:
         raise fields.refusal(name, value, "positive numbers are needed")

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
+from rrfp_jax.data.links import check_inside
 from rrfp_jax.exchange.hub_form import DROPPED, EMBEDDING, HEAD, HubForm, read_config
 from rrfp_jax.exchange.model_folder import CARRIED, CHECKPOINTS, MODEL, UNUSED
 from rrfp_jax.exchange.names import Match, fits, matches, older
 from rrfp_jax.exchange.shard_writer import Planned, ShardWriter
 from rrfp_jax.exchange.tensor_files import DTYPES as KNOWN
-from rrfp_jax.exchange.tensor_files import INDEX, StoredTensor, read_json, stored_tensors
+from rrfp_jax.exchange.tensor_files import INDEX, StoredTensor, check_fetched, read_json, stored_tensors
 from rrfp_jax.exchange.whole_folder import check_new, copy_file, new_folder
 from rrfp_jax.models.config import DTYPES
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rrfp_jax.checkpoint.layer_writer import ReadLater
 
 CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors",)
+_BLOCK_NUMBERS = 1 << 20
 _CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "README.md")
 
 
@@ -56,11 +59,14 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
 
     Raises ValueError, in one sentence that names file, field or tensor, for whatever has no place.
     """
+    _check_files(source)
     config, where = read_json(source / CONFIG), str(source / CONFIG)
     probe = read_config(config, where, has_head=None, dtype="float32")  # what is not a model of ours says so first
     found = stored_tensors(source)
     _check_layers(probe, len(found), where)
     stored = _by_older_names(found, probe)
+    for tensor in stored.values():
+        _check_dtype(tensor)
     kept = dtype or _dtype_of(stored)
     has_head = _has_own_head(stored, probe)
     form = read_config(config, where, has_head=has_head, dtype=kept)
@@ -73,7 +79,6 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
     for name, tensor in rest.items():
         if not fits(name, form.unused):
             raise ValueError(f"{tensor.path} holds {tensor.name}, for which this model has no place")
-        _check_dtype(tensor)
     return PlannedImport(source, form, planned, {name: stored[name] for name in used}, list(rest.items()), kept)
 
 
@@ -106,11 +111,26 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
         writer = LayerWriter(folder / CHECKPOINTS)
         for number, (layer, own) in enumerate(layers):
             progress(number, len(layers))
-            writer.write(layer, {match.ours[1:]: _read_later(match, plan) for match in own})
+            broken: list[str] = []
+            writer.write(layer, {match.ours[1:]: _read_later(match, plan, broken) for match in own})
+            if broken:
+                path = plan.stored[broken[0]].path
+                raise ValueError(
+                    f"{path}: {broken[0]} has numbers that are not finite in {plan.dtype}: copy the model again, or "
+                    "give one that is whole"
+                )
         writer.commit({"imported": plan.source.name}, {"describe": "an import, layer by layer"})
         _carry(plan, folder / CARRIED)
         (folder / MODEL).write_text(_sections_text(plan), encoding="utf-8")
     progress(len(layers), len(layers))
+
+
+def _check_files(source: Path) -> None:
+    """Raise ValueError where a file that would be read or copied is not there itself, but something in its place."""
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        if fits(path.name, (*_CARRIED, *_WEIGHTS)) and path.is_file():
+            check_inside(path, source)
+            check_fetched(path)
 
 
 def _by_older_names(found: Mapping[str, StoredTensor], form: HubForm) -> dict[str, StoredTensor]:
@@ -157,25 +177,37 @@ def _check(source: Path, planned: list[Match], stored: Mapping[str, StoredTensor
                     f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, and by {CONFIG} it is "
                     f"{list(shape)}: give files that belong together"
                 )
-            _check_dtype(tensor)
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
     if tensor.dtype not in KNOWN.values():
-        raise ValueError(f"{tensor.path}: {tensor.name} is {tensor.dtype}: give a model in {', '.join(KNOWN.values())}")
+        raise ValueError(
+            f"{tensor.path}: {tensor.name} is {tensor.dtype}, and models here are read in {', '.join(KNOWN.values())}: "
+            "save it with transformers in one of these, from numbers that were not quantised"
+        )
 
 
-def _read_later(match: Match, plan: PlannedImport) -> "ReadLater":
+def _read_later(match: Match, plan: PlannedImport, broken: list[str]) -> "ReadLater":
+    """``broken`` gets the name of a tensor that turns out to be: a writer that is interrupted leaves threads behind."""
     import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 
     from rrfp_jax.checkpoint.layer_writer import ReadLater
 
-    return ReadLater(match.shape, np.dtype(plan.dtype), lambda: _array(match, plan))
+    return ReadLater(match.shape, np.dtype(plan.dtype), lambda: _array(match, plan, broken))
 
 
-def _array(match: Match, plan: PlannedImport) -> np.ndarray:
+def _array(match: Match, plan: PlannedImport, broken: list[str]) -> np.ndarray:
     tensors = [plan.stored[name].read() for name in match.theirs]
-    return match.transform.to_ours(tensors).astype(np.dtype(plan.dtype), copy=False)
+    array = match.transform.to_ours(tensors).astype(np.dtype(plan.dtype), copy=False)
+    if not all(np.isfinite(rows).all() for rows in _blocks(array)):
+        broken.append(match.theirs[0])
+    return array
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Some rows at a time, so that what is found out about them takes little memory."""
+    rows = max(1, _BLOCK_NUMBERS * len(array) // max(array.size, 1)) if array.ndim else 1
+    return (array[start : start + rows] for start in range(0, len(array), rows)) if array.ndim else iter([array])
 
 
 def _carry(plan: PlannedImport, folder: Path) -> None:

@@ -15,7 +15,7 @@ def read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
 
     Raises ValueError for all kinds but ``default``, ``llama3``, ``linear`` and ``yarn``.
     """
-    theta, length = fields.number("rope_theta"), fields.get("max_position_embeddings")
+    outer, length = fields.number("rope_theta"), fields.get("max_position_embeddings")
     fields.only("partial_rotary_factor", 1, why="models here turn whole heads")
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     both = fields.has("rope_parameters") and fields.has("rope_scaling")
@@ -23,9 +23,13 @@ def read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
         raise fields.refusal("rope_scaling", fields.get("rope_scaling"), "rope_parameters says something else")
     for each in ("rope_parameters", "rope_scaling"):
         fields.get(each)
-    rope = fields.part(name, {"rope_theta": theta, _LENGTH: length})
+    rope = fields.part(name, {"rope_theta": outer, _LENGTH: length})
     kind = rope.get("rope_type", "type") or _DEFAULT
     theta = rope.number("rope_theta")
+    if fields.has("rope_theta") and theta != outer:  # versions of transformers take one or the other
+        raise fields.refusal(
+            "rope_theta", outer, f"{name} says {theta:g}: give the one that the model was trained with"
+        )
     rope.only("partial_rotary_factor", 1, why="models here turn whole heads")
     if kind not in (_DEFAULT, *KINDS):
         raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT, *KINDS))}")

@@ -13,6 +13,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Those that are read, by their names in files."""
 _COMPARED_ROWS = 1024
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,31 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of the model in ``folder`` by name; only the headers of its files are read.
 
-    With an index its names count, and what it names must be where it says.
+    With an index its names count, and what it names must be where it says; copies elsewhere are stale. A whole file
+    beside an index whose shards are gone counts alone, as ``transformers`` takes it.
 
-    Raises ValueError, in one sentence, where there are no such files, one is missing or damaged, or does not hold what
-    the index says.
+    Raises ValueError, in one sentence, where there are no such files, one is missing or damaged, does not hold what the
+    index says, or where there are two sets of weights.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}: give the folder of a safetensors model")
         return tensors_of(folder / SINGLE)
     by_file = _index(folder / INDEX)
-    found = {shard: tensors_of(folder / shard) for shard in sorted(set(by_file.values()))}
+    shards = sorted(set(by_file.values()))
+    if (folder / SINGLE).is_file() and SINGLE not in shards:
+        there = [shard for shard in shards if (folder / shard).is_file()]
+        if there:
+            raise ValueError(
+                f"{folder} has two sets of weights, {SINGLE} and {there[0]} of {INDEX}: remove the one that is not "
+                "meant"
+            )
+        return tensors_of(folder / SINGLE)
+    found = {shard: tensors_of(folder / shard) for shard in shards}
     for name, shard in by_file.items():
         if name not in found[shard]:
             raise ValueError(f"{folder / shard} lacks {name}, which {INDEX} says it holds: copy the folder again")
-    unnamed = [(shard, name) for shard, own in found.items() for name in own if by_file.get(name) != shard]
+    unnamed = [(shard, name) for shard, own in found.items() for name in own if name not in by_file]
     if unnamed:
         shard, name = unnamed[0]
         raise ValueError(f"{folder / shard} holds {name}, of which {INDEX} says nothing there: copy the folder again")
@@ -99,6 +110,17 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
         return found
 
 
+def check_fetched(path: Path) -> None:
+    """Raise ValueError where a file is only what Git has in place of a large one."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return  # whoever reads it says so
+    if is_pointer:
+        raise ValueError(f"{path} is a pointer of Git LFS and not the file: fetch it with git lfs pull, or download it")
+
+
 def _opened(path: Path) -> Any:
     """The file, mapped into memory until it is closed."""
     from safetensors import SafetensorError, safe_open
@@ -106,5 +128,6 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
+        check_fetched(path)
         problem = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(f"{path} is no whole safetensors file ({problem}): copy it again") from None

@@ -1,6 +1,7 @@
 """What an import refuses: one sentence that names the file, the field or the tensor, and nothing is left behind."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rrfp_jax.exchange.importing import plan_import, write_import
+from tests.commands.running import run_code
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -182,6 +184,24 @@ def test_a_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path):
         write_import(plan, source)
 
 
+def test_a_full_disk_is_no_bad_input(tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    code = (
+        "import resource\n"
+        "from rrfp_jax.commands import import_hf\n"
+        "from rrfp_jax.commands.common.errors import run_command\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))\n"
+        f"run_command(lambda: import_hf.main([{str(source)!r}, {str(tmp_path / 'ours')!r}]))\n"
+    )
+    done = run_code(code, tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"^error: .*ours.* cannot be written \(File too large\): make room", done.stderr, re.M), (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
 def test_old_names_and_a_doubled_table_are_understood(tmp_path: Path):
     source = change(
         copy_of("qwen2", tmp_path / "theirs"),
@@ -234,3 +254,128 @@ def test_the_names_in_memory_are_read_as_well(family: str, tmp_path: Path):
     tensors(source, lambda held: held.update({"vision_tower.odd.weight": np.ones(2, np.float32)}))
     with pytest.raises(ValueError, match=r"holds vision_tower\.odd\.weight, for which"):
         plan_import(source)
+
+
+def sharded(folder: Path) -> Path:
+    """The same weights in two shards with their index."""
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, places = sorted(held), {}
+    for number, part in enumerate((names[:5], names[5:]), start=1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: held[name] for name in part}, folder / shard)
+        places |= dict.fromkeys(part, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_two_sets_of_weights_are_refused_and_a_stale_index_is_passed_over(tmp_path: Path):
+    source, single = sharded(copy_of("llama", tmp_path / "theirs")), copy_of("llama", tmp_path / "single")
+    shutil.copyfile(single / "model.safetensors", source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"two sets of weights, model\.safetensors and model-00001-of-00002.*: remove"):
+        plan_import(source)
+    (source / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"two sets of weights, model\.safetensors and model-00002-of-00002.*: remove"):
+        plan_import(source)
+    (source / "model-00002-of-00002.safetensors").unlink()
+    assert plan_import(source).matches == plan_import(single).matches
+    places = dict.fromkeys(load_file(single / "model.safetensors"), "model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert plan_import(source).matches == plan_import(single).matches
+
+
+def test_the_index_says_which_of_several_copies_counts(tmp_path: Path):
+    source = sharded(copy_of("llama", tmp_path / "theirs"))
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    first, second = (source / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    held = load_file(first)
+    stale = {name: 9 + tensor for name, tensor in load_file(second).items()}
+    save_file({**held, **stale}, first)
+    plan = plan_import(source)
+    assert {name: tensor.path.name for name, tensor in plan.stored.items()} == index
+    save_file({**held, "model.more.weight": np.ones(2, np.float32)}, first)
+    with pytest.raises(ValueError, match=r"holds model\.more\.weight, of which"):
+        plan_import(source)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
+def test_numbers_that_are_not_read_are_named_with_one_remedy(dtype: str, options: dict[str, str], tmp_path: Path):
+    import ml_dtypes
+
+    source = copy_of("llama", tmp_path / "theirs")
+    kind = np.float64 if dtype == "float64" else ml_dtypes.float8_e4m3fn
+    held = {name: tensor.astype(kind) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(held, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is F(64|8_E4M3), and models here are read in float32, bfloat16, float16:"):
+        plan_import(source, **options)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer.model", "config.json"])
+def test_a_pointer_in_place_of_a_file_is_named(name: str, tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    (source / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n")
+    with pytest.raises(ValueError, match=rf"{name} is a pointer of Git LFS and not the file: fetch it with git"):
+        plan_import(source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_and_leave_nothing(value: float, tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    tensors(source, lambda held: held[NORM].__setitem__(3, value))
+    with pytest.raises(ValueError, match=f"{NORM} has numbers that are not finite in float32: copy the model again"):
+        write_import(plan_import(source), tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta is inf: a finite number is needed"),
+        ({"rope_parameters.rope_theta": float("nan")}, "rope_theta is nan: a finite number is needed"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a finite number is needed"),
+        ({"rope_theta": 77.0}, "rope_theta is 77.0: rope_parameters says"),
+        (
+            {"rope_theta": 77.0, "rope_parameters": None, "rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_theta is 77.0: rope_scaling says 5",
+        ),
+    ],
+)
+def test_numbers_of_the_rotation_are_finite_and_do_not_contradict(values: dict[str, Any], said: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"config\.json") as refusal:
+        plan_import(change(copy_of("llama", tmp_path / "theirs"), values))
+    assert said in str(refusal.value)
+
+
+SECRETS = ["generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "config.json"]
+
+
+@pytest.mark.parametrize("name", [*SECRETS, "model.safetensors"])
+def test_a_link_that_leads_out_of_the_folder_is_refused_by_name(name: str, tmp_path: Path):
+    source = copy_of("llama", tmp_path / "theirs")
+    secret = tmp_path / "secret"
+    secret.write_bytes((source / name).read_bytes() if (source / name).exists() else b"{}")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("../secret")
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*/secret, which is not in .*theirs: put the"):
+        plan_import(source)
+
+
+def test_the_cache_of_the_hub_is_read_and_rights_are_kept(tmp_path: Path):
+    from rrfp_jax.exchange.exporting import plan_export, write_export
+
+    plain, snapshot = copy_of("llama", tmp_path / "plain"), tmp_path / "models--a--b" / "snapshots" / "1a2b"
+    (plain / "generation_config.json").write_text("{}")
+    (plain / "generation_config.json").chmod(0o640)
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for path in plain.iterdir():
+        shutil.move(path, blobs / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    write_import(plan_import(snapshot), tmp_path / "ours")
+    write_export(plan_export(tmp_path / "ours"), tmp_path / "back", shard_bytes=10**9)
+    for copied in (tmp_path / "ours" / "hugging-face", tmp_path / "back"):
+        file = copied / "generation_config.json"
+        assert not file.is_symlink()
+        assert file.stat().st_mode & 0o777 == 0o640

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rrfp_jax.data.links import check_inside
+
 TEXT, LINES, ROWS = "text", "lines", "rows"
 """A document per file; a JSON object with a document per line; a Parquet row with a document each."""
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -35,7 +37,8 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
 
     ``suffixes`` are those of plain text. Hidden files and folders are skipped, links to folders not followed. Of
     several folders, names begin with that of the folder. Raises ValueError, with the remedy, where an input is missing,
-    of no known kind, or holds nothing. Links to folders, and what is no file, are among those that were left out.
+    of no known kind, or holds nothing, and for a link in a folder to a file outside of it. Links to folders, and what
+    is no file, are among those that were left out.
     """
     if not inputs:
         raise ValueError("there is no input: name files or folders of text, JSON lines or Parquet")
@@ -88,6 +91,8 @@ def _files(root: Path) -> tuple[list[Path], list[Path]]:
         for name in names:
             if not name.startswith("."):
                 path = Path(folder, name)
+                if path.is_symlink() and path.is_file():
+                    check_inside(path, root)
                 (files if path.is_file() else others).append(path)
     return sorted(files, key=lambda file: file.relative_to(root).as_posix()), others
 
