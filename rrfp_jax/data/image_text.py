@@ -34,6 +34,7 @@ from rrfp_jax.data.held_together import group_keys, most_together
 from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
+from rrfp_jax.data.links import check_inside
 from rrfp_jax.data.packing import PatchFormat
 from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
@@ -158,6 +159,12 @@ class ImageText:
 
     def _line(self, number: int, fields: dict[str, Any]) -> _Line:
         files = [self._folder / name for name in fields["images"]]
+        for file in files:
+            if file.is_symlink():
+                try:
+                    check_inside(file, self._folder)
+                except ValueError as error:
+                    raise self._refusal(number, f"names an image outside: {error}") from None
         grids = [self._grid(number, file) for file in files]
         pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
         if len(pieces) == 1:

@@ -301,6 +301,9 @@ def test_other_sizes_of_images_are_other_data(folder):
         ("[]", r"line 2 .* must be an object with text, or with prompt and target, and perhaps images"),
         ('{"prompt": "a"}', r"line 2 .* must be an object with text, or with prompt and target"),
         ('{"text": 3}', r"line 2 .* must hold text in its fields"),
+        ('{"text": "a", "image": ["a.png"]}', r"line 2 .* has a field 'image', which is not read: call it images"),
+        ('{"text": "a", "Target": "b"}', r"line 2 .* has a field 'Target', which is not read: call it target"),
+        ('{"text": "a\\ud800"}', r"line 2 .* has half a character \(a lone surrogate\): mend or remove it"),
         ('{"text": "a", "images": "a.png"}', r"line 2 .* and a list of paths in images"),
         ('{"text": "<image> <image>", "images": []}', r"line 2 .* has 0 images and 2 times <image>: make them equal"),
         ('{"prompt": "a", "target": ""}', r"line 2 .* has no text to predict"),
@@ -346,6 +349,26 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_bad_values_are_refused_with_a_remedy(folder, changes, message):
     with pytest.raises(ValueError, match=message):
         dataset(folder, **changes)
+
+
+def test_an_image_that_is_a_link_out_of_the_folder_is_refused(folder):
+    (folder.parent / "elsewhere.png").write_bytes((folder / "small.png").read_bytes())
+    write(folder, [{"text": "a", "images": ["link.png"]}, {"text": "b", "images": ["inside.png"]}])
+    (folder / "inside.png").symlink_to("small.png")
+    (folder / "link.png").symlink_to("../elsewhere.png")
+    with pytest.raises(
+        ValueError, match=r"line 1 .* names an image outside: .*link\.png is a link to .*elsewhere\.png"
+    ):
+        dataset(folder, batch_size=1, num_microbatches=1)
+    write(folder, [{"text": "a", "images": [str(folder.parent / "elsewhere.png")]}])  # a path is what its author means
+    assert dataset(folder, batch_size=1, num_microbatches=1).num_images == 1
+
+
+def test_other_fields_are_left_alone_and_no_images_are_none(folder):
+    write(folder, [{"id": 7, "text": "a", "images": None, "source": {"a": 1}}, {"prompt": "b", "target": "c", "n": 0}])
+    data = dataset(folder, batch_size=2, num_microbatches=1)
+    assert sorted(bytes(sample.tokens.tolist()) for sample in data.samples(0)) == [b"a", b"bc"]
+    assert data.num_images == 0
 
 
 def coloured(folder, num):

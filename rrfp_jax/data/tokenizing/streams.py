@@ -4,8 +4,10 @@ A compressed file can only be read forward. So what was read last is kept for a 
 ascending order decompresses a file once.
 """
 
+import gzip
 import os
 import weakref
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -99,9 +101,37 @@ def _decompressed(path: str, compression: str) -> Any:
     try:
         if os.stat(path).st_size == 0:
             raise BrokenData(f"{path} is damaged (it is empty): mend it, or leave it out")
-        return pa.CompressedInputStream(pa.OSFile(path), compression)
+        stream = pa.CompressedInputStream(pa.OSFile(path), compression)
+        return _Gzip(path, stream) if compression == "gzip" else stream
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+class _Gzip:
+    """A gzip file that may be filled up with zeros, as tapes do; pyarrow knows none behind the last member."""
+
+    def __init__(self, path: str, stream: Any) -> None:
+        self._path, self._stream, self._position = path, stream, 0
+
+    def read(self, num_bytes: int) -> bytes:
+        try:
+            block = self._stream.read(num_bytes)
+        except OSError as error:
+            block = self._read_anew(num_bytes, error)
+        self._position += len(block)
+        return block
+
+    def _read_anew(self, num_bytes: int, error: OSError) -> bytes:
+        """By Python's own reader, which is slower; raises ``error`` where that finds damage as well."""
+        try:
+            other = gzip.open(self._path)  # noqa: SIM115 - it is read on
+            for start in range(0, self._position, BLOCK_BYTES):
+                other.read(min(BLOCK_BYTES, self._position - start))
+            block = other.read(num_bytes)
+        except (OSError, EOFError, zlib.error):
+            raise error from None
+        self._stream = other
+        return block
 
 
 def _block(stream: Any, path: str) -> bytes:

@@ -56,6 +56,15 @@ def read(path, *cuts, column="text"):
     return documents
 
 
+@pytest.mark.parametrize("zeros", [0, 1, 9, 512, 3 << 20])
+@pytest.mark.parametrize("members", [1, 3])
+def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path, zeros, members):
+    line = b'{"text": "%s"}\n' % (b"x" * 300_000)
+    data = b"".join(gzip.compress(line * 5) for _ in range(members))
+    path = write_raw(tmp_path / "a.jsonl.gz", data + bytes(zeros))
+    assert read(path) == ["x" * 300_000] * 5 * members
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n \n"])
 def test_lines_are_read_once_wherever_spans_begin(tmp_path, suffix, ending, monkeypatch):
@@ -151,6 +160,7 @@ def test_a_row_or_column_that_is_no_text_is_named(tmp_path):
 def test_a_damaged_file_is_named(tmp_path):
     data = gzip.compress(GOOD * 1000)
     refused(write_raw(tmp_path / "a.jsonl.gz", data[:-9]), "is damaged (Truncated compressed stream)")
+    refused(write_raw(tmp_path / "a.jsonl.gz", data + b"nothing"), "is damaged (")
     refused(write_raw(tmp_path / "a.jsonl.gz", b"nothing"), "is damaged (")
     refused(write_raw(tmp_path / "a.jsonl.gz", b""), "is damaged (it is empty)")
     refused(write_raw(tmp_path / "a.parquet", b"PAR1nothingPAR1"), "cannot be read (")
