@@ -33,7 +33,8 @@ class Tokens:
         part: what is trained on, or what is held out; of the latter too an epoch visits every row once.
 
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
-    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, which tokens they are.
+    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, which tokens they are;
+    ``notes``, what is worth knowing of them.
     Raises ValueError, with the remedy, where a token set cannot be used, has not one row, or was made by another
     tokenizer than the configuration names or than the others were made by.
     """
@@ -56,6 +57,8 @@ class Tokens:
         self.bytes_per_token = 1.0 if is_bytes else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
         self.token_kind = kind_of_set(self._sets[0].path, self._sets[0].header)
+        notes = ((tokens.path, tokens.header.unknown_note) for tokens in self._sets)
+        self.notes = [f"{path}: {note}" for path, note in notes if note is not None]
 
     def _check_tokenizers(self) -> None:
         names = [tokens.header.tokenizer for tokens in self._sets]

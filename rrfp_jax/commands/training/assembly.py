@@ -58,7 +58,7 @@ class Run:
         self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
         self.process, self.directory = process, directory
         self._training, self._cache = planned.training, cache
-        self._known = planned.known
+        self._known, self._saved = planned.known, planned.saved
         self._profile = _profile(self.config.run, process, pipeline, directory.path)
         settings = self.config.run
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
@@ -136,10 +136,21 @@ class Run:
         if fresh and (old := self.directory.leftovers()):
             self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
             self.directory.clear()
-        self.directory.start(self.config.as_saved(), from_step=self.state.step)
-        known, kind = self._known, self.dataset.token_kind
-        if not files_are_kept(self.directory.path) or (kind and known.tokens and not kind.is_same(known.tokens)):
-            keep_files(self.directory.path, known.files, kind, known.tokens)
+        self.directory.start(self._saved, from_step=self.state.step)
+        self._keep_files()
+
+    def _keep_files(self) -> None:
+        """Let the run have its own copies of what it needs from elsewhere; raises ValueError where it cannot."""
+        known, kind, path = self._known, self.dataset.token_kind, self.directory.path
+        is_other = kind is not None and known.tokens is not None and not kind.is_same(known.tokens)
+        if files_are_kept(path) and not is_other:
+            return
+        if known.has_begun and known.files is None and self.config.run.init_from is not None:
+            return  # a run of an earlier version, whose import is gone
+        try:
+            keep_files(path, known.files, kind, known.tokens)
+        except OSError as error:
+            raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
         self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:

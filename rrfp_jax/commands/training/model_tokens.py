@@ -143,4 +143,4 @@ def token_notes(section: str, data: "RunData", known: KnownModel) -> list[str]:
                 f"a text of {section} ends with token {kind.ends[0]}, and the model in {known.where} ends one with "
                 f"{ends}: end_of_document names another"
             )
-    return notes
+    return [*notes, *getattr(data, "notes", ())]

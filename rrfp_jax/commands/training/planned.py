@@ -42,6 +42,8 @@ class PlannedRun:
     dataset: RunData
     evaluation_sets: Mapping[str, RunData] = field(default_factory=dict)
     """What it evaluates on, by name."""
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration as the run saves it, with whole paths."""
     known: KnownModel = field(default_factory=KnownModel)
     """The model that it begins or goes on with."""
     cut: "CutModel | None" = None
@@ -60,9 +62,8 @@ class PlannedRun:
     @property
     def training(self) -> dict[str, Any]:
         """What decides the result: the configuration, and in its section of data also which data was found there."""
-        training = self.config.as_saved()
-        training[self.config.data_section]["text"] = self.dataset.fingerprint
-        return training
+        section = self.config.data_section
+        return {**self.saved, section: {**self.saved[section], "text": self.dataset.fingerprint}}
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
         order=order,
         dataset=make_data_set(config, known=known, force=force),
         evaluation_sets=make_evaluation_sets(config, known=known, force=force),
+        saved=config.as_saved(),
         known=known,
     )
     counts = layout.layer_counts
@@ -168,6 +170,7 @@ def _with_vision(
         order=order,
         dataset=make_data_set(config, known=known, force=force),
         evaluation_sets=make_evaluation_sets(config, known=known, force=force),
+        saved=config.as_saved(),
         known=known,
         cut=cut,
     )
