@@ -22,6 +22,7 @@ from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
 from rrfp_jax.data.tokenizing.options import PLAIN_BYTES
 from rrfp_jax.data.tokenizing.sources import LINES, ROWS, Source, find_sources
+from rrfp_jax.data.tokenizing.tokenizer import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
 from rrfp_jax.data.tokens.header import HEADER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
 
@@ -94,10 +95,10 @@ def _cache_folder(config: TextFilesConfig) -> Path:
 
 
 def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: Path) -> str:
-    tokenizer = Path(options.tokenizer).expanduser()
-    files = [tokenizer / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    if not tokenizer.is_dir():
-        files = [tokenizer, tokenizer.with_name("tokenizer_config.json")]
+    files = []
+    if options.tokenizer != PLAIN_BYTES:  # with all that may say which token closes a document
+        file = tokenizer_file(options.tokenizer)
+        files = [file, *(file.with_name(name) for name in (TOKENIZER_CONFIG, *MODEL_FILES))]
     told = [
         _VERSION,
         [(source.name, source.kind, _digest(source.path, cache)) for source in sources],

@@ -19,6 +19,7 @@ from rrfp_jax.data.mixture import Mixture
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_kind import kind_of_set
 from rrfp_jax.data.token_rows import RowLayouts, token_rows
+from rrfp_jax.data.tokenizing.tokenizer import tokenizer_file
 from rrfp_jax.data.tokens import TokenSet
 from rrfp_jax.data.tokens.header import BYTES
 from rrfp_jax.data.tokens_config import TokensConfig
@@ -141,7 +142,7 @@ def _where_read(leaf: NDArray[Any], is_read: Sequence[bool]) -> Any:
 
 def _check_tokenizer(wanted: str, sets: Sequence[TokenSet]) -> None:
     """Raise ValueError where a token set was made by another tokenizer than this one."""
-    digest = None if wanted == BYTES.name else _digest(Path(wanted).expanduser())
+    digest = None if wanted == BYTES.name else _digest(tokenizer_file(wanted))
     for tokens in sets:
         if tokens.header.tokenizer.sha256 != digest:
             raise ValueError(

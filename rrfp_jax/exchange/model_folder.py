@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file, kind_of_set
-from rrfp_jax.data.tokenizing.tokenizer import TOKENIZER_CONFIG, ends_of_model, read_tokenizer
+from rrfp_jax.data.tokenizing.tokenizer import TOKENIZER_CONFIG, ends_of_model, read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import TOKENIZER, read_header
 from rrfp_jax.exchange.model_sections import ModelSections, differences
 from rrfp_jax.exchange.names import fits
@@ -117,9 +117,8 @@ class ModelFolder:
         for name in _OF_FILES:
             section = self.config.get(name)
             if section is not None and section.get("tokenizer") not in (None, "bytes"):
-                file = Path(section["tokenizer"]).expanduser()
-                end = read_tokenizer(file, section.get("end_of_document")).end_of_document
-                return kind_of_file(file / TOKENIZER if file.is_dir() else file, (end,))
+                end = read_tokenizer(section["tokenizer"], section.get("end_of_document")).end_of_document
+                return kind_of_file(tokenizer_file(section["tokenizer"]), (end,))
         for name, ends in {**_OF_BYTES, **dict.fromkeys(_OF_FILES, (0,))}.items():
             if self.config.get(name) is not None:
                 return replace(BYTE_TOKENS, ends=ends)

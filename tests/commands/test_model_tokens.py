@@ -25,7 +25,7 @@ from tests.exchange.random_folder import TINY_LLAMA, write_folder
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all\n"
 END = "<|endoftext|>"
 ROWS = {"length": 16, "batch_size": 4, "num_microbatches": 2}
-GOLDEN = Path(__file__).parents[1] / "exchange" / "golden" / "llava_siglip"
+GOLDEN = Path(__file__).parents[1] / "exchange" / "golden"
 
 
 def tokenizer_file(path: Path, *, size: int = 270, specials: tuple[str, ...] = (END,)) -> Path:
@@ -145,6 +145,7 @@ def test_what_nobody_can_compare_is_told(work: Path) -> None:
     (note,) = token_notes("data", run.dataset, run.known)
     assert "nothing in bare says which tokens its model knows" in note
     tokenize(["text.txt"], "ends", TokenizeOptions(tokenizer="imp/hugging-face", end_of_document="the"), workers=1)
+    assert planned(tokens={"path": "ends", "tokenizer": "imp", **ROWS}).dataset.vocab_size == 270  # an import's folder
     run = planned(tokens={"path": "ends", **ROWS})
     (note,) = token_notes("tokens", run.dataset, run.known)
     assert "and the model in imp ends one with 0: end_of_document names another" in note
@@ -218,15 +219,15 @@ def test_a_model_that_began_here_is_exported_with_its_tokenizer(work: Path) -> N
     assert planned("run", run="next", jsonl={"path": "lines.jsonl", **ROWS}).dataset.token_kind.ends == vocabulary.stops
 
 
-def seeing(folder: Path) -> Path:
-    """A LLaVA with words w0 to w28 as tokens, of which number 1 stands for images, 2 opens and 3 ends a text."""
+def seeing(folder: Path, kind: str = "llava_siglip", names: Any = None) -> Path:
+    """A model with words w0 to w28 as tokens, of which number 1 stands for images, 2 opens and 3 ends a text."""
     from tokenizers.processors import TemplateProcessing
 
     folder.mkdir()
-    config = json.loads((GOLDEN / "config.json").read_text())
+    config = json.loads((GOLDEN / kind / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    shutil.copyfile(GOLDEN / "model.safetensors", folder / "model.safetensors")
-    names = {1: "<image>", 2: "<s>", 3: "</s>"}
+    shutil.copyfile(GOLDEN / kind / "model.safetensors", folder / "model.safetensors")
+    names = {1: "<image>", 2: "<s>", 3: "</s>"} | (names or {})
     words: Any = Tokenizer(models.WordLevel({names.get(number, f"w{number}"): number for number in range(29)}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names.values()])
@@ -273,6 +274,21 @@ def test_text_with_images_is_written_as_the_model_s_family_writes_it(work: Path)
         Path("seen.jsonl").write_text(line + "\n")
         with pytest.raises(ValueError, match=words):
             planned("seen", run="seeing", image_text={"path": "seen.jsonl", **IMAGES}, **model)
+
+
+def test_internvl_has_its_marks_around_an_image(work: Path) -> None:
+    names = {1: "<IMG_CONTEXT>", 5: "<img>", 6: "</img>"}
+    write_import(plan_import(seeing(work / "internvl", "internvl", names)), work / "seen")
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(work / "a.png")
+    (work / "seen.jsonl").write_text(json.dumps({"text": "w7 <image> w8", "images": ["a.png"]}) + "\n")
+    model = yaml.safe_load(Path("seen/model.yaml").read_text())
+    section = {"path": "seen.jsonl", **IMAGES, "batch_size": 1, "merge": 2, "row_order": True}
+    (sample,) = planned("seen", run="seeing", image_text=section, **model).dataset.samples(0)
+    assert sample.tokens.tolist() == [2, 7, 5, 1, 6, 8]
+    assert sample.features.tolist() == [-1, -1, -1, 0, -1, -1]
+    assert sample.weights.tolist() == [1, 0, 0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"row_order is True, and the data has False: give image_text row_order true"):
+        planned("seen", run="seeing", image_text={**section, "row_order": False}, **model)
 
 
 @pytest.mark.slow

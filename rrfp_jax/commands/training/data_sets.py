@@ -1,6 +1,7 @@
 """The data set of a run, and whether the model can read what is in it."""
 
 import sys
+from math import isqrt
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_tokens import KnownModel, check_tokens, known_model, text_writer, with_tokenizer
@@ -153,9 +154,17 @@ def _check_sees(
     wanted["projector.patches_per_feature"] = (projector.patches_per_feature, data.merge**2)
     if isinstance(data, ImageTextConfig) and data.merge > 1:  # a patch that is a feature by itself has no order
         wanted["projector.row_order"] = (projector.row_order, data.row_order)
+    # Where the model is given, what describes it cannot be changed: the data must be shown as it wants it.
+    of_data = {
+        "vision.patch_dim": "another patch_size or channels",
+        "projector.patches_per_feature": f"merge {isqrt(projector.patches_per_feature)}",
+        "projector.row_order": f"row_order {str(projector.row_order).lower()}",
+    }
     for name, (given, needed) in wanted.items():
         if given != needed:
-            raise ValueError(f"{name} is {given}, and the data has {needed}: give {name} {needed}")
+            is_given = config.run.init_from is not None
+            remedy = f"{config.data_section} {of_data[name]}" if is_given else f"{name} {needed}"
+            raise ValueError(f"{name} is {given}, and the data has {needed}: give {remedy}")
     _check_positions(data, vision, largest_grid)
 
 

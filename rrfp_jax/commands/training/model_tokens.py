@@ -13,7 +13,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.data import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.token_kind import TokenKind, kind_of_file
-from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer
+from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig
 from rrfp_jax.exchange.image_settings import read_image_tokens
@@ -78,8 +78,7 @@ def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> Text
     name = _tokenizer_of(data.tokenizer, known)
     if name == BYTES.name:
         return None
-    file = Path(name).expanduser()
-    file = file / TOKENIZER if file.is_dir() else file
+    file = tokenizer_file(name)
     kind = kind_of_file(file, (read_tokenizer(file, None).end_of_document,))
     is_of_hub = known.is_of_hub and known.tokens is not None and kind.is_same(known.tokens)
     marks = read_image_tokens(known.files) if is_of_hub and sees and known.files is not None else None

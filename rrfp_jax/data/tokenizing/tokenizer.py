@@ -19,8 +19,10 @@ from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 from rrfp_jax.record_files import parse_json, read_record
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_MODEL_FILES = ("generation_config.json", "config.json")
+MODEL_FILES = ("generation_config.json", "config.json")
 """Files of a model that name the tokens at which it ends."""
+_INNER = ("", "hugging-face", "tokenizer")
+"""Where a folder has a tokenizer.json: one of the hub, an import, a run."""
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_GROWTH = 100
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -102,6 +104,14 @@ PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
 """Bytes; the zero byte closes a document."""
 
 
+def tokenizer_file(path: str | os.PathLike[str]) -> Path:
+    """The tokenizer.json that a path names: the file, or the folder of a model, an import or a run that has one."""
+    named = Path(path).expanduser()
+    if not named.is_dir():
+        return named
+    return next((file for inner in _INNER if (file := named / inner / TOKENIZER).is_file()), named / TOKENIZER)
+
+
 def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
     """The tokenizer in a file, or in a folder that has a tokenizer.json.
 
@@ -109,8 +119,7 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) ->
     else the one that the model's own files beside name, else a usual one that the tokenizer has. Raises ValueError,
     with the remedy, where there is no such file or token.
     """
-    file = Path(path).expanduser()
-    file = file / TOKENIZER if file.is_dir() else file
+    file = tokenizer_file(path)
     try:
         data = file.read_bytes()
     except FileNotFoundError:
@@ -200,7 +209,7 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
 def ends_of_model(folder: Path) -> tuple[int, ...]:
     """The tokens at which the model in ``folder`` ends a text, by its own files; none where they do not say."""
     ends: dict[int, None] = {}
-    for told in (_object(folder / name) for name in _MODEL_FILES):
+    for told in (_object(folder / name) for name in MODEL_FILES):
         text = told.get("text_config")
         found = told.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ends |= dict.fromkeys(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
