@@ -13,6 +13,7 @@ import numpy as np
 from rrfp_jax.data.samples import Grid, Text
 from rrfp_jax.data.token_kind import TokenKind
 from rrfp_jax.data.tokenizing.tokenizer import load, lost_part, size_of, unknown_of
+from rrfp_jax.record_files import parse_json
 
 _REMEDY = "give the tokenizer.json that came with the model"
 
@@ -46,7 +47,7 @@ class TextWriter:
         data = kind.file.read_bytes()
         self._tokenizer = load(data, str(kind.file))
         # Which characters a token is of: what puts tokens around a text may also trim that.
-        plain = {**json.loads(data), "post_processor": None}
+        plain = {**parse_json(data), "post_processor": None}
         self._plain = load(json.dumps(plain).encode(), str(kind.file))
         self._unknown, self.vocab_size = unknown_of(self._tokenizer), size_of(self._tokenizer)
         self.end = kind.ends[0]

@@ -5,13 +5,12 @@ Two kinds are the same where one tokenizer made them. Its file may be written in
 saves it again: what counts is how it cuts a text, and which number each token has.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rrfp_jax.data.tokens.header import BYTES, TOKENIZER, TokenizerName, TokenSetHeader
+from rrfp_jax.data.tokens.header import BYTES, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
 
 _NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder")
 """Parts of a tokenizer.json that do not decide which tokens a text has."""
@@ -53,7 +52,7 @@ BYTE_TOKENS = TokenKind(tokenizer=BYTES)
 def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
     """The kind of a tokenizer.json; raises ValueError, with the remedy, where it cannot be read."""
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = FileDigest.of_file(file).sha256
     except OSError as error:
         raise ValueError(
             f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rrfp_jax.data.links import check_inside
 from rrfp_jax.observe.output_files import check_folder
 
 
@@ -19,7 +20,11 @@ def check_new(path: Path, what: str) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file that is not there yet, with its rights: nobody may read the copy who may not read the source."""
+    """Copy a file that is not there yet, with its rights: nobody may read the copy who may not read the source.
+
+    Raises ValueError where the source is a link that leads out of its folder.
+    """
+    check_inside(source, source.parent)
     with source.open("rb") as file:
         rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
         with open(target, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as copy:

@@ -359,6 +359,17 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_by_name(name: str, tmp_p
         plan_import(source)
 
 
+def test_a_link_in_an_import_is_not_exported(tmp_path: Path):
+    from rrfp_jax.exchange.exporting import plan_export, write_export
+
+    write_import(plan_import(copy_of("llama", tmp_path / "theirs")), tmp_path / "ours")
+    (tmp_path / "secret").write_text("root:x")
+    (tmp_path / "ours" / "hugging-face" / "README.md").symlink_to("../../secret")
+    with pytest.raises(ValueError, match=r"README\.md is a link to .*/secret, which is not in .*hugging-face: put the"):
+        write_export(plan_export(tmp_path / "ours"), tmp_path / "back", shard_bytes=10**9)
+    assert not (tmp_path / "back").exists()
+
+
 def test_the_cache_of_the_hub_is_read_and_rights_are_kept(tmp_path: Path):
     from rrfp_jax.exchange.exporting import plan_export, write_export
 
