@@ -160,7 +160,7 @@ class ImageText:
     def _line(self, number: int, fields: dict[str, Any]) -> _Line:
         files = [self._folder / name for name in fields["images"]]
         for file in files:
-            if file.is_symlink():
+            if file.is_symlink() and file.is_file():
                 try:
                     check_inside(file, self._folder)
                 except ValueError as error:

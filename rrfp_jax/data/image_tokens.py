@@ -12,7 +12,14 @@ import numpy as np
 
 from rrfp_jax.data.samples import Grid, Text
 from rrfp_jax.data.token_kind import TokenKind
-from rrfp_jax.data.tokenizing.tokenizer import load, lost_part, size_of, unknown_of
+from rrfp_jax.data.tokenizing.tokenizer import (
+    first_line,
+    load,
+    lost_part,
+    raise_unless_of_library,
+    size_of,
+    unknown_of,
+)
 from rrfp_jax.record_files import parse_json
 
 _REMEDY = "give the tokenizer.json that came with the model"
@@ -75,8 +82,9 @@ class TextWriter:
         text, is_image = text + answer, [*is_image, *[False] * len(answer)]
         try:
             whole, plain = self._tokenizer.encode(text, add_special_tokens=self._opens), self._plain.encode(text)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"cannot be written by {self._file} ({str(error).splitlines()[0]}): change it") from None
+        except BaseException as error:
+            raise_unless_of_library(error)
+            raise ValueError(f"cannot be written by {self._file} ({first_line(error)}): change it") from None
         if (lost := lost_part(self._tokenizer, text, plain, self._unknown)) is not None:
             raise ValueError(f"has {lost!r}, for which {self._file} has no token: take it out")
         ids = np.array(whole.ids, np.int32)

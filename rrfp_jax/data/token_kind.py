@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rrfp_jax.data.tokenizing.tokenizer import raise_unless_of_library
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
 
 _NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder")
@@ -74,6 +75,7 @@ def _content(file: Path) -> str | None:
     try:
         # The library reads older forms of the file, such as merges as text, and writes its own.
         parts = json.loads(Tokenizer.from_str(file.read_text(encoding="utf-8")).to_str())
-    except Exception:  # it raises nothing more special
+    except BaseException as error:
+        raise_unless_of_library(error)
         return None
     return json.dumps({name: part for name, part in parts.items() if name not in _NOT_OF_TOKENS}, sort_keys=True)

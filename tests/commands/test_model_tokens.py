@@ -70,7 +70,7 @@ def written(start: str | None = "imp", **sections: Any) -> str:
 
 
 def planned(start: str | None = "imp", *, run: str = "run", force: bool = False, **sections: Any) -> Any:
-    return plan_run(load_train_config(written(start, **sections), {}), Path(run), force=force)
+    return plan_run(load_train_config(written(start, **sections), {}, trust=True), Path(run), force=force)
 
 
 def forced(**sections: Any) -> None:
