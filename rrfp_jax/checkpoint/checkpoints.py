@@ -147,13 +147,14 @@ class Checkpoints:
     def _copy(self, states: Iterable[tuple[ChunkLayers, ChunkState]]) -> dict[Name, HostArray]:
         arrays: dict[Name, jax.Array] = {}
         writes: dict[Name, bool] = {}
+        given: set[str] = set()  # a layer may have no arrays
         for layers, state in states:
+            given.update(layers.names)
             for name, array in layers.split(state).items():
                 owner = self._owners[name[0]]
                 has_device = owner.device in array.sharding.device_set
                 if self._rank in owner.ranks and (name not in arrays or (has_device and not writes[name])):
                     arrays[name], writes[name] = array, has_device
-        given = {name[0] for name in arrays}
         missing = [n for n, owner in self._owners.items() if self._rank in owner.ranks and n not in given]
         if missing:
             raise ValueError(f"rank {self._rank} is to write {', '.join(missing)}: give the states of their chunks")

@@ -142,6 +142,8 @@ class PartWriter:
         for part, handler in self._handlers.items():
             path = folder / part.name
             path.mkdir(parents=True, exist_ok=True)
+            if not _of(part, arrays):  # layers without arrays alone, which Orbax refuses
+                continue
             with _raised_is_not_logged(), _without_locks():
                 handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(_of(part, arrays))))
 
@@ -153,10 +155,11 @@ class PartWriter:
         written = {}
         for part, handler in self._handlers.items():
             if self._rank == part.ranks[0]:
-                path = folder / part.name
-                with _raised_is_not_logged(), _without_locks():
-                    handler.finalize(epath.Path(path))
-                shapes = tuple((name, array.dtype.name, array.shape) for name, array in _of(part, arrays).items())
+                path, own = folder / part.name, _of(part, arrays)
+                if own:
+                    with _raised_is_not_logged(), _without_locks():
+                        handler.finalize(epath.Path(path))
+                shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
                 record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
                 written[part.name] = record.write(folder / f"{part.name}.json")
         return written

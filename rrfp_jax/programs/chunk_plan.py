@@ -24,6 +24,7 @@ from rrfp_jax.programs.sameness import identity
 from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
 from rrfp_jax.programs.specs import Specs, gradient_spec, pick, spec_of
 from rrfp_jax.programs.split import SplitBackward, split_backward
+from rrfp_jax.programs.splitting.versions import partitioned_axes
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
 
@@ -188,11 +189,32 @@ def plan_chunk(
 
         def make() -> ChunkPlan:
             with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
-                return replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
+                plan = replace(_plan(chunks[index], index, graph, shapes[index], remat), kind=kind)
+            if mesh is not None and plan.has_backward:
+                _refuse_convolutions(plan, mesh)
+            return plan
 
         plan: ChunkPlan = (store or ProgramStore()).get(("plan", kind), make)
         makes_stash = any(place.origin == "made" for place in plan.split.stash_places)
         return replace(plan, kind=(kind, "lean"), has_lean_forward=True) if lean_forward and makes_stash else plan
+
+
+def _refuse_convolutions(plan: ChunkPlan, mesh: Mesh) -> None:
+    """XLA multiplies gradients of convolutions that it cuts over two axes, as plain ``jax.jit`` shows (JAX 0.10, 0.11).
+
+    Of some kinds and axes only; but nothing shows which, since the outputs are right.
+    """
+    axes = partitioned_axes(
+        plan.split.traced_forward,
+        "conv_general_dilated",
+        frozenset(name for name, size in mesh.shape.items() if size > 1),
+    )
+    if len(axes) > 1:
+        raise ValueError(
+            f"it has a convolution on a mesh of {' x '.join(f'{name} {size}' for name, size in mesh.shape.items())}, "
+            "where XLA computes wrong gradients of convolutions: give the stage one axis of more than one device, "
+            "write the convolution as products, or call it within jax.shard_map over all axes but one"
+        )
 
 
 def check_reached(chunks: Sequence[Chunk], index: int, plans: Sequence[ChunkPlan]) -> None:

@@ -149,6 +149,11 @@ class SplitBackward:
         """Shapes and dtypes of what is owed."""
         return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._halves.crossing)
 
+    @property
+    def traced_forward(self) -> Any:
+        """The jaxpr of the forward, with what it hands to the backward."""
+        return self._traced.forward
+
     @cached_property
     def is_reached(self) -> Any:
         """A tree like the parameters, which says whether a leaf's gradient depends on that of the outputs; None for

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner, Unusable, layer_owners
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.state import ChunkState
 from tests.checkpoint.states import (
     LAYERS,
     Pieces,
@@ -252,3 +254,26 @@ def test_frozen_chunks_have_no_optimizer_state(tmp_path: Path) -> None:
     assert save(checkpoints, 1, pieces) is None
     assert bits(restored(checkpoints, pieces)) == bits(trained(pieces, 1))
     checkpoints.close()
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, optax.sgd(0.1)], ids=["with counts", "without state"])
+@pytest.mark.parametrize("cut", [(("a", "relu"), ("b",)), (("a", "b"), ("relu",)), (("relu",),)], ids=str)
+def test_layers_without_arrays_are_saved_and_restored(
+    tmp_path: Path, cut: tuple[tuple[str, ...], ...], optimizer: optax.GradientTransformation
+) -> None:
+    """Such as ``{"relu": {}}``, in a chunk with others or alone, and where all of a part are such."""
+    pieces = []
+    for names in cut:
+        chunk = Chunk(
+            name="bare",
+            init=lambda key, names=names: {name: {} if name == "relu" else jnp.ones(3) for name in names},
+            apply=lambda params, inputs, leaves, *, key: inputs,
+        )
+        params = chunk.init(jax.random.key(0))
+        trains = names != ("relu",)
+        state = (optimizer.init(params),) if trains else ()
+        pieces.append((ChunkLayers(chunk, optimizer, trains=trains), ChunkState(params, state, {})))
+    owners = {name: Owner(ranks=(0,), device=jax.devices()[0]) for names in cut for name in names}
+    checkpoints = Checkpoints(tmp_path, owners)
+    assert save(checkpoints, 4, pieces) is None
+    assert bits(restored(checkpoints, pieces)) == bits(trained(pieces, 4))

@@ -94,3 +94,20 @@ def replay(equation_context: Any) -> contextlib.AbstractContextManager[Any]:
     """Restores mesh, key layout and placement hints under which an equation was traced, as JAX's own replay does."""
     manager = getattr(equation_context, "manager", None)
     return contextlib.nullcontext() if manager is None else manager
+
+
+def partitioned_axes(jaxpr: Any, primitive: str, axes: frozenset[str]) -> frozenset[str]:
+    """Of these mesh axes those over which the compiler cuts some equation of a primitive, also within others.
+
+    A shard map leaves the compiler fewer of them.
+    """
+    found = frozenset[str]()
+    for equation in open_jaxpr(jaxpr).equations:
+        if equation.primitive.name == primitive:
+            return axes
+        left = axes - manual_axes(equation) if equation.primitive.name == "shard_map" else axes
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    found = max(found, partitioned_axes(inner, primitive, left), key=len)
+    return found
