@@ -273,7 +273,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             if kind == zmq.EVENT_ACCEPTED:
                 self._hosts[value] = self._unproven.came(value, event["endpoint"])
             elif kind == zmq.EVENT_DISCONNECTED:
-                self._unproven.went(value)
+                self._unproven.went(value, event["endpoint"])
                 host, flaw, self._flaw = self._hosts.pop(value, None), self._flaw, None
                 if flaw is not None and self._is_new(host, flaw):
                     self._complain(f"a process on {host or 'an unknown host'} {flaw}")

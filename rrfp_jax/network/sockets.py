@@ -125,7 +125,7 @@ def heed_listener(monitor: Socket, unproven: Unproven) -> None:
         if message["event"] == zmq.EVENT_ACCEPTED:
             unproven.came(int(message["value"]), message["endpoint"])
         else:
-            unproven.went(int(message["value"]))
+            unproven.went(int(message["value"]), message["endpoint"])
 
 
 def connection_events(monitor: Socket) -> list[ConnectionEvent]:

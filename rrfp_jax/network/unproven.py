@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from rrfp_jax.network.descriptors import unproven_allowed
 
-_Peer = tuple[str, int]
-"""The address of the other end: another one for every connection, where descriptors come again."""
+_Ends = tuple[str, int, int]
+"""The other end's host and port, and the port here: others for every connection, where descriptors come again."""
 
 
 class Unproven:
@@ -27,11 +27,13 @@ class Unproven:
     def __init__(self, num_ranks: int) -> None:
         self._most = unproven_allowed(num_ranks)
         self._lock = threading.Lock()
-        self._peers: dict[int, _Peer] = {}
-        self._since: dict[_Peer, int] = {}
+        self._present: dict[tuple[bytes, int], _Ends] = {}
+        """By listener and descriptor: that one's connection has gone may be heard only after another listener has
+        accepted one of the same descriptor."""
+        self._since: dict[_Ends, int] = {}
         """The descriptors of those that have proven nothing, the oldest first."""
-        self._early: set[_Peer] = set()
-        """Who has proven itself before this was told that it came."""
+        self._proven: set[_Ends] = set()
+        """Who has proven itself, perhaps before this was told that it came."""
         # A second descriptor of a connection keeps others from getting its number meanwhile. It is one that is held
         # for that, since there may be no other left.
         self._idle = os.open(os.devnull, os.O_RDONLY)
@@ -39,52 +41,47 @@ class Unproven:
 
     def came(self, descriptor: int, listener: bytes) -> str | None:
         """A listener has accepted a connection; returns its host, or None where it is gone already."""
-        port = int(listener.rpartition(b":")[2])
         with self._lock:
-            peer = self._peer(descriptor, port=port)
-            if peer is None:
+            ends = self._ends(descriptor)
+            if ends is None or ends[2] != int(listener.rpartition(b":")[2]):  # closed, and its number is another's
                 return None
-            self._peers[descriptor] = peer
-            if peer in self._early:
-                self._early.discard(peer)
-            else:
-                self._since[peer] = descriptor
+            self._present[listener, descriptor] = ends
+            if ends not in self._proven:
+                self._since[ends] = descriptor
                 if len(self._since) > self._most:
                     oldest = next(iter(self._since))
-                    self._peer(self._since.pop(oldest), to_end=oldest)
-            return peer[0]
+                    self._ends(self._since.pop(oldest), to_shut=oldest)
+            return ends[0]
 
-    def went(self, descriptor: int) -> None:
-        """ZeroMQ has closed a connection."""
+    def went(self, descriptor: int, listener: bytes) -> None:
+        """A connection that the listener had accepted is closed."""
         with self._lock:
-            peer = self._peers.pop(descriptor, None)
-            if peer is not None:
-                self._since.pop(peer, None)
+            ends = self._present.pop((listener, descriptor), None)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.discard(ends)
 
     def has_proven(self, descriptor: int) -> None:
         """A message has come over a connection, so its other end has the run's key."""
         with self._lock:
-            known = self._peers.get(descriptor)
-            if known is not None and known not in self._since:
-                return
-            peer = self._peer(descriptor)
-            if peer is not None and self._since.pop(peer, None) is None:
-                self._early.add(peer)
+            ends = self._ends(descriptor)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.add(ends)
 
-    def _peer(self, descriptor: int, *, port: int | None = None, to_end: _Peer | None = None) -> _Peer | None:
-        """The other end of a connection, which is shut down where it is ``to_end``; None for a descriptor that was
-        closed, or is of something else by now: what has come in at another ``port``, or no connection at all."""
+    def _ends(self, descriptor: int, *, to_shut: _Ends | None = None) -> _Ends | None:
+        """The ends of a connection, which is shut down where they are these; None where there is no such one."""
         with suppress(OSError):
             os.dup2(descriptor, self._second, inheritable=False)
             connection = socket.socket(fileno=self._second)
             try:
-                is_other = connection.family not in (socket.AF_INET, socket.AF_INET6)
-                if is_other or (port is not None and connection.getsockname()[1] != port):
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     return None
                 host, number, *_ = connection.getpeername()
-                if to_end == (host, number):
+                ends = (host, number, connection.getsockname()[1])
+                if ends == to_shut:
                     connection.shutdown(socket.SHUT_RDWR)
-                return host, number
+                return ends
             finally:
                 connection.detach()
                 os.dup2(self._idle, self._second, inheritable=False)

@@ -31,6 +31,7 @@ from rrfp_jax.network import (
 from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.network.roll_call import Ending, LauncherReport
 from rrfp_jax.network.sockets import rank_role
+from rrfp_jax.network.unproven import Unproven
 from rrfp_jax.records import from_plain, to_plain
 from tests.network.mesh import Node, eventually, nodes, running_loop
 
@@ -142,6 +143,22 @@ def test_the_oldest_of_many_silent_connections_makes_room(listener: str, monkeyp
             hellos = [Hello.of(Member(rank=rank, host="here", pid=rank, address={}), 2, {}) for rank in range(2)]
             meetings = [ranks.submit(meet, server.address, hello, key, deadline_s=20) for hello in hellos]
             assert [len(meeting.result()) for meeting in meetings] == [2, 2]
+
+
+def test_an_end_that_is_heard_late_is_not_that_of_another_listeners_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors come again at once, and each listener's events in a row of their own."""
+    monkeypatch.setattr(descriptors, "_UNPROVEN", 1)
+    with ExitStack() as held, closing(Unproven(0)) as unproven:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ends = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)]
+        first, second = [held.enter_context(listener.accept()[0]).fileno() for _ in range(2)]
+        here, elsewhere = f"tcp://127.0.0.1:{listener.getsockname()[1]}".encode(), b"tcp://127.0.0.1:1"
+        assert unproven.came(first, here) == "127.0.0.1"
+        unproven.went(first, elsewhere)
+        assert unproven.came(second, here) == "127.0.0.1"
+        assert eventually(lambda: is_closed(ends[0]))
+        assert not is_closed(ends[1])
+        assert unproven.came(second, elsewhere) is None
 
 
 def test_other_keys_are_refused_and_nothing_is_said_to_them(caplog: pytest.LogCaptureFixture) -> None:
