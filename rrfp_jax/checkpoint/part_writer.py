@@ -23,7 +23,7 @@ from rrfp_jax.checkpoint.arrays import HostArray, Name, batches, nested
 from rrfp_jax.checkpoint.durable_files import sum_tree
 from rrfp_jax.checkpoint.ownership import Part
 from rrfp_jax.checkpoint.record import PartRecord
-from rrfp_jax.private.orbax_names import CONTEXTS, build_array_write_spec
+from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
 
 _CHUNK_BYTES = 16 << 20
 """What is read at once, at least: small enough to read a share of a large array, large enough for a disk."""
@@ -217,12 +217,8 @@ def _without_locks() -> Iterator[None]:
 
     No two processes write the same file here: each has a folder of its own, and one alone puts them together.
     """
-    before = [dict(settings) for settings in CONTEXTS]
-    for settings in CONTEXTS:
-        settings[_LOCKING] = {"mode": "none"}
+    TENSORSTORE_SETTINGS[_LOCKING] = {"mode": "none"}
     try:
         yield
     finally:
-        for settings, earlier in zip(CONTEXTS, before, strict=True):
-            settings.clear()
-            settings.update(earlier)
+        TENSORSTORE_SETTINGS.pop(_LOCKING, None)

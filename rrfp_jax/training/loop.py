@@ -144,7 +144,7 @@ class TrainingLoop:
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
-        running: tuple[StepMetrics, BatchContents] | None = None
+        running: tuple[StepMetrics, BatchContents, int] | None = None
         if self._is_evaluated(state.step):
             self._evaluate(state)
         while state.step < num_steps and not self._stop:
@@ -163,7 +163,7 @@ class TrainingLoop:
             state, enqueued = self._pipeline.step(state, batch)
             if running is not None:
                 self._record(*running)
-            running = enqueued, contents_of(batch)
+            running = enqueued, contents_of(batch), self._num_bad()
             if self._is_boundary(state.step, num_steps) or self._is_evaluated(state.step):
                 self._record(*running)
                 running = None
@@ -239,7 +239,7 @@ class TrainingLoop:
             whole.extend(timeline)
         return whole
 
-    def _record(self, metrics: StepMetrics, contents: BatchContents) -> None:
+    def _record(self, metrics: StepMetrics, contents: BatchContents, num_bad: int) -> None:
         result = metrics.result()
         self._stop |= result.stop
         self._asked_to_save |= result.save
@@ -276,7 +276,7 @@ class TrainingLoop:
             skipped=result.skipped,
             fault=result.fault,
             num_skipped=self._num_skipped,
-            bad_samples=self._num_bad(),
+            bad_samples=num_bad,
             peak_memory_bytes=result.peak_memory_bytes,
             peak_host_bytes=result.peak_host_bytes,
         )

@@ -247,9 +247,32 @@ def test_a_file_that_breaks_off_is_named_when_it_is_read(folder):
     content = (folder / "small.png").read_bytes()
     (folder / "small.png").write_bytes(content[: len(content) // 2])
     data = dataset(folder)
-    with pytest.raises(BrokenData, match=r"^image .*small\.png, of line \d of .*data\.jsonl, cannot be decoded \(.+\)"):
+    with pytest.raises(
+        BrokenData, match=r"^image .*small\.png, of line \d of .*data\.jsonl, cannot be decoded \(.+\)"
+    ) as caught:
         data.batch(0)
     data.batch(0, reads={})
+    left_out = {caught.value.sample}
+    batch = None
+    while batch is None:
+        try:
+            batch = data.batch(0, None, left_out)
+        except BrokenData as error:  # other samples have the same image
+            left_out.add(error.sample)
+    counted = [sample.weights.sum() for number, sample in enumerate(data.samples(0)) if number not in left_out]
+    assert sum(weights.sum() for weights in batch["weights"]) == sum(counted)
+
+
+def test_lines_that_cannot_be_read_are_left_out_as_far_as_they_may(folder, caplog):
+    whole = dataset(folder, batch_size=1, num_microbatches=1).num_samples
+    with (folder / "data.jsonl").open("a") as file:
+        file.write('{"text": "torn\n{"text": "no such", "images": ["none.png"]}\n')
+    with pytest.raises(ValueError, match="is not JSON"):
+        dataset(folder, batch_size=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"none\.png"):
+        dataset(folder, batch_size=1, num_microbatches=1, max_bad_samples=1)
+    assert dataset(folder, batch_size=1, num_microbatches=1, max_bad_samples=2).num_samples == whole
+    assert caplog.text.count("left out: ") == 3
 
 
 def test_an_image_that_is_too_large_is_named(folder):

@@ -181,3 +181,13 @@ def test_what_python_itself_has_is_not_called(module, tmp_path, name):
     with pytest.raises(ValueError, match=f"object {name} is of Python's standard library: name a class, function or"):
         OwnData(OwnDataConfig(object=name, arguments={"command": "touch ran"}, batch_size=2, num_microbatches=1), 100)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_element_that_is_left_out_keeps_its_place_and_counts_nothing(module):
+    found = data(arguments={"broken": 2}, shuffle=False)
+    with pytest.raises(BrokenData) as caught:
+        found.batch(0)
+    assert caught.value.sample == 2
+    batch = found.batch(0, None, {2})
+    assert np.asarray(batch["weights"]).reshape(4, -1).sum(axis=1).tolist() == [6.0, 6.0, 0.0, 6.0]
+    assert np.asarray(batch["tokens"]).shape == np.asarray(found.batch(1)["tokens"]).shape

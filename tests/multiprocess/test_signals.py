@@ -17,8 +17,8 @@ from tests.multiprocess.runs import QUICK_TO_COMPILE, committed, is_saving, trai
 
 STOPPING = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (*STOPPING, signal.SIGINT, signal.SIGPIPE)
-EVALUATED_AFTER, SAVED_EVERY = 6, 4
-STEPS = {1: 120, 4: 24}
+EVALUATED_AFTER, SAVED_EVERY = 8, 4
+STEPS = {1: 40, 4: 16}
 """By number of processes."""
 ENDS_WITHIN_S = 10.0
 
@@ -31,7 +31,7 @@ class Run(Launched):
         config = training_config(
             folder, num_stages=4, steps=STEPS[num_processes], checkpoint_every=SAVED_EVERY, held_out=0.3
         )
-        evaluation = ("--evaluation.every", EVALUATED_AFTER, "--evaluation.batches", 100 if num_processes == 1 else 20)
+        evaluation = ("--evaluation.every", EVALUATED_AFTER, "--evaluation.batches", 40 if num_processes == 1 else 10)
         command = ("train", "--config", config, "--run-dir", self.folder, *evaluation)
         launcher = () if num_processes == 1 else ("launch", "--processes", num_processes, "--prefix", "always", "--")
         super().__init__(*launcher, *command, module="rrfp_jax.commands.main", **QUICK_TO_COMPILE)

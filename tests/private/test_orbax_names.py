@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import type_handlers
 
-from rrfp_jax.private.orbax_names import NAMES, build_array_write_spec
+from rrfp_jax.private.orbax_names import NAMES, TENSORSTORE_SETTINGS, build_array_write_spec
 from tests.private.canaries import assert_kept
 
 
@@ -27,6 +27,18 @@ def build() -> None:
     assert "path" in store, "which part_writer replaces"
 
 
+def unlock() -> None:
+    TENSORSTORE_SETTINGS["file_io_locking"] = {"mode": "none"}
+    try:
+        context = type_handlers.get_ts_context(use_ocdbt=True)
+    finally:
+        del TENSORSTORE_SETTINGS["file_io_locking"]
+    assert "none" in repr(context["file_io_locking"]), "later contexts take what the settings say"
+
+
+CANARIES = {"build_array_write_spec": build, "_DEFAULT_OCDBT_TS_CONTEXT": unlock}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_as_we_use_it(name: str):
-    assert_kept("orbax-checkpoint", NAMES, {"build_array_write_spec": build}, name)
+    assert_kept("orbax-checkpoint", NAMES, CANARIES, name)

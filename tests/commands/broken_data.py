@@ -1,0 +1,26 @@
+"""A data set of one's own, of which some elements cannot be read; tests name it in configurations."""
+
+import errno
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Elements:
+    """Elements of eight tokens."""
+
+    def __init__(self, broken: Sequence[int] = (), stale: Sequence[int] = (), weight: float = 1.0) -> None:
+        self._broken, self._stale, self._weight = set(broken), set(stale), weight
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        if number in self._stale:
+            self._stale.remove(number)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if number in self._broken:
+            raise ValueError("it is torn")
+        ids = (np.arange(8) * 3 + number) % 90
+        return {"tokens": ids, "targets": ids + 1, "weights": np.full(8, self._weight)}
