@@ -141,7 +141,7 @@ def test_a_signal_ends_a_run_in_good_order(number: int, moment: str, num_process
 @pytest.mark.parametrize("num_processes", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_storm_of_signals_changes_nothing_after_the_first(num_processes: int, tmp_path: Path) -> None:
     with running(tmp_path, num_processes) as run:
-        assert eventually(lambda: run.step_is_told(2)), run.text
+        assert eventually(lambda: run.step_is_told(2), 120), run.text
         while run.process.poll() is None:
             for number in STOPPING:
                 run.signal(number)
