@@ -170,11 +170,13 @@ def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:
     in_row = loop.skipped_in_row
     if loop.has_diverged or 0 < loop.num_recorded == in_row:
         return NOT_FINITE, (
-            f"the last {in_row} steps changed nothing, as loss or gradients were not finite: give a lower learning "
-            f"rate or more warm-up, or look at the data of these steps\n{run.describe_saved(is_last=True)}"
+            f"the last {in_row} steps changed nothing ({loop.last_fault or 'not finite'}): give a lower learning rate "
+            f"or more warm-up, or look at the data of these steps\n{run.describe_saved(is_last=True)}"
         )
     if loop.num_skipped:
-        run.console.say(f"{loop.num_skipped} of {loop.num_recorded} steps were left out, as they were not finite")
+        run.console.say(
+            f"{loop.num_skipped} of {loop.num_recorded} steps were left out ({loop.last_fault or 'not finite'})"
+        )
     return None
 
 

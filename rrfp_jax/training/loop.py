@@ -128,6 +128,8 @@ class TrainingLoop:
         self.skipped_in_row = self.num_skipped = self.num_recorded = 0
         """How many steps were skipped since the last one that was not; how many were in all; how many steps this loop
         has run."""
+        self.last_fault: str | None = None
+        """Why the last step that was skipped was."""
         self.unreadable: BrokenData | None = None
         """Why the loop ended before its last step, with the state saved, where it was for the data."""
         if saver is not None:
@@ -251,6 +253,7 @@ class TrainingLoop:
         self.num_recorded += 1
         self.num_skipped += result.skipped
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
+        self.last_fault = result.fault or self.last_fault
         self._stop |= self.has_diverged
         speed = StepSpeed()
         if self._speed is not None:
