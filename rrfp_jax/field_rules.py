@@ -1,8 +1,16 @@
-"""What the fields of a record may hold, as rules with a name; each room's records are checked once, when made."""
+"""What the fields of a record and the arguments of a function may hold: their types, and rules with a name.
 
+Each room's records are checked once, when made. Types are those of the annotations, so that a wrong one ends in one
+sentence that names the field or argument, and not as an error out of the code that first computes with it.
+"""
+
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rrfp_jax.bounded_text import shown
 
@@ -18,6 +26,17 @@ AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE = Rule("0 or more", lambda value: 0 <= value < math.inf)
 POSITIVE = Rule("a positive number", lambda value: 0 < value < math.inf)
 SECONDS = Rule("a positive number of seconds", lambda value: 0 < value < math.inf)
+MOST = 1 << 20
+COUNTABLE = Rule(f"at most {MOST:,}", lambda value: value <= MOST)
+"""For numbers of which a list is made: a slip must not use up the memory of the machine."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_EXAMPLES = {
+    "Placement": "such as linear(2)",
+    "ScheduleTable": "as build_schedule makes it",
+    "GradientTransformation": "such as optax.adamw(3e-4)",
+}
+_STAND_FOR: dict[Any, tuple[Any, ...]] = {tuple: (list, Iterator), frozenset: (list, tuple, Set, Iterator)}
 
 
 _MOST = {
@@ -34,9 +53,14 @@ shows how much of it there is; so a number that a file names is refused for itse
 
 
 def check_fields(record: object, rule: Rule, *names: str) -> None:
-    """Raise ValueError where a field of the record is not what the rule says, or beyond all bounds; None never is."""
+    """Raise ValueError where a field of the record has a wrong type, is not what the rule says, or is beyond all bounds;
+    None never is."""
+    kind: Any = type(record)
+    hints = _hints(kind)
     for name in names:
         value = getattr(record, name)
+        if value is not None:
+            _check_type(name, value, hints[name])
         if value is not None and not rule.holds(value):
             raise ValueError(f"{name} is {shown(value)}: give {rule.words}")
         if name in _MOST and isinstance(value, int) and value > _MOST[name]:
@@ -60,3 +84,147 @@ def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapp
         elif field not in own and getattr(record, field) is not None:
             has = f"which has {', '.join(own)}" if own else "which has none"
             raise ValueError(f"{field} is no field of the {what} {kind}, {has}: leave {field} out, or make it null")
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def check_types(record: object, *names: str) -> None:
+    """Raise ValueError where a field of a frozen record, one of these or any, is not of its annotated type.
+
+    Lists and sets that stand for tuples and frozen sets become these, so that the record stays hashable.
+    """
+    kind: Any = type(record)
+    hints = _hints(kind)
+    for name in names or hints:
+        value = getattr(record, name)
+        if (fitted := _fitted(value, hints[name])) is not value:
+            object.__setattr__(record, name, fitted)
+        _check_type(name, fitted, hints[name])
+
+
+def typed(function: _F) -> _F:
+    """The function, raising ValueError for arguments that are not of their annotated types."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        hints = _hints(function)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # Python's own words for a missing or unknown argument are good
+            return function(*args, **kwargs)
+        for name, value in given.items():
+            if name in hints:
+                _check_type(name, value, hints[name])
+        return function(*args, **kwargs)
+
+    return cast(_F, checked)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def with_type(value: object) -> str:
+    """A value for messages: on one line, cut where it is long, with its type."""
+    return f"{' '.join(shown(value).split())} ({type(value).__name__})"
+
+
+@cache
+def _hints(of: Any) -> dict[str, Any]:
+    hints = get_type_hints(of)
+    return {name: hints[name] for name in getattr(of, "__dataclass_fields__", hints) if name in hints}
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    rule = _rule(hint)
+    if not rule.holds(value):
+        raise ValueError(f"{name} is {with_type(value)}: give {rule.words}")
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """A list, a set or an iterator as the tuple or frozen set that the annotation has, if it has one."""
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        wanted: Any = get_origin(kind)
+        if isinstance(value, _STAND_FOR.get(wanted, ())) and not isinstance(value, wanted):
+            try:
+                return wanted(value)
+            except TypeError:  # items that no set can hold
+                return value
+    return value
+
+
+@cache
+def _rule(hint: Any) -> Rule:
+    """What a value of this annotation must be, as far as can be told without looking into generators."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        rules = [_rule(argument) for argument in arguments]
+        words = ", ".join(rule.words for rule in rules[:-1]) + f" or {rules[-1].words}"
+        return Rule(words, lambda value: any(rule.holds(value) for rule in rules))
+    if origin is Literal:
+        return Rule(f"one of {', '.join(map(str, arguments))}", lambda value: value in arguments)
+    if (origin or hint) in _SIMPLE:
+        return _SIMPLE[origin or hint]
+    return _class_rule(hint) if origin is None else _collection_rule(origin, arguments)
+
+
+def _class_rule(kind: Any) -> Rule:
+    if getattr(kind, "_is_protocol", False) or isinstance(kind, TypeVar):
+        return _SIMPLE[Any]
+    if hasattr(kind, "_fields"):  # anything with these attributes will do, as in optax
+        return Rule(_named(kind), lambda value: all(hasattr(value, field) for field in kind._fields))
+    return Rule(_named(kind), lambda value: isinstance(value, kind))
+
+
+_SIMPLE: dict[Any, Rule] = {
+    Any: Rule("anything", lambda value: True),
+    Callable: Rule("a function", callable),
+    NoneType: Rule("None", lambda value: value is None),
+    bool: Rule("True or False", lambda value: type(value).__name__.rstrip("_") == "bool"),  # NumPy's too
+    int: Rule("a whole number", is_whole),
+    float: Rule("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    str: Rule("text", lambda value: isinstance(value, str)),
+}
+
+
+def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
+    if issubclass(origin, Mapping):
+        key, item = map(_rule, arguments)
+        return Rule(
+            "a dictionary",
+            lambda value: isinstance(value, Mapping) and all(key.holds(k) and item.holds(v) for k, v in value.items()),
+        )
+    if origin is tuple and arguments[1:] != (...,):
+        rules = [_rule(argument) for argument in arguments]
+        return Rule(
+            f"{len(rules)} values ({', '.join(rule.words for rule in rules)})",
+            lambda value: (
+                isinstance(value, tuple | list)
+                and len(value) == len(rules)
+                and all(rule.holds(item) for rule, item in zip(rules, value, strict=True))
+            ),
+        )
+    if issubclass(origin, Iterable):
+        each, kinds = _rule(arguments[0]), {tuple: Sequence, list: Sequence, frozenset: Set}.get(origin, origin)
+        return Rule(
+            f"a {'set' if kinds is Set else 'list'} of {_plural(each.words)}",
+            lambda value: (
+                isinstance(value, kinds)
+                and not isinstance(value, str | bytes)
+                and (not isinstance(value, Collection) or all(map(each.holds, value)))
+            ),
+        )
+    return Rule(_named(origin), lambda value: isinstance(value, origin))
+
+
+def _named(kind: Any) -> str:
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    return " ".join(filter(None, (article, kind.__name__, _EXAMPLES.get(kind.__name__))))
+
+
+def _plural(words: str) -> str:
+    known = {"text": "texts", "anything": "values", "a dictionary": "dictionaries", "a whole number": "whole numbers"}
+    return known.get(words) or (f"{words.split(' ', 1)[1]}s" if words.startswith(("a ", "an ")) else words)

@@ -58,6 +58,7 @@ from rrfp_jax.arbitration.estimates import Averages, Edge, Estimates, TaskKey
 from rrfp_jax.arbitration.events import Message
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.outlook import Outlook
+from rrfp_jax.field_rules import check_types
 
 NEVER_S = inf
 
@@ -82,6 +83,7 @@ class ForesightRules:
     """A stage whose tasks usually take less has no use for announcements, and neither makes nor awaits any."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("fit", "patience", "notice", "shortest_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")

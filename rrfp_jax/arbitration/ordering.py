@@ -30,6 +30,7 @@ from rrfp_jax.arbitration.ordering_words import (
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.validation import check_orders
 from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task
@@ -71,6 +72,7 @@ class Ordering:
     (:func:`rrfp_jax.schedules.with_operations`)."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=self.is_guided)
         check_read_ahead(self.read_ahead, self.consume)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.tasks import COMPUTE, Op, Per, Task, TaskKind
 
@@ -32,6 +33,7 @@ Wait = tuple[Task, Task]
 """A task, and one that it waits for."""
 
 
+@typed
 def gathered(
     table: ScheduleTable, *, prefetch: int = 1, part: float = 0.0, ms: float = 0.0, lane: str = NET
 ) -> ScheduleTable:

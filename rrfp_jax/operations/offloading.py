@@ -31,6 +31,7 @@ from math import ceil, inf
 from typing import Any
 
 from rrfp_jax.arbitration.ordering_words import STRICT
+from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
 from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind
@@ -42,6 +43,7 @@ _ROUND_TRIPS = 3
 """That must fit into an activation's wait for its backward."""
 
 
+@typed
 def offload(
     table: ScheduleTable,
     slots: int,
@@ -85,6 +87,7 @@ def offload(
     return with_operations(table, (out, replace(back, waits=waits)))
 
 
+@typed
 def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
     """What each stage of an offloaded table may hold on its devices, in microbatches: the window to give with it.
 

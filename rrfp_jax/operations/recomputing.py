@@ -17,6 +17,7 @@ own, that makes nothing for the stash; its output may be rounded in another way.
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import ScheduleTable, with_operations
 from rrfp_jax.tasks import COMPUTE, Op, TaskKind
 
@@ -25,6 +26,7 @@ Pair = tuple[int, int]
 """A chunk and a microbatch."""
 
 
+@typed
 def recompute(
     part: float = 1.0,
     *,
@@ -57,6 +59,7 @@ def recompute(
     )
 
 
+@typed
 def recomputed(
     table: ScheduleTable,
     part: float = 1.0,

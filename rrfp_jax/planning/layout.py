@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields, check_types
 from rrfp_jax.planning.unit_axes import TENSOR, Axes, checked_axes, describe_axes, num_devices
 
 
@@ -38,6 +38,7 @@ class Layout:
     """Processes."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "num_ranks")
         if self.mesh and self.tensor > 1:
             raise ValueError(f"tensor is {self.tensor} beside a mesh: give it in mesh alone")

@@ -46,6 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnApply, OwnInit, specs_of
 
 Params = dict[str, Any]
@@ -108,8 +109,13 @@ class Chunk:
         return self.shared - self.frozen
 
     def __post_init__(self) -> None:
-        for name in ("shared", "optional_leaves", "frozen"):  # any collection of names will do
-            object.__setattr__(self, name, frozenset(getattr(self, name)))
+        check_types(self)
+        for name in ("optional_leaves", "leaf_orders"):
+            if unknown := sorted(set(getattr(self, name)) - set(self.leaves)):
+                raise ValueError(
+                    f"{name} of chunk {self.name!r} has {unknown[0]!r}, which it does not read: its leaves are "
+                    f"{', '.join(self.leaves) or 'none'}"
+                )
         if not isinstance(self.init, InitLayers | KeyedByLayer):
             object.__setattr__(self, "init", KeyedByLayer(self.init))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.sameness import identity
 
 
@@ -33,6 +34,9 @@ class ForLayers:
     numbers: Any = ()
     """What else tells this chunk from others of its kind, a pytree of NumPy arrays: for example the numbers of its
     layers, from which random keys derive. Of the same shapes for all chunks of a kind."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @cached_property
     def kind(self) -> Hashable:

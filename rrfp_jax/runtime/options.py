@@ -3,15 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules
 from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
-
-if TYPE_CHECKING:
-    from rrfp_jax.runtime.executor import StageExecutor
+from rrfp_jax.runtime.executor import StageExecutor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,7 @@ class UpdateRules:
     """Share the optimizer state out to the replicas (ZeRO-1)."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_clip_norm(self.clip_norm)
 
     @property
@@ -63,10 +62,11 @@ class RuntimeOptions:
     """How many steps of each stage's event log are kept."""
     max_programs: int = 1000
     """How many different programs this process may compile; a run whose buckets need more is refused at once."""
-    wrap_stage: "Callable[[StageExecutor], StageExecutor] | None" = None
+    wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None
     """Put around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.group_protocol not in tuple(GroupProtocol):
             raise ValueError(f"group_protocol is {self.group_protocol!r}: give {', '.join(GroupProtocol)}")
         if not is_dispatch(self.dispatch_ahead):

@@ -2,6 +2,7 @@
 
 import difflib
 
+from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
 from rrfp_jax.schedules.request import ScheduleRequest
@@ -44,6 +45,7 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
     return schedule_entry(name).chunks_for(request)
 
 
+@typed
 def build_schedule(name: str | Description, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
     """The validated table of a schedule, as :func:`schedule_entry` finds it.
 

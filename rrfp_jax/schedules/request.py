@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.tasks import PipelineGraph, Placement, linear
 
 
@@ -33,6 +34,7 @@ class ScheduleRequest:
     """Which stage owns which chunk of that graph. None: one chunk per stage."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
         choices = {"chunks_per_stage": self.chunks_per_stage, "group_size": self.group_size}
         for name, count in (counts | choices).items():

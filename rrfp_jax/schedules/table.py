@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
@@ -34,6 +35,7 @@ class ScheduleTable:
     this nor the above, and equal rows make equal tables."""
 
     def __post_init__(self) -> None:
+        check_types(self, "name", "placement", "graph", "hint")
         if len(self.rows) != self.placement.num_stages:
             raise ValueError(
                 f"table {self.name!r} has {len(self.rows)} rows, its placement {self.placement.num_stages} stages: "

@@ -8,10 +8,12 @@ reserved for all of them.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.tasks import COMPUTE, Op, Per, PipelineGraph, Task, TaskKind
 
 
+@typed
 def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
     """The table with these operations as well.
 

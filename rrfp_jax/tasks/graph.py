@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.field_rules import COUNTABLE, check_fields, check_types, is_whole
 from rrfp_jax.tasks.graph_operations import GraphOperations
 from rrfp_jax.tasks.kinds import Task, TaskKind
 from rrfp_jax.tasks.operations import COMPUTE, Op
@@ -69,6 +70,8 @@ class PipelineGraph:
     ops: tuple[Op, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self, "num_chunks", "num_microbatches", "edges", "split", "frozen", "ops")
+        check_fields(self, COUNTABLE, "num_chunks", "num_microbatches")
         if self.num_chunks < 1 or self.num_microbatches < 1:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
@@ -93,6 +96,8 @@ class PipelineGraph:
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
         for source, target, *_ in self.edges:
+            if not (is_whole(source) and is_whole(target)):
+                raise ValueError(f"edge {source!r} -> {target!r} does not name chunks: give their numbers")
             if not (0 <= source < target < self.num_chunks):
                 raise ValueError(
                     f"edge {source} -> {target} does not go forward among {self.num_chunks} chunks: "

@@ -26,6 +26,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.tasks.kinds import BUILT_IN, Task
 
 COMPUTE = "compute"
@@ -78,23 +79,25 @@ class Op:
 
     def __post_init__(self) -> None:
         where = f"operation {self.letter!r}"
+        for name in ("after", "before"):
+            given = getattr(self, name)
+            kinds: Any = given if isinstance(given, tuple | list | set | frozenset) else (given,)
+            letters = (k.letter if isinstance(k, Op) else str(k) if isinstance(k, str) else k for k in kinds)
+            object.__setattr__(self, name, tuple(letters))
+        if str(self.per) not in tuple(Per):
+            raise ValueError(f"{where}: per is {self.per!r}, choose one of {', '.join(Per)}")
+        object.__setattr__(self, "per", Per(self.per))
+        check_types(self)
         if not (self.letter.isascii() and self.letter.isalpha() and self.letter.isupper()):
             raise ValueError(f"{where}: write its letter as capital letters, for example 'O'")
         if self.letter in BUILT_IN:
             raise ValueError(f"{where} has the letter of a built-in task: take one that is not in {''.join(BUILT_IN)}")
-        if str(self.per) not in tuple(Per):
-            raise ValueError(f"{where}: per is {self.per!r}, choose one of {', '.join(Per)}")
         if not self.lane:
             raise ValueError(f"{where} has no lane: give {COMPUTE}, or the name of an engine beside it")
-        for name in ("after", "before"):
-            given = getattr(self, name)
-            kinds: tuple[Any, ...] = (given,) if isinstance(given, str | Op) else tuple(given)
-            object.__setattr__(self, name, tuple(k.letter if isinstance(k, Op) else str(k) for k in kinds))
         if not (self.after or self.before):
             raise ValueError(f"{where} comes after nothing and before nothing: give at least one of them")
         if self.letter in self.after or self.letter in self.before:
             raise ValueError(f"{where} comes after or before itself: name another kind")
-        object.__setattr__(self, "per", Per(self.per))
         object.__setattr__(self, "keeps_inputs", self.keeps_inputs or self.remakes_stash)
         self._check_values(where)
         if self.remakes_stash and not {"B", "I"}.intersection(self.before):
@@ -106,10 +109,8 @@ class Op:
         for name in ("holds", "frees", "ms"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
-        if self.lead < 0 or self.lead != int(self.lead):
+        if self.lead < 0:
             raise ValueError(f"{where}: lead is {self.lead}, give a whole number of tasks, 0 or more")
-        if not (self.run is None or callable(self.run)):
-            raise ValueError(f"{where}: run is {self.run!r}, give a function of its context, or None")
 
     @property
     def is_beside(self) -> bool:

@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import islice
 
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.field_rules import MOST, check_types, typed
 
 _MOST_TOLD = 8
 
@@ -19,6 +20,7 @@ class Placement:
     stage_of_chunk: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.stage_of_chunk:
             raise ValueError("a placement needs at least one chunk")
         if min(self.stage_of_chunk) < 0:
@@ -51,34 +53,44 @@ class Placement:
         return tuple(map(tuple, chunks))
 
 
+@typed
 def linear(num_stages: int) -> Placement:
     """One chunk per stage, in order."""
     return looped(num_stages, chunks_per_stage=1)
 
 
+@typed
 def looped(num_stages: int, chunks_per_stage: int) -> Placement:
     """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
-    if num_stages < 1 or chunks_per_stage < 1:
-        raise ValueError(f"num_stages ({num_stages}) and chunks_per_stage ({chunks_per_stage}) must both be at least 1")
+    _check_sizes(num_stages, "chunks_per_stage", chunks_per_stage)
     return Placement(tuple(range(num_stages)) * chunks_per_stage)
 
 
+@typed
 def v_shaped(num_stages: int) -> Placement:
     """Two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
     return waves(num_stages, num_waves=1)
 
 
+@typed
 def waves(num_stages: int, num_waves: int) -> Placement:
     """``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
-    if num_stages < 1 or num_waves < 1:
-        raise ValueError(f"num_stages ({num_stages}) and num_waves ({num_waves}) must both be at least 1")
+    _check_sizes(num_stages, "num_waves", num_waves)
     down = tuple(range(num_stages))
     return Placement((down + down[::-1]) * num_waves)
 
 
+@typed
 def bidirectional(num_stages: int) -> Placement:
     """Two copies of the model in opposite directions (Chimera, SC'21).
 
     Chunks ``0..num_stages-1`` go down the stages; their copies ``num_stages..2*num_stages-1`` go up.
     """
     return v_shaped(num_stages)
+
+
+def _check_sizes(num_stages: int, name: str, number: int) -> None:
+    if num_stages < 1 or number < 1:
+        raise ValueError(f"num_stages ({num_stages}) and {name} ({number}) must both be at least 1")
+    if num_stages * number > MOST:
+        raise ValueError(f"num_stages ({num_stages}) and {name} ({number}) multiply to more than {MOST:,} chunks")
