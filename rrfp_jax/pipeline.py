@@ -19,22 +19,25 @@ step only checks its batch, copies it and submits it.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.planning.forecast import StageForecast
+from rrfp_jax.private.jax_names import trace_state_clean
 from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
 from rrfp_jax.programs.buckets import Buckets, leaves_to_lack
 from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
-from rrfp_jax.programs.optimizers import check_leafwise
+from rrfp_jax.programs.optimizers import check_leafwise, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
@@ -42,6 +45,7 @@ from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.adapting import Adapting
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationShapes
+from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -54,9 +58,13 @@ _MAX_STEPS_ENQUEUED = 2
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A handle on what the stages hold after ``step`` steps. ``Pipeline.step`` consumes it and returns the next."""
+    """A handle on what the stages hold after ``step`` steps. ``Pipeline.step`` consumes it and returns the next.
+
+    It belongs to the pipeline, and to the ``init`` or ``restore``, that it came from.
+    """
 
     step: int
+    _hold: Hold | None = field(default=None, repr=False, compare=False)
 
 
 class Pipeline:
@@ -80,13 +88,17 @@ class Pipeline:
         trains: False for a pipeline that only evaluates: it holds no gradients and no optimizer state, and compiles no
             backward.
 
+    Close it, or use it in a ``with`` statement; one that nobody refers to any more, or that is open when the process
+    ends, is closed by itself. It works in the process that made it, and not in children forked from that.
+
     Raises ValueError, in one sentence with the remedy, where these do not fit together. Programs are compiled for the
     shapes of the first batch, before its first message.
     """
 
+    @typed
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Iterable[Chunk],
         *,
         optimizer: optax.GradientTransformation,
         placement: Placement | None = None,
@@ -99,7 +111,11 @@ class Pipeline:
         options: RuntimeOptions = RuntimeOptions(),
         trains: bool = True,
     ) -> None:
-        self.chunks, self.optimizer = tuple(chunks), optimizer
+        self._hold = Hold()
+        """Of what ``init`` or ``restore`` made last."""
+        self.chunks, self.optimizer = tuple(chunks), with_standard_promotion(optimizer)
+        if not all(isinstance(chunk, Chunk) for chunk in self.chunks):
+            raise ValueError(f"chunks is {with_type(self.chunks)}: give a list of Chunks")
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
@@ -123,7 +139,7 @@ class Pipeline:
             self.chunks,
             self.placement,
             self.process,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             updates=updates,
             seed=self._seed,
             remat=self._remat,
@@ -137,6 +153,7 @@ class Pipeline:
         self._turn = 0
         """The number of the next step of any kind."""
 
+    @typed
     def reordered(self, ordering: Ordering = Ordering(), *, options: RuntimeOptions | None = None) -> "Pipeline":
         """A pipeline of its own that differs in the order of tasks, and in how it runs if ``options`` are given.
 
@@ -167,8 +184,9 @@ class Pipeline:
         The result does not depend on where the model is cut.
         """
         self._check_new("start over")
+        _check_key(key)
         self._state = self._model.initial_state(key, self._graph)
-        return PipelineState(self._step)
+        return self._started(0)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
         """The parameters by layer name, on their stages' devices; waits for the steps enqueued.
@@ -192,11 +210,20 @@ class Pipeline:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
         Takes the states over. What is still a spec in an optimizer state starts anew.
+
+        Raises ValueError, before anything is taken, for states that are not as :meth:`state_specs` says.
         """
         self._check_new("restore a state")
-        self._state, self._step = self._model.from_chunks(states, self._graph), step
-        self._turn = step
-        return PipelineState(step)
+        if not (is_whole(step) and 0 <= step < 2**32):
+            raise ValueError(f"step is {with_type(step)}: give the number of steps done, from 0 to {2**32 - 1}")
+        self._state = self._model.from_chunks(states, self._graph)
+        return self._started(int(step))
+
+    def _started(self, step: int) -> PipelineState:
+        """Where a new state begins; the states of an earlier start are none of this one's."""
+        self._step = self._turn = step
+        self._hold = Hold()
+        return PipelineState(step, self._hold)
 
     def trains(self, chunk: int) -> bool:
         """Whether a gradient reaches a chunk of the model, and some of its layers are not frozen."""
@@ -208,6 +235,7 @@ class Pipeline:
         return [sum(sizes[c] for c in chunks) for chunks in self.placement.chunks_of_stage]
 
     def _check_new(self, purpose: str) -> None:
+        self._check_here()
         if self._preparation is not None:
             raise RuntimeError(f"this pipeline has been stepped already: make a new one to {purpose}")
         for index in range(len(self.chunks)):
@@ -222,9 +250,26 @@ class Pipeline:
         self.wait()
         return held
 
+    def _check_here(self) -> None:
+        """Raise where nothing can be run: in a forked child, and in a function that JAX traces."""
+        self._hold.check_process()
+        if not trace_state_clean():
+            raise ValueError(
+                "the pipeline is used in a function that JAX traces, and runs programs of its own: call it outside of "
+                "jit, grad and vmap"
+            )
+
     def _checked(self, state: PipelineState) -> HostedState:
+        self._check_here()
         if self._state is None:
             raise RuntimeError("the pipeline holds no parameters yet: call init first")
+        if not isinstance(state, PipelineState):
+            raise ValueError(f"state is {with_type(state)}: give the PipelineState that init or the last step returned")
+        if state._hold not in (None, self._hold):
+            raise ValueError(
+                "this state is of another pipeline, or of an earlier init or restore of this one: use the one that "
+                "this pipeline returned last"
+            )
         if state.step != self._step:
             raise ValueError(
                 f"this state was consumed by step {state.step}: use the one that the last call of step returned"
@@ -273,11 +318,12 @@ class Pipeline:
             has_norm=self.updates.needs_norm,
             tables_planned=tables_planned,
             forwards_skipped=len(set(skipped)),
+            hold=self._hold,
         )
         self._enqueued.append(metrics)
         self._step += 1
         self._turn += 1
-        return PipelineState(self._step), metrics
+        return PipelineState(self._step, self._hold), metrics
 
     def evaluate(self, state: PipelineState, batch: Mapping[str, Any]) -> EvaluationMetrics:
         """Enqueue forwards alone, of the parameters as they are after ``state``, which is not consumed.
@@ -298,7 +344,7 @@ class Pipeline:
         batch_of_step, absent = evaluation.step(leaves, self._step)
         self._make_room()
         future = self._running().runtime.submit(self._turn, batch_of_step, absent, evaluates=True, trained=self._step)
-        metrics = EvaluationMetrics(future, self._step)
+        metrics = EvaluationMetrics(future, self._step, self._hold)
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics
@@ -314,7 +360,16 @@ class Pipeline:
         """The pairs that the microbatches skip by what they lack, and those given beside them."""
         skipped = running.skipped
         pairs = [(chunk, microbatch) for microbatch, bucket in enumerate(buckets) for chunk in skipped[bucket]]
-        for chunk, microbatch in absent:
+        given: Iterable[Any] = absent
+        for pair in given:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_whole, pair))):
+                raise ValueError(f"absent has {with_type(pair)}: give pairs of a chunk and a microbatch")
+            chunk, microbatch = pair
+            if not (0 <= chunk < len(self.chunks) and 0 <= microbatch < len(buckets)):
+                raise ValueError(
+                    f"absent has chunk {chunk} with microbatch {microbatch}: there are {len(self.chunks)} chunks and "
+                    f"{len(buckets)} microbatches, counted from 0"
+                )
             for successor in self._graph.successors(chunk):
                 if chunk in self._graph.optional_predecessors(successor) and microbatch < len(buckets):
                     raise ValueError(
@@ -337,6 +392,7 @@ class Pipeline:
 
     def wait(self) -> None:
         """Wait for all steps enqueued."""
+        self._hold.check_process()
         while self._enqueued:
             self._wait_for_oldest()
 
@@ -347,6 +403,7 @@ class Pipeline:
         if self._adapting is not None and isinstance(result, StepResult):
             self._adapting.record(result.timeline)
 
+    @typed
     def prepare(
         self,
         batch: Mapping[str, Any],
@@ -365,8 +422,10 @@ class Pipeline:
 
         ``step`` does so by itself with its first batch. Raises ValueError where chunks, graph and shapes do not fit.
         """
+        self._check_here()
         self._prepared(batch, buckets, progress, evaluation)
 
+    @typed
     def reads(self, num_microbatches: int) -> dict[str, range]:
         """For every leaf the microbatches of which this process reads it: what a data set must make here."""
         share = microbatches_per_replica(num_microbatches, self.layout.data)
@@ -402,10 +461,12 @@ class Pipeline:
                 progress=progress,
                 evaluation=evaluation,
             )
+            self._hold.keep_open(self._preparation.runtime)
         return self._preparation
 
     def close(self) -> None:
         """Stop the stages; steps under way are abandoned."""
+        self._hold.check_process()
         if self._preparation is not None:
             self._preparation.runtime.close()
 
@@ -457,3 +518,12 @@ def _fitted_process(process: Process | None, placement: Placement, updates: Upda
             "least 2"
         )
     return process
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, jax.Array) or not (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+    ):
+        raise ValueError(f"key is {with_type(key)}: give a random key, such as jax.random.key(0)")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape:
+        raise ValueError(f"key holds {key.size} random keys of shape {key.shape}: give a single one, such as key[0]")

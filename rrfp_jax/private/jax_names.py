@@ -27,6 +27,10 @@ NAMES = {
     ),
     "compilation_cache": Private("a cache of compiled programs by our rules, in place of its functions", _CACHE),
     "compiler": Private("programs cached by all processes, in place of its _cache_write", _CACHE),
+    "trace_state_clean": Private(
+        "telling who steps a pipeline within a function that JAX traces",
+        "a public name in jax.core that says whether a trace is under way",
+    ),
     "CacheInterface": Private("the interface of such a cache", _CACHE),
 }
 
@@ -34,6 +38,7 @@ with naming("jax", NAMES):
     from jax._src import compilation_cache, compiler
     from jax._src.clusters import ClusterEnv
     from jax._src.compilation_cache_interface import CacheInterface
+    from jax._src.core import trace_state_clean
     from jax._src.distributed import global_state
     from jax._src.xla_bridge import backends_are_initialized, make_cpu_client, register_backend_factory
 
@@ -47,4 +52,5 @@ __all__ = [
     "global_state",
     "make_cpu_client",
     "register_backend_factory",
+    "trace_state_clean",
 ]

@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, LeafOrder
 
 Bucket = dict[str, jax.ShapeDtypeStruct]
@@ -51,6 +53,8 @@ def leaves_read(
     Raises ValueError for a missing leaf, one without a microbatch axis or with anything but arrays, for different
     numbers of microbatches, and for what a chunk ``copied_for`` refuses (``check_leaves``).
     """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch is {with_type(batch)}: give a dictionary from the names of leaves to arrays")
     wanted = sorted({name for chunk in chunks for name in chunk.leaves})
     if not wanted:
         raise ValueError("no chunk reads a batch leaf, so no batch says how many microbatches there are: let one read")
@@ -126,15 +130,38 @@ def _check_complete(leaves: Mapping[str, Any]) -> None:
 def _num_entries(name: str, leaf: Any) -> int:
     if isinstance(leaf, list | tuple):
         for m, entry in enumerate(leaf):
+            if entry is not None:
+                _check_array(f"microbatch {m} of batch leaf {name!r}", entry)
             if entry is not None and not (hasattr(entry, "shape") and hasattr(entry, "dtype")):
                 raise ValueError(
                     f"microbatch {m} of batch leaf {name!r} is of type {type(entry).__name__}: give an array, or None "
                     "where the microbatch lacks it"
                 )
         return len(leaf)
+    _check_array(f"batch leaf {name!r}", leaf)
     if not getattr(leaf, "shape", ()):
         raise ValueError(f"batch leaf {name!r} has no microbatch axis: give an array [num_microbatches, ...]")
     return int(leaf.shape[0])
+
+
+def _check_array(what: str, leaf: Any) -> None:
+    """Raise ValueError for an array that has no values to copy, or would lose some."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise ValueError(
+            f"{what} is a tracer of jit, grad or vmap: a pipeline runs programs of its own, so give it arrays, outside "
+            "of what JAX traces"
+        )
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(f"{what} is a deleted array, which a jit has taken over (donate_argnums): give a copy of it")
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        raise ValueError(
+            f"{what} holds typed random keys: give their numbers, jax.random.key_data(keys), or let the chunk read "
+            "`key` (uses_key=True)"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ValueError(
+            f"{what} is a masked array, whose mask no chunk would see: fill it, and give the mask as a leaf"
+        )
 
 
 def _kept(leaf: Any, order: LeafOrder | None, *, is_copied: bool) -> Leaf:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.batches import Bucket, Leaf, buckets_of, num_microbatches
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import describe_chunk
@@ -38,7 +39,7 @@ class Buckets:
         """By number."""
         self._numbers: dict[Any, int] = {}
         for bucket in buckets:
-            own = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in bucket.items() if name in read}
+            own = {name: _spec(name, leaf) for name, leaf in bucket.items() if name in read}
             if self._numbers.setdefault(_key(own), len(self.specs)) == len(self.specs):
                 self.specs.append(own)
         if not 0 < len(self.specs) <= MAX_BUCKETS:
@@ -140,6 +141,14 @@ def _runs_without(name: str, every: set[str], chunks: Sequence[Chunk], graph: Pi
     except ValueError:
         return False
     return True
+
+
+def _spec(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise ValueError(
+            f"a bucket has {with_type(leaf)} for leaf {name!r}: give an array of one microbatch, or its spec"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _key(bucket: Bucket) -> Any:

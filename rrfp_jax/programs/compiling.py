@@ -50,6 +50,15 @@ class ProgramCount:
                 self._progress(self._num_done, self._total)
 
 
+def require_jit() -> None:
+    """Raise ValueError where JAX is told to compile nothing."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            "jax_disable_jit is on, and a pipeline runs compiled programs: switch it off (unset JAX_DISABLE_JIT, or "
+            "leave jax.disable_jit()); rrfp_jax.testing.run_unpipelined runs chunks one after the other for debugging"
+        )
+
+
 def compile_program(
     name: str,
     function: Callable[..., Any],

@@ -22,8 +22,8 @@ dependencies, never too few.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
-from functools import reduce
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import reduce, wraps
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -42,6 +42,24 @@ REMEDY = (
     "updates=UpdateRules(clip_norm=...) instead of optax.clip_by_global_norm, and skip_nonfinite there instead of "
     "optax.apply_if_finite"
 )
+
+
+def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer as it is meant, where JAX is told to be strict: that is for code of one's own, and optax is not
+    written so."""
+    config: Any = jax.config
+    if (config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion) == ("standard", "allow"):
+        return optimizer
+
+    def relaxed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return function(*args, **kwargs)
+
+        return call
+
+    return optax.GradientTransformation(relaxed(optimizer.init), relaxed(optimizer.update))
 
 
 class _Trace(NamedTuple):

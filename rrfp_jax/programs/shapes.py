@@ -6,8 +6,10 @@ differ.
 """
 
 import sys
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,9 +128,9 @@ def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
                 f"{who} has the parameter {name} of type {leaf.dtype}, in which updates would be lost: keep it in "
                 "float32 or bfloat16 and cast it in apply, or freeze its layer"
             )
-    for name in chunks[index].shared:
-        if name not in params:
-            raise ValueError(f"{who} says that it shares {name!r}, but its layers are {', '.join(params) or 'none'}")
+    for said, names in (("shares", chunks[index].shared), ("freezes", chunks[index].frozen)):
+        for name in sorted(names - params.keys()):
+            raise ValueError(f"{who} says that it {said} {name!r}, but its layers are {', '.join(params) or 'none'}")
     return dict(spec_of(params))
 
 
@@ -175,8 +177,8 @@ def _outputs(
 ) -> Specs:
     chunk = chunks[index]
 
-    def apply(params: Any, inputs: Any, leaves: Any) -> Any:
-        key = microbatch_key(0, 0, 0) if chunk.uses_key else None
+    def apply(params: Any, inputs: Any, leaves: Any, uses_key: bool = chunk.uses_key) -> Any:
+        key = microbatch_key(0, 0, 0) if uses_key else None
         return chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=chunk.own.numbers)
 
     params = chunk.own.to_own(params)
@@ -187,10 +189,23 @@ def _outputs(
         return known.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
     except Exception as error:  # whatever a user's model raises, say where
         named = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
+        remedy = _remedy(chunk, apply, (params, inputs, leaves), error)
         raise ValueError(
             f"{describe_chunk(chunks, index)} cannot be applied to inputs {describe(inputs)} and batch leaves "
-            f"{named or 'none'}: {error}"
+            f"{named or 'none'}: {error}{remedy and f'; {remedy}'}"
         ) from error
+
+
+def _remedy(chunk: Chunk, apply: Callable[..., Any], read: tuple[Any, ...], error: Exception) -> str:
+    """What to do where an error has one of the usual causes; else nothing."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if isinstance(name, str) and name not in {*chunk.leaves, *read[0]}:
+        return f"name {name!r} in `leaves` if it is a leaf of the batch, or let `init` make it"
+    if not chunk.uses_key:
+        with suppress(Exception):
+            jax.eval_shape(partial(apply, uses_key=True), *read)
+            return "it reads `key`, which is None: give the chunk uses_key=True"
+    return ""
 
 
 def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:

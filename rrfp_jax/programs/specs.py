@@ -12,8 +12,21 @@ Specs = Any
 
 
 def spec_of(tree: Any) -> Specs:
-    """The shapes of a pytree of arrays or specs, in the dtypes that JAX computes with; weak types are dropped."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), tree)
+    """The shapes of a pytree of arrays or specs, in the dtypes that JAX computes with; weak types are dropped.
+
+    Raises ValueError for typed random keys, which can neither be sent nor saved.
+    """
+
+    def spec(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            place = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(
+                f"there are typed random keys, {leaf.dtype}{list(leaf.shape)}{place}, which cannot be sent or saved: "
+                "give their numbers, jax.random.key_data(key), and make keys of them with jax.random.wrap_key_data"
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map_with_path(spec, tree)
 
 
 def is_inexact(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
+from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs, trained_specs
 from rrfp_jax.programs.compiling import shared_program
 from rrfp_jax.programs.layers import OwnInit
@@ -32,7 +33,7 @@ from rrfp_jax.programs.shardings import (
     state_partition,
     unit_shardings,
 )
-from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
+from rrfp_jax.programs.specs import Specs, accumulator_spec, describe, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.store import ProgramStore
 
@@ -50,6 +51,60 @@ class ChunkState:
     derived: tuple[Any, ...] | None = None
     """What the compiled programs derive from ``params``; None until they have prepared it. It is not part of a
     checkpoint, and stale once ``params`` change."""
+
+
+_PARTS = ("params", "optimizer_state", "accumulators")
+
+
+def fitting_states(expected: Sequence[tuple[str, ChunkState]], given: Iterable[ChunkState]) -> list[ChunkState]:
+    """The states given, where the specs have them to lie; ``expected`` has for each a name for messages and the specs.
+
+    Raises ValueError, naming state and array, where number, names, shapes or dtypes differ, before anything is moved.
+    """
+    given_as: Any = given
+    states = list(given_as) if isinstance(given_as, Iterable) else [given_as]
+    if len(states) != len(expected):
+        raise ValueError(
+            f"{len(states)} states are given, and the pipeline has {len(expected)}: give one for each entry of "
+            "state_specs"
+        )
+    for number, ((name, spec), state) in enumerate(zip(expected, states, strict=True)):
+        where = f"states[{number}], for {name},"
+        if not isinstance(state, ChunkState):
+            raise ValueError(f"{where} is {with_type(state)}: give the ChunkState alone, without the chunk's number")
+        for part in _PARTS:
+            _check_part(where, part, getattr(spec, part), getattr(state, part))
+    return [
+        ChunkState(**{part: _placed(getattr(spec, part), getattr(state, part)) for part in _PARTS})
+        for (_, spec), state in zip(expected, states, strict=True)
+    ]
+
+
+def _check_part(where: str, part: str, expected: Specs, given: Any) -> None:
+    specs, leaves = ({jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(t)} for t in (expected, given))
+    remedy = "give the states of a pipeline with the same chunks, placement and optimizer"
+    for path in [*specs, *leaves]:
+        spec, leaf = specs.get(path), leaves.get(path)
+        if spec is None or leaf is None:
+            raise ValueError(f"{where} has {'an unknown' if spec is None else 'no'} {path} in its {part}: {remedy}")
+        here = f"in its {part} as {path}"
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(f"{where} has {with_type(leaf)} {here}: give an array")
+        if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(f"{where} has {describe(leaf)} {here}, where {describe(spec)} is expected: {remedy}")
+        if isinstance(leaf, jax.ShapeDtypeStruct) and part != "optimizer_state":
+            raise ValueError(f"{where} has a shape alone {here}: give an array")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(f"{where} has a deleted array {here}: copy states before a step or a jit takes them over")
+
+
+def _placed(expected: Specs, given: Any) -> Any:
+    def place_one(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
+        lies_there = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(spec.sharding, leaf.ndim)
+        return leaf if lies_there or isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, spec.sharding)
+
+    leaves = map(place_one, jax.tree.leaves(expected), jax.tree.leaves(given))
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
 def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

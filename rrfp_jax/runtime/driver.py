@@ -265,6 +265,12 @@ class PipelineRuntime:
                 self._late.close()
         return all(ended)
 
+    def close_soon(self) -> None:
+        """Have it closed without waiting, on a thread of its own; called where objects are collected, which may be on
+        any thread and within any call, so that nothing here may take a lock."""
+        if not self._is_closed:
+            self._loop.call_soon_threadsafe(threading.Thread(target=self.close, name="rrfp-close", daemon=True).start)
+
     def wait_for_failure(self, what: str) -> RunFailed:
         """The error with which the run ends, once its report is complete; for who has noticed before that it must.
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
 from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.tasks import Absences, PipelineGraph
 from rrfp_jax.timeline import Sums, Timeline
@@ -29,6 +31,7 @@ class EvaluationShapes:
     share the time in which the pipeline fills and drains."""
 
     def __post_init__(self) -> None:
+        check_types(self, "batches")
         if self.batches < 1:
             raise ValueError(f"an evaluation step of {self.batches} batches evaluates nothing: give at least 1")
 
@@ -119,14 +122,16 @@ class EvaluationResult:
 class EvaluationMetrics:
     """The result of an enqueued evaluation; ``result()`` waits for it."""
 
-    def __init__(self, future: "Future[StepOutcome]", step: int) -> None:
-        self._future, self._step = future, step
+    def __init__(self, future: "Future[StepOutcome]", step: int, hold: Hold) -> None:
+        self._future, self._step, self._hold = future, step, hold
 
     def done(self) -> bool:
+        self._hold.check_process()
         return self._future.done()
 
     def result(self) -> EvaluationResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
+        self._hold.check_process()
         outcome = result_of(self._future)
         verdict = outcome.result
         return EvaluationResult(

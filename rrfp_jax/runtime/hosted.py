@@ -22,7 +22,7 @@ from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
-from rrfp_jax.programs.compiling import CompileProgress, ProgramCount
+from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
 from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
@@ -30,6 +30,7 @@ from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
+    fitting_states,
     initial_optimizer_state,
     initial_shared_state,
     initial_state,
@@ -81,6 +82,7 @@ class HostedModel:
         seed: int,
         remat: Sequence[Remat],
     ) -> None:
+        require_jit()
         self.chunks, self.placement, self.process = tuple(chunks), placement, process
         self._optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
@@ -117,6 +119,7 @@ class HostedModel:
 
     def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
         """The state to start from; ``graph`` is that of one replica."""
+        require_jit()
         return self._state(
             graph,
             partial(initial_state, key=key, store=self._store),
@@ -154,10 +157,12 @@ class HostedModel:
     def from_chunks(self, states: Sequence[ChunkState], graph: PipelineGraph) -> HostedState:
         """The way back, from the states alone, in the same order.
 
-        Optimizer state that is a spec starts anew, from the parameters. All processes call it alike.
+        Optimizer state that is a spec starts anew, from the parameters. All processes call it alike. Raises ValueError
+        for states that are not as ``state_specs`` says.
         """
         specs, state = self.state_specs(graph), HostedState({}, {})
-        for number, held in zip(specs.chunks, states, strict=True):
+        expected = [(describe_chunk(self.chunks, base), spec) for base, spec in self.by_chunk(specs)]
+        for number, held in zip(specs.chunks, fitting_states(expected, states), strict=True):
             base = self.copies.base(number)
             is_shared = base in specs.shared
             if is_shared:
@@ -218,6 +223,7 @@ class HostedModel:
         progress: CompileProgress,
         max_programs: int | None,
     ) -> HostedPrograms:
+        require_jit()
         _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
         shapes = _shapes(self.chunks, graph, buckets)
         quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()

@@ -25,12 +25,14 @@ from rrfp_jax.arbitration import (
     dispatch_of,
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.field_rules import with_type
 from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, prepared_evaluation
+from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.fitting_order import fitting_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
@@ -132,7 +134,7 @@ def prepare(
 
     runtime = process.start(
         make_arbiters(order),
-        lambda unit, ship: wrap(make_stage(unit, ship)),
+        lambda unit, ship: _wrapped(wrap, make_stage(unit, ship), unit),
         edge=_edge_of(model, programs),
         num_buckets=len(programs.shapes),
         progress_deadline_s=options.progress_deadline_s,
@@ -162,6 +164,13 @@ def prepare(
         make_arbiters=make_arbiters,
         evaluation=of_evaluation,
     )
+
+
+def _wrapped(wrap: Callable[[StageExecutor], StageExecutor], stage: StageExecutor, unit: int) -> StageExecutor:
+    wrapped = wrap(stage)
+    if not hasattr(wrapped, "launch"):
+        raise ValueError(f"wrap_stage returns {with_type(wrapped)} for stage {unit}: return the executor that runs it")
+    return wrapped
 
 
 def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], Edge | None]:

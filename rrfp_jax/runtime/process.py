@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.field_rules import typed
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
@@ -61,6 +62,7 @@ class Process:
     cannot be.
     """
 
+    @typed
     def __init__(
         self,
         layout: Layout,
@@ -105,6 +107,7 @@ class Process:
             self.use_devices(devices)
 
     @classmethod
+    @typed
     def alone(cls, num_stages: int) -> "Process":
         """The only process, with a device for each stage; stages share devices evenly where these are fewer."""
         known = jax.local_devices()
@@ -140,6 +143,7 @@ class Process:
                 "start fewer processes, or fewer devices for each stage"
             )
 
+    @typed
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
         replica those of its mesh, the first axis innermost; by default each process's first ones. Raises ValueError on

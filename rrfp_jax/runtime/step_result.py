@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.timeline import Sums, Timeline
 from rrfp_jax.waiting import result_of
@@ -56,15 +57,19 @@ class StepMetrics:
         has_norm: bool,
         tables_planned: int,
         forwards_skipped: int,
+        hold: Hold,
     ) -> None:
         self._future, self._step, self._has_norm = future, step, has_norm
         self._tables_planned, self._forwards_skipped = tables_planned, forwards_skipped
+        self._hold = hold
 
     def done(self) -> bool:
+        self._hold.check_process()
         return self._future.done()
 
     def result(self) -> StepResult:
         """Wait for the end of the step. Raises RunFailed, with the wait-for report, if the run cannot go on."""
+        self._hold.check_process()
         outcome = result_of(self._future)
         verdict = outcome.result
         return StepResult(

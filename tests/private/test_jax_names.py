@@ -69,6 +69,13 @@ def cache_interface() -> None:
     assert set(jax_names.CacheInterface.__abstractmethods__) == {"get", "put"}
 
 
+def trace_state_clean() -> None:
+    seen = []
+    jax.jit(lambda: seen.append(jax_names.trace_state_clean()))()
+    jax.grad(lambda x: seen.append(jax_names.trace_state_clean()) or x)(1.0)
+    assert (seen, jax_names.trace_state_clean()) == ([False, False], True)
+
+
 CHECKS = {
     "global_state": global_state,
     "backends_are_initialized": backends_are_initialized,
@@ -78,6 +85,7 @@ CHECKS = {
     "compilation_cache": compilation_cache,
     "compiler": compiler,
     "CacheInterface": cache_interface,
+    "trace_state_clean": trace_state_clean,
 }
 
 
