@@ -5,6 +5,7 @@ from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState
 from rrfp_jax.planning.layout import Layout as Layout
 from rrfp_jax.programs.chunk import Chunk as Chunk
+from rrfp_jax.programs.chunk import microbatch_key as microbatch_key
 from rrfp_jax.programs.freezing import freeze as freeze
 from rrfp_jax.programs.layers import ApplyLayers as ApplyLayers
 from rrfp_jax.programs.layers import InitLayers as InitLayers

@@ -394,3 +394,13 @@ def test_strict_promotions_are_for_code_of_the_users_and_not_for_optax(optimizer
     expected = losses()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert losses() == expected
+
+
+def test_a_window_in_bytes_goes_with_recompute_and_microbatches_of_two_sizes() -> None:
+    x = make_batch()["x"]
+    batch = {"x": [x[0], x[1][:1], x[2]]}
+    losses = []
+    for ordering in (Ordering(), Ordering(ops=(recompute(),), window="4KiB")):
+        with Pipeline(CHUNKS, placement=linear(2), optimizer=OPTIMIZER, ordering=ordering) as pipeline:
+            losses.append(pipeline.step(pipeline.init(jax.random.key(0)), batch)[1].result().loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

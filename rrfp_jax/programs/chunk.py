@@ -33,7 +33,11 @@ outputs
     Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
     summed (not averaged) over the microbatch, and its weight, for example the number of tokens. It may return a third
     entry, a dictionary of further float32 scalars by name: *named sums* over the microbatch, such as a part of the loss
-    that is to be seen on its own. A step reports each over its total weight. They have no gradient.
+    that is to be seen on its own. A step reports each over its total weight. Neither they nor the weight have a
+    gradient: a weight that depends on parameters divides the loss and is a constant otherwise.
+frozen, and without a gradient
+    Layers that are frozen, and all layers of a chunk that no gradient reaches, get no update at all: no weight decay
+    either.
 """
 
 from collections.abc import Callable, Mapping

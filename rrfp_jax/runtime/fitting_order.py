@@ -43,7 +43,7 @@ def fitting_order(
     layout = process.layout
     sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
     order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=layout.data)
-    if ordering.window_bytes is not None and len(buckets) > 1 and _counts_microbatches(ordering):
+    if ordering.window_bytes is not None and len(buckets) > 1 and _bounds_bytes(ordering, graph):
         order = replace(order, capacities=(ordering.window_bytes,) * layout.num_units)
     forecast = forecast_memory(order, sizes, graph.num_microbatches)
     limit = options.memory_limit_bytes
@@ -103,7 +103,7 @@ def _in_microbatches(
     windows = []
     for stage, chunks in enumerate(model.placement.chunks_of_stage):
         passed = [sizes[c] for c in chunks]
-        if ordering.has_footprint:  # which admits so many activations, whichever chunks they are of
+        if _bounds_activations(ordering, graph):  # which admits so many activations, whichever chunks they are of
             passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
         windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
     in_microbatches = replace(ordering, window=tuple(windows))
@@ -115,6 +115,11 @@ def _in_microbatches(
     return in_microbatches
 
 
-def _counts_microbatches(ordering: Ordering) -> bool:
-    """Whether it is microbatches in flight that the window bounds."""
-    return ordering.consume != STRICT and not ordering.has_footprint
+def _bounds_activations(ordering: Ordering, graph: PipelineGraph) -> bool:
+    """Whether the window bounds activations, each of one chunk, and not microbatches in flight."""
+    return ordering.has_footprint or (bool(graph.ops) and graph.operations.moves_memory)
+
+
+def _bounds_bytes(ordering: Ordering, graph: PipelineGraph) -> bool:
+    """Whether microbatches of several sizes may be admitted by what each of them takes."""
+    return ordering.consume != STRICT and not _bounds_activations(ordering, graph)

@@ -51,9 +51,23 @@ class GraphOperations:
                 raise ValueError(f"operation {op.letter!r} is on chunk {strays[0]}: there are {num_chunks} chunks")
             if not any(op.is_on(chunk, num_chunks) for chunk in range(num_chunks)):
                 raise ValueError(f"operation {op.letter!r} is on no chunk: give it at least one")
+            self._check_backwards(op)
             for chunk, m in op.pairs or ():
                 if not (0 <= chunk < num_chunks and 0 <= m < self.graph.num_microbatches):
                     raise ValueError(f"operation {op.letter!r}: the graph has no chunk {chunk} with microbatch {m}")
+
+    def _check_backwards(self, op: Op) -> None:
+        """Raise ValueError for an operation around a backward on a chunk that has none."""
+        if op.per is not Per.MICROBATCH or not {"B", "I", "W"}.intersection((*op.after, *op.before)):
+            return
+        chunks = [c for c in range(self.graph.num_chunks) if op.is_on(c, self.graph.num_chunks)]
+        without = [c for c in chunks if not self.graph.has_backward(c)]
+        if without:
+            raise ValueError(
+                f"operation {op.letter!r} goes with the backward of chunk {without[0]}, which has none, as nothing "
+                f"there or before it trains, or no gradient reaches it: leave {without} out of its chunks, or build "
+                "the table for the graph of this model"
+            )
 
     def _check_memory(self, chunk: int) -> None:
         checked = set[tuple[str, ...]]()

@@ -26,7 +26,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from rrfp_jax.field_rules import check_types
+from rrfp_jax.field_rules import check_types, is_whole
 from rrfp_jax.tasks.kinds import BUILT_IN, Task
 
 COMPUTE = "compute"
@@ -87,7 +87,7 @@ class Op:
         if str(self.per) not in tuple(Per):
             raise ValueError(f"{where}: per is {self.per!r}, choose one of {', '.join(Per)}")
         object.__setattr__(self, "per", Per(self.per))
-        check_types(self)
+        check_types(self, *(name for name in self.__dataclass_fields__ if name not in ("lead", "run", "_")))
         if not (self.letter.isascii() and self.letter.isalpha() and self.letter.isupper()):
             raise ValueError(f"{where}: write its letter as capital letters, for example 'O'")
         if self.letter in BUILT_IN:
@@ -109,8 +109,10 @@ class Op:
         for name in ("holds", "frees", "ms"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
-        if self.lead < 0:
+        if not is_whole(self.lead) or self.lead < 0:
             raise ValueError(f"{where}: lead is {self.lead}, give a whole number of tasks, 0 or more")
+        if not (self.run is None or callable(self.run)):
+            raise ValueError(f"{where}: run is {self.run!r}, give a function of its context, or None")
 
     @property
     def is_beside(self) -> bool:

@@ -14,7 +14,16 @@ import optax
 
 from rrfp_jax.programs.freezing import matches
 from rrfp_jax.training.muon import scale_by_muon
-from rrfp_jax.training.optimizer_config import ADAFACTOR, ADAMW, LION, MUON, SGD, OptimizerConfig, ParameterGroup
+from rrfp_jax.training.optimizer_config import (
+    ADAFACTOR,
+    ADAMW,
+    LION,
+    MUON,
+    OPTIMIZERS,
+    SGD,
+    OptimizerConfig,
+    ParameterGroup,
+)
 
 Settings = Mapping[str, Any]
 
@@ -33,8 +42,12 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
 
 def check_groups(config: OptimizerConfig, params: Any) -> None:
-    """Raise ValueError for a group that no parameter is in; ``params`` are all that train, or their shapes."""
+    """Raise ValueError for a group that no parameter is in, and for a pattern that matches none.
+
+    ``params`` are all that train, or their shapes.
+    """
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    example = next((path for path in paths if path.count(".") > 1), paths[0])
     taken = {id(group) for path in paths if (group := _group_of(config, path)) is not None}
     for number, group in enumerate(config.groups):
         if id(group) in taken:
@@ -42,8 +55,16 @@ def check_groups(config: OptimizerConfig, params: Any) -> None:
         name = f"optimizer.groups[{number}] ({', '.join(group.match)})"
         if any(_is_in(group, path) for path in paths):
             raise ValueError(f"all that {name} matches is in groups before it: move it up, or leave it out")
-        example = next((path for path in paths if path.count(".") > 1), paths[0])
         raise ValueError(f"{name} matches no parameter that is trained: paths are such as {example}")
+    patterns = [(f"groups[{number}].match", p) for number, group in enumerate(config.groups) for p in group.match]
+    # the defaults are for all models
+    own = set(config.adam_parameters or ()) - set(OPTIMIZERS[MUON]["adam_parameters"])
+    for field, pattern in [*patterns, *(("adam_parameters", p) for p in sorted(own))]:
+        if not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"optimizer.{field} has {pattern!r}, which matches no parameter that is trained: paths are such as "
+                f"{example}"
+            )
 
 
 def path_of(path: tuple[Any, ...]) -> str:

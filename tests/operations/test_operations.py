@@ -244,3 +244,11 @@ def test_spans_keep_their_lane():
     again = Timeline.from_plain(4, timeline.as_plain())
     assert again.spans == timeline.spans
     assert {span.lane for span in again.beside()} == {"d2h", "h2d"}
+
+
+def test_an_operation_around_a_backward_that_is_not_there_is_refused():
+    frozen = replace(chain(3, 2), frozen=frozenset({0}))
+    around = Op("C", after="F", before="B", holds=1.0)
+    with pytest.raises(ValueError, match=r"'C' goes with the backward of chunk 0, which has none.*leave \[0\] out"):
+        replace(frozen, ops=(around,))
+    assert replace(frozen, ops=(replace(around, chunks=frozenset({1, 2})),)).operations.has("C", 1, 0)

@@ -171,3 +171,17 @@ def test_groups_that_no_parameter_is_in_are_refused(match: tuple[str, ...], word
     check_groups(OptimizerConfig(learning_rate=0.1, groups=GROUPS), drawn(0))
     with pytest.raises(ValueError, match=words):
         check_groups(OptimizerConfig(learning_rate=0.1, groups=groups), drawn(0))
+
+
+def test_every_pattern_must_match_a_parameter() -> None:
+    fields: list[tuple[dict[str, Any], str]] = [
+        (
+            {"groups": (ParameterGroup(match=("embedding", "heads"), weight_decay=0.0),)},
+            r"groups\[0\].match has 'heads'",
+        ),
+        ({"name": "muon", "adam_parameters": ("*experts.up", "*experts.upp")}, "adam_parameters has .*experts.upp'"),
+    ]
+    for each, words in fields:
+        with pytest.raises(ValueError, match=f"optimizer.{words}, which matches no parameter that is trained"):
+            check_groups(OptimizerConfig(learning_rate=0.1, **each), drawn(0))
+    check_groups(OptimizerConfig(learning_rate=0.1, name="muon"), drawn(0))
