@@ -53,8 +53,10 @@ shows how much of it there is; so a number that a file names is refused for itse
 
 
 def check_fields(record: object, rule: Rule, *names: str) -> None:
-    """Raise ValueError where a field of the record has a wrong type, is not what the rule says, or is beyond all bounds;
-    None never is."""
+    """Raise ValueError where a field of the record has a wrong type, is not what the rule says, or beyond all bounds.
+
+    None is always right.
+    """
     kind: Any = type(record)
     hints = _hints(kind)
     for name in names:

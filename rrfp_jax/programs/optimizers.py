@@ -97,7 +97,7 @@ def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
     try:
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
         update, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(params, state, params)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except Exception as error:  # a schedule of learning rates is a user's own function
         raise ValueError(
             f"the optimizer cannot be called as update(gradients, state, params), as the pipeline does: {error}"
         ) from error
