@@ -33,8 +33,6 @@ class PlannedExport:
     folder: ModelFolder
     files: Path | None
     """The folder of files that go along; None: there are none."""
-    tokens: TokenKind | None
-    """The tokens that the model knows; None: nothing tells."""
     found: Found
     config: Mapping[str, Any]
     """What becomes ``config.json``."""
@@ -62,11 +60,11 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
     Raises ValueError, in one sentence, where there is nothing to export, or nothing that a family can express.
     """
     folder = open_model(run, "the folder")
-    files, tokens = folder.files(), folder.tokens()
+    files = folder.files()
     is_of_hub = files is not None and (files / CONFIG).is_file()
     form, config = _form(folder, files if is_of_hub else None)
     if not is_of_hub or not came_with_the_model(files):
-        _name_ends(config, tokens)
+        _name_ends(config, folder.tokens())
     found = newest_step(folder.checkpoints)
     shapes = folder.sections.shapes()
     stored = {(name[0], *name[2:]): spec for name, spec in param_specs_of(found).items()}
@@ -79,7 +77,7 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
     for key in (key for key in _DTYPE_KEYS if key in config):
         config[key] = dtype or next(iter(dtypes.values()))
     carried = [] if files is None else list(carried_tensors(files))
-    return PlannedExport(folder, files, tokens, found, config, matches(form.table, shapes), carried, dtype, dtypes)
+    return PlannedExport(folder, files, found, config, matches(form.table, shapes), carried, dtype, dtypes)
 
 
 def write_export(

@@ -151,16 +151,17 @@ def _recorded(files: Path) -> TokenKind:
     return kind
 
 
-def keep_files(run: Path, files: Path | None, kind: TokenKind | None, known: TokenKind | None) -> None:
-    """Let a run have what goes along with its model: copies of ``files``, and the record of its tokens.
+def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
+    """Let a run have what goes along with its model: copies of ``files``, and the record of its tokens, ``kind``.
 
-    ``kind`` are the tokens that it is trained on (None: it is not known), and ``known`` those of the model in
-    ``files``. Where these are others, the tokenizer of the data takes the place of that of the model. Nothing is kept
-    of a run that began here on bytes: its configuration tells. Raises ValueError where a file cannot be copied safely.
+    Where these are others than those of the tokenizer in ``files``, the data's tokenizer takes its place. Nothing is
+    kept of a run that began here and whose configuration tells all. Raises ValueError where a file cannot be copied
+    safely.
     """
-    is_other = kind is not None and (known is None or not kind.is_same(known))
-    tokenizer = kind.file if kind is not None and (is_other or files is None) else None
-    if files is None and tokenizer is None and (kind is None or not kind.ends):
+    came = files is not None and (files / TOKENIZER).is_file()
+    with_model = _of_tokenizer(files) if files is not None and came else None
+    is_other = kind is not None and (not kind.is_same(with_model) if with_model else kind.file is not None)
+    if files is None and (kind is None or (kind.file is None and not kind.ends)):
         return
     fresh = run / f".{KEPT}"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -168,25 +169,24 @@ def keep_files(run: Path, files: Path | None, kind: TokenKind | None, known: Tok
         for path in sorted(files.iterdir()) if files is not None else ():
             if path.is_file() and path.name != TOKENS and not (is_other and fits(path.name, _OF_TOKENIZERS)):
                 copy_file(path, folder / path.name)
-        if tokenizer is not None:
-            copy_file(tokenizer, folder / TOKENIZER)
+        if is_other and kind is not None and kind.file is not None:
+            copy_file(kind.file.resolve(), folder / TOKENIZER)  # whoever names a link means what it leads to
             _write_settings(folder, kind)
-        own = kind or known
-        if own is not None:
-            ends = own.ends if is_other or known is None else tuple(dict.fromkeys((*own.ends, *known.ends)))
-            digest = None if own.is_bytes else kind_of_file(folder / TOKENIZER).tokenizer.sha256
+        if kind is not None:
+            ends = kind.ends if is_other or with_model is None else dict.fromkeys((*kind.ends, *with_model.ends))
+            digest = None if kind.is_bytes else kind_of_file(folder / TOKENIZER).tokenizer.sha256
             told = {"ends": list(ends), "sha256": digest, "came_with_the_model": not is_other}
             (folder / TOKENS).write_text(json.dumps(told) + "\n", encoding="utf-8")
     shutil.rmtree(run / KEPT, ignore_errors=True)
     os.rename(fresh, run / KEPT)
 
 
-def _write_settings(folder: Path, kind: TokenKind | None) -> None:
+def _write_settings(folder: Path, kind: TokenKind) -> None:
     """Say, in the form of transformers, which token ends a text: a tokenizer.json itself does not."""
     from tokenizers import Tokenizer
 
     told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if kind is not None and kind.ends:
+    if kind.ends:
         told["eos_token"] = Tokenizer.from_file(str(folder / TOKENIZER)).id_to_token(kind.ends[0])
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
@@ -199,8 +199,8 @@ def came_with_the_model(files: Path | None) -> bool:
 
 
 def files_are_kept(run: Path) -> bool:
-    """Whether a run has its own record of tokens."""
-    return (run / KEPT / TOKENS).is_file()
+    """Whether a run has its own copies."""
+    return (run / KEPT).is_dir()
 
 
 def has_unread_tokenizer(files: Path) -> bool:

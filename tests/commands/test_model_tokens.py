@@ -170,7 +170,8 @@ def trained(*options: object, run: str = "run", config: str = "run.yaml") -> Any
 
 @pytest.mark.slow
 def test_a_run_needs_its_import_no_longer_once_it_has_begun(work: Path) -> None:
-    written(str(work / "imp"), tokens={"path": str(work / "set_theirs"), **ROWS, "held_out": 0.2})
+    tokens = {"path": str(work / "set_theirs"), "tokenizer": str(work / "imp"), **ROWS, "held_out": 0.2}
+    written(str(work / "imp"), tokens=tokens)
     assert trained().returncode == 0
     for name in ("imp", "set_other", "theirs"):
         shutil.rmtree(name)
@@ -217,6 +218,32 @@ def test_a_model_that_began_here_is_exported_with_its_tokenizer(work: Path) -> N
     with pytest.raises(ValueError, match="the model in run knows those of the tokenizer run/tokenizer/tok"):
         planned("run", run="next", tokens={"path": "set_theirs", **ROWS})
     assert planned("run", run="next", jsonl={"path": "lines.jsonl", **ROWS}).dataset.token_kind.ends == vocabulary.stops
+
+
+def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
+    from rrfp_jax.exchange.model_folder import keep_files
+
+    run = Path("run")
+    run.mkdir()
+    shutil.copyfile("imp/model.yaml", run / "config.yaml")
+    data, own = (planned(tokens={"path": f"set_{name}", **ROWS}, force=True).dataset for name in ("other", "theirs"))
+    for kind, name, ends in ((own.token_kind, "theirs", (0,)), (data.token_kind, "other", (0,))):
+        keep_files(run, Path("imp/hugging-face"), kind)
+        found = open_model(run, "the run").tokens()
+        assert found is not None
+        assert found.file == run / KEPT / "tokenizer.json"
+        assert found.file.read_bytes() == Path(name, "tokenizer.json").read_bytes()
+        assert found.ends == ends
+    keep_files(run, run / KEPT, own.token_kind)  # from its own copies
+    assert (run / KEPT / "tokenizer.json").read_bytes() == Path("theirs/tokenizer.json").read_bytes()
+    shutil.copyfile("other/tokenizer.json", run / KEPT / "tokenizer.json")
+    with pytest.raises(
+        ValueError, match=r"is another tokenizer than the one that the run was trained with: put"
+    ):
+        open_model(run, "the run").tokens()
+    (run / KEPT / TOKENS).write_text("{}")
+    with pytest.raises(ValueError, match=r"tokens\.json is no record of tokens"):
+        open_model(run, "the run").tokens()
 
 
 def seeing(folder: Path, kind: str = "llava_siglip", names: Any = None) -> Path:

@@ -65,7 +65,7 @@ def measure(
     layers = layers_here(small, setting)
     many = larger_chunk(small, layers, process, num_microbatches=NUM_MICROBATCHES) if repeats else MANY
     cut = small_cut(small, process.layout.num_stages, many=many)
-    data = make_data_set(small)
+    data = make_data_set(small, force=True)
     found = Measured(control_ms=_control_ms(process))
     base: Pipeline | None = None
     for backward in (SPLIT, FUSED):

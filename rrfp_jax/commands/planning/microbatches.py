@@ -62,7 +62,7 @@ def leaf_specs(config: TrainConfig, microbatch_size: int) -> list[dict[str, Any]
         return [{name: np.empty(shape, dtype) for name, dtype in dtypes.items()}]
     batch_size = microbatch_size * config.data_set.num_microbatches
     section: Any = {config.data_section: replace(config.data_set, batch_size=batch_size)}
-    return list(make_data_set(replace(config, **section)).buckets or [])
+    return list(make_data_set(replace(config, **section), force=True).buckets or [])
 
 
 def _rows(shapes: dict[str, tuple[int, ...]]) -> Rows:

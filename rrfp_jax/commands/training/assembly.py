@@ -148,7 +148,7 @@ class Run:
         if known.has_begun and known.files is None and self.config.run.init_from is not None:
             return  # a run of an earlier version, whose import is gone
         try:
-            keep_files(path, known.files, kind, known.tokens)
+            keep_files(path, known.files, kind or known.tokens)
         except OSError as error:
             raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
         self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")

@@ -4,7 +4,14 @@ import sys
 from math import isqrt
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_tokens import KnownModel, check_tokens, known_model, text_writer, with_tokenizer
+from rrfp_jax.commands.training.model_tokens import (
+    KnownModel,
+    check_tokens,
+    known_model,
+    text_writer,
+    with_kept_tokenizer,
+    with_tokenizer,
+)
 from rrfp_jax.data import (
     HELD_OUT,
     TRAIN,
@@ -96,7 +103,7 @@ def _text(config: TrainConfig, part: Part, known: KnownModel) -> TextBytes | Tok
     if config.own_data is not None:
         return OwnData(config.own_data, config.model.vocab_size, part)
     if config.tokens is not None:
-        return Tokens(config.tokens, part)
+        return Tokens(with_kept_tokenizer(config.tokens, known), part)
     files = config.jsonl or config.parquet
     if files is not None:
         from rrfp_jax.data.text_files import tokens_of_files

@@ -15,7 +15,7 @@ from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.token_kind import TokenKind, kind_of_file
 from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
-from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig
+from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.exchange.image_settings import read_image_tokens
 from rrfp_jax.exchange.importing import CONFIG
 from rrfp_jax.exchange.model_folder import CHECKPOINTS, KEPT, TOKENS, has_unread_tokenizer, open_model
@@ -51,26 +51,36 @@ def known_model(config: TrainConfig, directory: Path | None = None, *, fresh: bo
     Raises ValueError, with the remedy, where there is no such folder, or it does not fit together.
     """
     if directory is not None and not fresh and any((directory / CHECKPOINTS).glob("step_*/commit.json")):
-        with suppress(ValueError):  # whether the run can go on is told elsewhere
-            folder, files = open_model(directory, "run_dir"), None
-            with suppress(ValueError):  # of an earlier version, whose import is gone
-                files = folder.files()
-            if (directory / KEPT / TOKENS).is_file():
-                return KnownModel(where=directory, tokens=folder.tokens(), files=files, has_begun=True)
-            tokens = None
-            with suppress(ValueError):  # of an earlier version, whose data has moved
-                tokens = folder.tokens()
-            return KnownModel(where=directory, tokens=tokens, files=files, has_begun=True)
-        return KnownModel(where=directory, has_begun=True)
+        return _begun(directory)
     if config.run.init_from is None:
         return KnownModel()
     folder = open_model(Path(config.run.init_from), INIT_FROM)
     return KnownModel(where=folder.path, tokens=folder.tokens(), files=folder.files())
 
 
+def _begun(directory: Path) -> KnownModel:
+    """The model of a run that goes on."""
+    try:
+        folder = open_model(directory, "run_dir")
+    except ValueError:  # whether the run can go on is told elsewhere
+        return KnownModel(where=directory, has_begun=True)
+    if (directory / KEPT / TOKENS).is_file():
+        return KnownModel(where=directory, tokens=folder.tokens(), files=folder.files(), has_begun=True)
+    files = tokens = None
+    with suppress(ValueError):  # of an earlier version, whose import is gone, or whose data has moved
+        files = folder.files()
+        tokens = folder.tokens()
+    return KnownModel(where=directory, tokens=tokens, files=files, has_begun=True)
+
+
 def with_tokenizer(data: JsonlConfig | ParquetConfig, known: KnownModel) -> JsonlConfig | ParquetConfig:
     """The same files with the tokenizer that is meant: where none is given that of the model, else bytes."""
     return replace(data, tokenizer=_tokenizer_of(data.tokenizer, known))
+
+
+def with_kept_tokenizer(data: TokensConfig, known: KnownModel) -> TokensConfig:
+    """The same token sets with the tokenizer that a run has kept, where the one that is named is gone."""
+    return data if data.tokenizer is None else replace(data, tokenizer=_tokenizer_of(data.tokenizer, known))
 
 
 def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> TextWriter | None:
