@@ -237,9 +237,7 @@ def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
     keep_files(run, run / KEPT, own.token_kind)  # from its own copies
     assert (run / KEPT / "tokenizer.json").read_bytes() == Path("theirs/tokenizer.json").read_bytes()
     shutil.copyfile("other/tokenizer.json", run / KEPT / "tokenizer.json")
-    with pytest.raises(
-        ValueError, match=r"is another tokenizer than the one that the run was trained with: put"
-    ):
+    with pytest.raises(ValueError, match=r"is another tokenizer than the one that the run was trained with: put"):
         open_model(run, "the run").tokens()
     (run / KEPT / TOKENS).write_text("{}")
     with pytest.raises(ValueError, match=r"tokens\.json is no record of tokens"):
