@@ -13,7 +13,10 @@ _MAX_LETTERS = 2_000
 
 def error_text(error: BaseException) -> str:
     """Type and message of the exception, of the innermost one where JAX tells it, and its last frames, one per line."""
-    _, wrapped, told = str(error).rpartition(_TRACEBACK)
+    try:
+        _, wrapped, told = str(error).rpartition(_TRACEBACK)
+    except Exception:  # an exception of the user's own, whose text cannot be made; the traceback's module says so
+        wrapped = told = ""
     if wrapped:
         frames, message = _told(told)
     else:

@@ -56,3 +56,12 @@ def test_a_failed_task_is_told_in_the_report_without_escapes() -> None:
     assert "\\n  File" not in summary
     assert "JaxRuntimeError" not in summary
     assert len(summary) < 2_500
+
+
+def test_an_exception_whose_text_cannot_be_made_is_named_all_the_same() -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise TypeError("no text")
+
+    text = error_text(Unspeakable())
+    assert "Unspeakable: <exception str() failed>" in text
