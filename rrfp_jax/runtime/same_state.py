@@ -43,7 +43,7 @@ class _Part(NamedTuple):
     owner: str
     """The stage and chunk, or the tied layer, that the array belongs to."""
     array: str
-    data: jax.Array
+    data: jax.Array | np.ndarray
     where: str
     """Which part of the array, in a form that is the same for arrays of any shape that are cut alike."""
 
@@ -126,6 +126,10 @@ def _sums(model: HostedModel, state: HostedState) -> dict[str, Sums]:
 def _parts(owner: str, name: str, tree: Any) -> Iterator[_Part]:
     """What this process holds of the arrays of a tree; where several of its devices hold the same, once."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = f"{name} {jax.tree_util.keystr(path)}".rstrip()
+        if not isinstance(leaf, jax.Array):  # states that are restored may be of NumPy
+            yield _Part(owner, array, np.asarray(leaf), "whole")
+            continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)  # noqa: PLW2901 - the numbers behind it
         known = set[str]()
@@ -133,7 +137,7 @@ def _parts(owner: str, name: str, tree: Any) -> Iterator[_Part]:
             where = _where(shard.index, leaf.shape)
             if where not in known:
                 known.add(where)
-                yield _Part(owner, f"{name} {jax.tree_util.keystr(path)}".rstrip(), shard.data, where)
+                yield _Part(owner, array, shard.data, where)
 
 
 def _where(index: Sequence[slice], shape: Sequence[int]) -> str:
@@ -154,7 +158,7 @@ def _sums_of(parts: Sequence[_Part]) -> list[int]:
     sums: list[Any] = [None] * len(parts)
     by_device: dict[jax.Device, list[int]] = {}
     for index, part in enumerate(parts):
-        if is_on_host(part.data.sharding) or part.data.sharding.memory_kind in _HOST_MEMORY:
+        if isinstance(part.data, np.ndarray) or _lies_on_host(part.data.sharding):
             sums[index] = sum_on_host(np.asarray(part.data))
         else:
             by_device.setdefault(next(iter(part.data.devices())), []).append(index)
@@ -163,6 +167,10 @@ def _sums_of(parts: Sequence[_Part]) -> list[int]:
         for index, value in zip(there, added, strict=True):
             sums[index] = int(value)
     return sums
+
+
+def _lies_on_host(sharding: jax.sharding.Sharding) -> bool:
+    return is_on_host(sharding) or sharding.memory_kind in _HOST_MEMORY
 
 
 @jax.jit

@@ -99,12 +99,14 @@ def test_tied_copies_that_differ_are_refused(options: dict[str, Any]) -> None:
     assert said.startswith("tied layer 'both': parameter ['kernel'] differs between"), said
 
 
-def test_an_optimizer_state_that_was_restored_unlike_another_is_refused() -> None:
+@pytest.mark.parametrize("of_numpy", [False, True])
+def test_an_optimizer_state_that_was_restored_unlike_another_is_refused(*, of_numpy: bool) -> None:
     chunks = two_chunks(init=drawn_once("last"))
     options: dict[str, Any] = {"placement": linear(2), "optimizer": optax.adam(0.1), "data": 2}
     with make_pipeline(chunks, **options) as pipeline:
         states = [state for _, state in pipeline.chunk_states(pipeline.init(jax.random.key(0)))]
-        states[-1].optimizer_state = jax.tree.map(lambda leaf: leaf + 1, states[-1].optimizer_state)
+        change = np.asarray if of_numpy else lambda leaf: leaf  # type: ignore[var-annotated]
+        states[-1].optimizer_state = jax.tree.map(lambda leaf: change(leaf + 1), states[-1].optimizer_state)
     with make_pipeline(chunks, **options) as pipeline:
         state = pipeline.restore(states, 5)
         with pytest.raises(ValueError, match=r"optimizer state of chunk 1 \(two\), \[0\]\[0\].count differs between"):
