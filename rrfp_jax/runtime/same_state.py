@@ -5,8 +5,9 @@ for ever, without a word. Whatever devices hold the same part of the same array 
 processes of a unit, and on other stages where layers are tied.
 
 Each device adds up a hash of every element that it holds, of the element's bits and its place, so only numbers go
-through the host and the network. The processes tell a digest of each group of parts, and the sums themselves only where
-two of these differ.
+through the host and the network. That is one pass over an accelerator's memory; on CPU devices a core takes about 2.5 s
+for a gigabyte. The processes tell a digest of each group of parts, and the sums themselves only where two of these
+differ.
 """
 
 import hashlib
