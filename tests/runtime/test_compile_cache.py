@@ -142,6 +142,16 @@ def test_a_damaged_entry_is_compiled_again(use: Any, tmp_path: Path) -> None:
     assert counted(use()) == (1, 0)
 
 
+def test_a_program_over_several_cpu_devices_is_compiled_anew(use: Any) -> None:
+    """XLA loses the order of its collectives when it loads it: the devices could wait for each other for ever."""
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    for _ in range(2):
+        cache = use()
+        jax.jit(lambda x: x.sum(), in_shardings=cut).lower(np.arange(8.0)).compile()
+        assert (cache.num_hits, cache.num_misses) == (0, 1)
+
+
 def test_it_can_be_switched_off(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert use("none") is None
     monkeypatch.setenv(compile_cache.VARIABLE, "none")
