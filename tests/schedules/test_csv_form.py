@@ -135,6 +135,7 @@ def test_operations_that_no_graph_has_are_named() -> None:
         ("(" * 50_000 + "0F0)OVERLAP_F_B\n", "is not a task: write one, such as 2F5"),
         ("9" * 5000 + "F0\n", "is not a task: write one, such as 2F5"),
     ],
+    ids=["microbatch", "microbatches", "chunks", "quoted", "brackets", "digits"],
 )
 def test_a_table_is_refused_before_anything_is_made_as_large_as_its_numbers(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
