@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rrfp_jax.record_files import parse_json
+
 _MAX_KEYS_SHOWN = 10
 _ABSENT = "nothing"
 _TOKEN = secrets.token_hex(8)
@@ -60,7 +62,7 @@ class Hello:
     """What must be the same on all ranks, as canonical JSON."""
 
     def __post_init__(self) -> None:
-        if not isinstance(json.loads(self.configuration), dict):
+        if not isinstance(parse_json(self.configuration), dict):
             raise ValueError(f"the configuration is {self.configuration:.60}: give an object")
 
     @classmethod

@@ -13,8 +13,11 @@ import pytest
 from rich.console import Console
 
 from rrfp_jax import Layout, Pipeline, looped
-from rrfp_jax.commands.common.console import log_plainly, make_console, make_table
+from rrfp_jax.commands.common.console import log_plainly, make_console, make_table, say, show_text
+from rrfp_jax.commands.common.errors import BadInput, run_command
+from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
+from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.training.loop import StepRow
 
 
@@ -159,3 +162,40 @@ def test_numbers_of_a_table_are_whole_however_narrow_the_terminal(width: int, mo
     assert ["zb-h1:ready+foresight", *numbers] in [line.split() for line in lines]
     assert "…" not in stream.getvalue()
     assert all(len(line) <= max(width, 75) for line in lines)
+
+
+OBEYED, SHOWN = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202e", "a\\x1b[2J\\x1b]0;owned\\x07\\x9b31m\\u202e"
+"""What clears a terminal, names it anew and colours it, and what is printed in its place."""
+
+
+def test_words_of_others_are_not_obeyed_by_the_terminal_wherever_they_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log_plainly()
+    logging.getLogger("rrfp_jax.anything").warning("tensor %s", OBEYED)
+    console, table = make_console(), make_table(OBEYED, "name")
+    table.add_row(OBEYED)
+    console.print(OBEYED, markup=False)
+    console.print(table)
+    say(OBEYED)
+    say_last_words(OBEYED)
+
+    def refuse() -> int:
+        raise BadInput(f"column {OBEYED}")
+
+    with pytest.raises(SystemExit):
+        run_command(refuse)
+    with pytest.raises(SystemExit):
+        CommandParser("train", "Train.").error(OBEYED)
+    shown = capsys.readouterr()
+    for stream in (shown.out, shown.err):
+        assert stream.count(SHOWN) == 4
+        assert not set(stream) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_text_goes_into_a_file_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    show_text(OBEYED)
+    assert capsys.readouterr().out == f"{OBEYED}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show_text(OBEYED)
+    assert capsys.readouterr().out == f"{SHOWN}\n"
