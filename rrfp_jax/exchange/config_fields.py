@@ -52,7 +52,7 @@ class ConfigFields:
     def number(self, name: str) -> float:
         """A number, neither infinite nor NaN."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(name, value, "a number is needed")
         if not math.isfinite(value):
             raise self.refusal(name, value, "a finite number is needed")

@@ -64,7 +64,7 @@ REFUSED_FIELDS = [
         {"vision_config.num_hidden_layers": 1000},
         "num_hidden_layers of the tower is 1000, and the f",
     ),
-    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a number is needed"),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a finite number is needed"),
     ("llama", {"model_type": "l" * 10**6}, "llllll': models here are llama"),
     ("llama", {"head_dim": 5}, "heads are 5 wide"),
     (

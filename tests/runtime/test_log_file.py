@@ -401,10 +401,10 @@ def test_a_log_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (("graph", "num_microbatches"), 10**9, "more than the 1048576 pairs that a step may have"),
-        (("graph", "num_microbatches"), 10**18, "more than the 1048576 pairs that a step may have"),
-        (("graph", "num_microbatches"), 200_000, "a replay has at most 262144"),
-        (("graph", "num_chunks"), 10**9, "more than the 1048576 pairs that a step may have"),
+        (("graph", "num_microbatches"), 10**9, "num_microbatches is 1000000000: give at most"),
+        (("graph", "num_microbatches"), 10**18, "num_microbatches is 1000000000000000000: give at most"),
+        (("graph", "num_chunks"), 10**9, "num_chunks is 1000000000: give at most"),
+        (("graph", "num_chunks"), 10**6, "more than the 1048576 pairs that a step may have"),
         (("graph", "num_chunks"), 10**5, "the graph has 100000 chunks and the placement 2 of them"),
         (("placement", "stage_of_chunk"), [0, 10**9], "leaves stages [1, 2, 3, 4, 5, 6, 7, 8] without a chunk"),
         (("stages", 0, "arbiter", "evaluation_batches"), 10**9, "a replay has at most 262144"),
