@@ -104,6 +104,8 @@ def config_of(
     config = read_train_config(str(path), {})
     layout = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     resets = {f"pipeline.{name}": value for name, value in layout.items()}
+    if not trust:  # programs may as well be compiled here as be taken from a folder that the run names
+        resets["run.compile_cache"] = "auto"
     config = load_train_config(str(path), {**resets, **overrides}, trust=trust)
     evaluation = config.evaluation or EvaluationConfig()
     if batches is not None:

@@ -73,6 +73,15 @@ def test_code_that_a_runs_folder_names_is_not_run(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
+def test_an_evaluation_takes_no_compiled_programs_of_the_runs_choice(folder: Path) -> None:
+    written(folder, run={"steps": 1, "compile_cache": "/tmp/theirs"})
+    asked: dict[str, Any] = {"batches": None, "sets": None}
+    assert evaluate.config_of(folder, {}, **asked).run.compile_cache == "auto"
+    assert evaluate.config_of(folder, {}, **asked, trust=True).run.compile_cache == "/tmp/theirs"
+    ours = {"run.compile_cache": "/tmp/ours"}
+    assert evaluate.config_of(folder, ours, **asked).run.compile_cache == "/tmp/ours"
+
+
 @pytest.mark.parametrize("word", [["--trust"], ["--own-data.object", "a_strangers:data"]])
 def test_the_command_line_says_what_is_run(folder: Path, word: list[str]) -> None:
     path = written(folder, own_data=OWN)
