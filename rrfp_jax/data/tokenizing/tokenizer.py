@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
-from rrfp_jax.record_files import parse_json, read_record
+from rrfp_jax.record_files import parse_json, read_bounded, read_record
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MODEL_FILES = ("generation_config.json", "config.json")
@@ -24,7 +24,7 @@ MODEL_FILES = ("generation_config.json", "config.json")
 _INNER = ("", "hugging-face", "tokenizer")
 """Where a folder has a tokenizer.json: one of the hub, an import, a run."""
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_MOST_GROWTH = 100
+_MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 
@@ -121,7 +121,7 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) ->
     """
     file = tokenizer_file(path)
     try:
-        data = file.read_bytes()
+        data = read_bounded(file, _MOST_BYTES)
     except FileNotFoundError:
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json, train, or bytes") from None
     except OSError as error:

@@ -204,6 +204,9 @@ def test_what_cannot_be_tokenised_is_refused_and_leaves_nothing(folder, tmp_path
     text = tmp_path / "a.txt"
     text.write_text("a")
     refused("tokenizer .*no.json does not exist", [text], out, tokenizer=str(tmp_path / "no.json"))
+    refused(
+        "tokenizer /dev/zero cannot be read .it has more than 134,217,728 bytes.", [text], out, tokenizer="/dev/zero"
+    )
     (tmp_path / "bad.json").write_text("{}")
     refused(r"bad\.json is no file of the tokenizers library", [text], out, tokenizer=str(tmp_path / "bad.json"))
     assert not (tmp_path / "out.unfinished").exists() or os.listdir(tmp_path / "out.unfinished/pieces")
