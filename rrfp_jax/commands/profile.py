@@ -29,6 +29,7 @@ from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.observe.output_files import check_file
+from rrfp_jax.planning.unit_axes import with_axes_in_order
 from rrfp_jax.runtime.detection import membership_from
 
 if TYPE_CHECKING:
@@ -141,10 +142,12 @@ def _enter(config: TrainConfig, settings: list[Setting]) -> "Process":
     tensors = {setting.tensor for setting in settings}
     if num_ranks > 1 and len(tensors) > 1:
         raise ValueError("several processes share layers in one way at a time: give one number to --tensor")
+    profiled = config.as_dict()
+    profiled["pipeline"] = with_axes_in_order(profiled["pipeline"])
     return enter(
         num_stages=num_ranks,
         tensor=max(tensors),
-        configuration={"profile": config.as_dict(), "settings": [list(setting) for setting in settings]},
+        configuration={"profile": profiled, "settings": [list(setting) for setting in settings]},
         cluster=config.cluster,
         platform=config.run.platform,
         transport=config.pipeline.transport,  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 from rrfp_jax.bounded_text import shown
 
@@ -61,3 +62,10 @@ def describe_axes(axes: Axes) -> str:
     """For messages: ``tensor 2 x fsdp 4``; of axes of one device only the first one is named."""
     shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
     return " x ".join(f"{name} {size}" for name, size in shown)
+
+
+def with_axes_in_order(pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain data of a section ``pipeline`` with its meshes as lists: two of other orders are other meshes, though
+    mappings of the same entries are equal."""
+    meshes = {name: mesh for name in ("mesh", "encoder_mesh") if (mesh := pipeline.get(name)) is not None}
+    return {**pipeline, **{name: [list(axis) for axis in mesh.items()] for name, mesh in meshes.items()}}

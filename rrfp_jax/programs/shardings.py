@@ -222,12 +222,15 @@ def state_partition(state: Specs, params: Specs, partition: Any) -> Any:
 def shared_out(partition: Any, specs: Specs, num_parts: int, axis: str = DATA) -> Any:
     """The partition where every array is cut over one more axis, along its first free dimension that divides.
 
-    Arrays without such a dimension stay as they are. Over ``data`` this is what ZeRO-1 does to the optimizer state
+    Arrays without such a dimension stay as they are, and so do those that are cut over the axis already. Over ``data``
+    this is what ZeRO-1 does to the optimizer state
     (Rajbhandari et al. 2020).
     """
 
     def cut(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         axes = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        if axis in axes_of_spec(spec):
+            return spec
         for dim, size in enumerate(leaf.shape):
             if axes[dim] is None and size and size % num_parts == 0:
                 axes[dim] = axis

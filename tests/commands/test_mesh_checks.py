@@ -12,6 +12,7 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.models import ExpertsConfig
+from rrfp_jax.network.roll_call import Hello, Member, differences
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2)
 
@@ -55,3 +56,16 @@ def test_a_run_is_refused_before_jax_is_loaded(tmp_path: Path) -> None:
         plan_run(config, tmp_path / "run")
     program = "import sys, rrfp_jax.commands.training.mesh_checks; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_ranks_whose_meshes_differ_in_the_order_of_axes_do_not_agree(tmp_path: Path) -> None:
+    """A dictionary is equal to one of another order, but these are other devices along an axis."""
+    told = {}
+    for rank, mesh in enumerate(({"fsdp": 2, "tensor": 2}, {"tensor": 2, "fsdp": 2})):
+        config = load_train_config("cpu/debug", {"pipeline.mesh": mesh, "pipeline.num_stages": 1})
+        hello = Hello.of(Member(rank=rank, host="host", pid=1, address={}), 2, plan_run(config, tmp_path).agreed)
+        told[rank] = hello.configuration
+    assert differences(told) == [
+        'pipeline.mesh is [["fsdp", 2], ["tensor", 2]] on rank 0, [["tensor", 2], ["fsdp", 2]] on rank 1'
+    ]
+    assert differences({0: told[0], 1: told[0]}) == []

@@ -47,7 +47,8 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     if config is not None and config.pipeline.encoder_mesh is not None:
         _check_encoder_mesh(arguments, config)
     book = given_costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
-    if config is not None and (asked := other_axes(config.pipeline.mesh)) != book.mesh:
+    asked = other_axes(None if config is None else config.pipeline.mesh)
+    if config is not None and tuple(asked.items()) != tuple(book.mesh.items()):  # their order counts
         raise ValueError(
             f"the costs know nothing of {describe_axes(tuple(asked.items()))} in mesh: work them out (--device, not "
             "--costs), compile them here (--compile), or leave mesh out"

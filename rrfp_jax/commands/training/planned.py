@@ -20,6 +20,7 @@ from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.observe.trackers.config import check_installed
+from rrfp_jax.planning.unit_axes import with_axes_in_order
 from rrfp_jax.tasks import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
@@ -70,6 +71,7 @@ class PlannedRun:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
         agreed = self.config.as_dict()
         agreed[self.config.data_section]["text"] = self.dataset.fingerprint  # nodes may have it at other places
+        agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
         for name, dataset in self.evaluation_sets.items():
             agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
         if self.order.table is not None:
