@@ -124,9 +124,7 @@ def check(operation: Operation, mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_on_a_mesh_are_those_of_one_device(name: str, mesh: dict[str, int]) -> None:
     if "convolution" in name and len(mesh) > 1:
-        with pytest.raises(
-            ValueError, match=r"chunk 0 \(operation\) .* it has a convolution on a mesh of .* shard_map"
-        ):
+        with pytest.raises(ValueError, match=r"chunk 0 \(operation\) .* it has a convolution on a mesh of .*shard_map"):
             gradient(OPERATIONS[name], mesh)
     else:
         check(OPERATIONS[name], mesh)

@@ -5,18 +5,22 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.programs.update_faults import scalars_of, update_fault
 from rrfp_jax.tasks import linear
 from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.optimizer import check_groups, make_optimizer
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.test_optimizers import LEAFWISE, PARAMS
 from tests.programs.toys import plain_model
 from tests.test_pipeline_experts import wide_batches
 from tests.test_pipeline_layouts import NUM_STEPS, train
@@ -107,3 +111,61 @@ def test_every_optimizer_with_groups_trains_what_the_plain_loop_does(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_what_the_plain_loop_does(schedule: str) -> None:
     check("adamw", schedule)
+
+
+def divided(count: Any) -> Any:
+    """A learning rate that is infinite at the third update."""
+    return 0.1 / (2.0 - count)
+
+
+FAULTS: dict[str, tuple[Any, list[bool]]] = {
+    "not a number": (lambda: optax.adam(float("nan")), [True] * 4),
+    "infinite": (lambda: optax.sgd(float("inf")), [True] * 4),
+    "a schedule that divides by zero": (lambda: optax.adamw(divided), [False, False, True, True]),
+    "of one chunk's layers": (
+        lambda: optax.partition(
+            {"good": optax.sgd(0.1), "bad": optax.sgd(divided)},
+            lambda params: {name: "bad" if name == "final" else "good" for name in params},
+        ),
+        [False, False, True, True],
+    ),
+    "accumulated over two steps": (
+        lambda: optax.MultiSteps(optax.sgd(lambda count: jnp.where(count, jnp.nan, 0.1)), 2).gradient_transformation(),
+        [False, False, True, True],
+    ),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "replicas": {"data": 2},
+    "replicas that share the state": {"data": 2, "shard_optimizer": True},
+    "on a mesh": {"mesh": {"tensor": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "way"), [*((fault, "alone") for fault in FAULTS), *(("of one chunk's layers", way) for way in WAYS)]
+)
+def test_an_update_that_cannot_be_finite_changes_nothing_on_any_stage(fault: str, way: str) -> None:
+    optimizer, expected = FAULTS[fault]
+    with make_pipeline(plain_model((1, 1)), placement=linear(2), optimizer=optimizer(), **WAYS[way]) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        skipped = []
+        for batch in make_batches(4):
+            before = jax.tree.map(np.array, pipeline.params(state))
+            state, metrics = pipeline.step(state, batch)
+            result = metrics.result()
+            skipped.append(result.skipped)
+            assert np.isfinite(result.grad_norm)
+            after = jax.tree.map(np.array, pipeline.params(state))
+            if result.skipped:
+                assert "update of chunk" in result.fault
+                jax.tree.map(np.testing.assert_array_equal, before, after)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+    assert skipped == expected
+
+
+@pytest.mark.parametrize("optimizer", LEAFWISE.values(), ids=LEAFWISE)
+def test_no_fault_is_seen_where_none_is(optimizer: optax.GradientTransformation) -> None:
+    fault = update_fault(optimizer, PARAMS)
+    state = optimizer.init(jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), PARAMS))
+    assert not fault(scalars_of(state))

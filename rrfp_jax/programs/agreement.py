@@ -29,7 +29,8 @@ class StageReport:
     """What one stage contributes to the agreement of a step; no two stages report the same chunk."""
 
     squared_norms: tuple[tuple[int, float], ...] = ()
-    """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner."""
+    """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner. A
+    negative sign, of a zero too, says that the chunk's next update cannot be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()
@@ -113,10 +114,9 @@ def agree(
     weight = _sum(losses["weight"], order)
     loss = _divide(_sum(losses["loss"], order), weight)
     norms, order = _in_order(plain["squared_norms"], _NORMS)
-    squared_norm = _sum(norms["value"], order)
-    grad_norm = _divide(math.sqrt(squared_norm) if squared_norm >= 0 else math.nan, abs(weight))
+    grad_norm = _divide(math.sqrt(_sum(np.abs(norms["value"]), order)), abs(weight))
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
-    fault = _fault(losses["weight"], weight, loss, grad_norm)
+    fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms)
     return Verdict(
         weight=weight,
         loss=loss,
@@ -138,6 +138,14 @@ def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) ->
     if weight == 0:
         return "there is nothing to predict: all weights are 0"
     return None if math.isfinite(loss) and math.isfinite(grad_norm) else "loss or gradients were not finite"
+
+
+def _fault_of_update(norms: np.ndarray) -> str | None:
+    # what is not a number may have any sign
+    spoilt = norms["place"][np.signbit(norms["value"]) & ~np.isnan(norms["value"])]
+    if not spoilt.size:
+        return None
+    return f"the optimizer's update of chunk {spoilt.min()} cannot be finite: look at its learning rate at this step"
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

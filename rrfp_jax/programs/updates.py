@@ -10,7 +10,7 @@ A shared layer is updated by a program of its own, which is the same for every c
 program XLA may round the same formula differently, and the copies would drift apart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +23,17 @@ from jax.stages import Compiled
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
-from rrfp_jax.programs.shardings import axes_of, mesh_of, param_partition, place, shardings_of, shared_out
-from rrfp_jax.programs.specs import accumulator_spec, pick, spec_of
+from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
+from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.store import ProgramStore
+from rrfp_jax.programs.update_faults import scalars_of, update_fault
 from rrfp_jax.tasks import PipelineGraph
+
+
+def _unchanged(squared_norm: Any, _: Any) -> Any:
+    return squared_norm
 
 
 class _Updates:
@@ -46,7 +51,7 @@ class _Updates:
         store: ProgramStore | None,
     ) -> None:
         self._store = store or ProgramStore()
-        self.index, self.optimizer = index, optimizer
+        self.index, self.optimizer, self._chunk = index, optimizer, chunks[index]
         self.compiled: dict[str, Compiled] = {}
         """The compiled programs by name."""
         self._scalar = devices.sharding() if isinstance(devices, StageDevices) else devices
@@ -69,6 +74,10 @@ class _Updates:
         """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
         self._reduce: FlatProgram | None = None
         self._updates: list[FlatProgram] = []
+        self._signed: Callable[[Any, Any], Any] = _unchanged
+        self._scalars: Specs = ()
+        if self.trains:
+            self._signed, self._scalars = self._fault_of_update()
 
     def _compile(self, name: str, called: str, function: Any, *specs: Any, **options: Any) -> FlatProgram:
         """Traced for this chunk, since an optimizer may go by names of layers; compiled once for equal traces."""
@@ -78,6 +87,31 @@ class _Updates:
 
     def _place(self, partition: Any) -> Any:
         return place(partition, self._scalar)
+
+    def _fault_of_update(self) -> tuple[Callable[[Any, Any], Any], Specs]:
+        """``signed(squared_norm, scalars)``: negative where the next update cannot be finite, and the scalars' shapes.
+
+        The scalars are those of the optimizer's state, a list for each group of layers; none where no fault can be.
+        """
+        groups = [pick(self._params, group) for group in layer_groups(self._chunk, self._params)]
+        scalars = spec_of([scalars_of(jax.eval_shape(self.optimizer.init, params)) for params in groups])
+        faults = [update_fault(self.optimizer, params) for params in groups]
+        found: list[Any] = []
+
+        def signed(squared_norm: Any, scalars: Any) -> Any:
+            flags = [fault(own) for fault, own in zip(faults, scalars, strict=True)]
+            found.extend(flags)
+            flags = [flag for flag in flags if flag is not False]
+            return jnp.where(jnp.stack(flags).any(), -squared_norm, squared_norm) if flags else squared_norm
+
+        jax.eval_shape(signed, jax.ShapeDtypeStruct((), np.float32), scalars)
+        return (_unchanged, ()) if all(flag is False for flag in found) else (signed, scalars)
+
+    def _scalars_of(self, states: Sequence[Any] | None) -> Any:
+        """Those of an optimizer state; of one that is not given, zeros."""
+        if states is None or not self._scalars:
+            return jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._scalars)
+        return [scalars_of(state) for state in states]
 
     def _compile_updates(self, shares: Any = None) -> None:
         """U of every group of layers; ``shares`` say how gradients and state are cut where replicas share them.
@@ -141,21 +175,26 @@ class UnitUpdates(_Updates):
         function = reduce_function(self._tie, self._mesh, self._partition, self._partitions_of_others)
         names, at_params = self._tie.names, self._place(self._partition)
 
-        def reduce(accumulators: Any, others: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+        def reduce(accumulators: Any, others: tuple[Any, ...], scalars: Any) -> tuple[dict[str, Any], Any]:
             layers, squared_norm = function(accumulators, others)
-            return pick(layers, names), squared_norm
+            return pick(layers, names), self._signed(squared_norm, scalars)
 
         self._reduce = self._compile(
             "reduce",
             "reduce",
             reduce,
-            *(accumulator_spec(self._params), self._specs_of_others),
-            in_shardings=(at_params, self._place(self._partitions_of_others)),
+            *(accumulator_spec(self._params), self._specs_of_others, self._scalars),
+            in_shardings=(at_params, self._place(self._partitions_of_others), self._scalar),
             out_shardings=(pick(at_params, names), self._scalar),
         )
 
-    def reduce(self, accumulators: Any, shared: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+    def reduce(
+        self, accumulators: Any, shared: tuple[Any, ...] = (), optimizer_state: tuple[Any, ...] | None = None
+    ) -> tuple[Any, Any]:
         """Sum shared gradients; return the accumulators and their squared norm (float32 scalar). Consumes nothing.
+
+        The norm has a negative sign where the next update from ``optimizer_state`` cannot be finite
+        (:mod:`rrfp_jax.programs.update_faults`).
 
         ``shared`` has, for every chunk of ``graph.sharing(index)`` in ascending order, its shared layers' accumulators;
         the entry of this chunk itself is not looked at. Leave it out where nothing is shared. The norm counts a shared
@@ -165,7 +204,8 @@ class UnitUpdates(_Updates):
             if self.trains and self._replicas_reduce:
                 raise ValueError(f"chunk {self.index} has replicas, which reduce together: call StageUpdates.reduce")
             return accumulators, np.float32(0)
-        sums, squared_norm = self._reduce(accumulators, self._tie.of_others(shared))
+        scalars = self._scalars_of(optimizer_state)
+        sums, squared_norm = self._reduce(accumulators, self._tie.of_others(shared), scalars)
         return {**accumulators, **sums}, squared_norm
 
     def update(
@@ -202,7 +242,7 @@ class Reduced(NamedTuple):
     gradients: Any
     """With a sharded optimizer state, the sums on the whole stage, cut like the state, for ``update``; else None."""
     squared_norm: Any
-    """Of the sums; a float32 scalar, the same in all processes."""
+    """Of the sums, with the sign that says whether an update can be; a float32 scalar, the same in all processes."""
 
 
 class StageUpdates(_Updates):
@@ -243,10 +283,11 @@ class StageUpdates(_Updates):
             tie, self._mesh, self._partition, self._partitions_of_others, shares=shares, ordered=ordered
         )
 
-        def reduce(own: Any, tied: Any, others: Any) -> Any:
+        def reduce(own: Any, tied: Any, others: Any, scalars: Any) -> Any:
             accumulators = own | tied
             reduced, squared_norm = function(accumulators, others)
-            return reduced, jax.tree.map(jnp.zeros_like, accumulators if self.shards_optimizer else {}), squared_norm
+            cleared = jax.tree.map(jnp.zeros_like, accumulators if self.shards_optimizer else {})
+            return reduced, cleared, self._signed(squared_norm, scalars)
 
         at_params, sums = self._place(self._partition), accumulator_spec(self._params)
         at_sums, at_cleared = (at_params, {}) if shares is None else (self._place(shares), at_params)
@@ -255,25 +296,39 @@ class StageUpdates(_Updates):
             "reduce",
             "reduce",
             reduce,
-            *(pick(sums, own), pick(sums, names), self._specs_of_others),
-            in_shardings=(pick(at_params, own), pick(at_params, names), self._place(self._partitions_of_others)),
+            *(pick(sums, own), pick(sums, names), self._specs_of_others, self._scalars),
+            in_shardings=(
+                *(pick(at_params, own), pick(at_params, names), self._place(self._partitions_of_others)),
+                self._scalar,
+            ),
             out_shardings=(at_sums, at_cleared, self._scalar),
             donate=(0,),
         )
 
-    def reduce(self, accumulators: Mapping[int, Any], shared: Mapping[int, tuple[Any, ...]] | None = None) -> Reduced:
+    def reduce(
+        self,
+        accumulators: Mapping[int, Any],
+        shared: Mapping[int, tuple[Any, ...]] | None = None,
+        optimizer_state: Any = None,
+    ) -> Reduced:
         """Sum the gradients of all replicas, and of shared layers over the chunks that hold them.
 
-        ``accumulators`` has those of every local replica, on its unit. ``shared`` has for every local replica what
-        ``UnitUpdates.reduce`` would take, on the unit's devices or in NumPy. Consumes the accumulators, except those of
-        shared layers, which other chunks may still be reading.
+        ``accumulators`` has those of every local replica, on its unit. ``optimizer_state`` is the one that the replicas
+        share, or that of every local replica, for the sign of the norm (:meth:`UnitUpdates.reduce`). ``shared`` has for
+        every local replica what ``UnitUpdates.reduce`` would take, on the unit's devices or in NumPy. Consumes the
+        accumulators, except those of shared layers, which other chunks may still be reading.
         """
         if self._reduce is None:
             return Reduced(dict(accumulators), None, np.float32(0))
         devices = self.devices
         joined = devices.join(accumulators, self._partition)
         tied = {name: joined.pop(name) for name in self._tie.names}
-        reduced, cleared, squared_norm = self._reduce(joined, tied, self._join_others(shared or {}))
+        if isinstance(optimizer_state, Mapping):
+            own = {replica: self._scalars_of(state) for replica, state in optimizer_state.items()}
+            scalars = devices.join(own, jax.tree.map(lambda _: WHOLE, self._scalars)) if self._scalars else ()
+        else:
+            scalars = self._scalars_of(optimizer_state)
+        reduced, cleared, squared_norm = self._reduce(joined, tied, self._join_others(shared or {}), scalars)
         if self.shards_optimizer:
             return Reduced(devices.per_replica(cleared), reduced, squared_norm)
         return Reduced(devices.per_replica(reduced), None, squared_norm)

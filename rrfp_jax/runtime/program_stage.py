@@ -376,10 +376,13 @@ class ProgramStage:
             self._steps[step].shared_layers[chunk] = programs.shared_layers(held.accumulators)
             shared = tuple(self._shared_layers(step, other, chunk) for other in tied)
         if self._replicas is None:
-            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared)
+            state = (held.optimizer_state,) if held.optimizer_state else ()  # what does not train has none
+            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared, *state)
         else:
             base = self._copies.base(chunk)
-            held.accumulators, norm = self._replicas.reduce(step, base, self._replica, held.accumulators, shared)
+            held.accumulators, norm = self._replicas.reduce(
+                step, base, self._replica, held.accumulators, shared, optimizer_state=held.optimizer_state
+            )
         if self._replica:  # the sums are everybody's, and are counted once
             return _Enqueued(norm)
         _start_copies(norm)

@@ -36,13 +36,20 @@ class StageReplicas:
         """Whether ``update`` is to be called for a chunk."""
         return self._updates[base].shards_optimizer
 
-    def reduce(self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
-        """R of a chunk: what this replica holds from now on, and the squared norm of the sums (float32 scalar)."""
-        with self._barrier.meet((step, "R", base), replica, (accumulators, shared)) as meeting:
+    def reduce(
+        self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...], *, optimizer_state: Any
+    ) -> tuple[Any, Any]:
+        """R of a chunk: what this replica holds from now on, and the squared norm of the sums (float32 scalar).
+
+        ``optimizer_state`` is the replica's own, where they do not share one.
+        """
+        with self._barrier.meet((step, "R", base), replica, (accumulators, shared, optimizer_state)) as meeting:
             if meeting.is_launching:
-                tied = {r: layers for r, (_, layers) in meeting.arrived.items()} if shared else None
-                sums = {r: own for r, (own, _) in meeting.arrived.items()}
-                reduced = self._updates[base].reduce(sums, tied)
+                tied = {r: layers for r, (_, layers, _) in meeting.arrived.items()} if shared else None
+                sums = {r: own for r, (own, _, _) in meeting.arrived.items()}
+                own_states = {r: state for r, (_, _, state) in meeting.arrived.items()}
+                state = self._states[base] if self.shares_optimizer(base) else own_states
+                reduced = self._updates[base].reduce(sums, tied, state)
                 self._gradients[base] = reduced.gradients
                 meeting.results = {r: (each, reduced.squared_norm) for r, each in reduced.accumulators.items()}
         result: tuple[Any, Any] = meeting.results[replica]
