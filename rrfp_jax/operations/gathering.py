@@ -107,6 +107,9 @@ def most_gathered(table: ScheduleTable) -> list[int]:
 class _Gather:
     """The functions of ``G`` and ``D``, with JAX only where they run."""
 
+    cuts_parameters = True
+    """Whether parameters are cut between tasks: see :func:`rrfp_jax.runtime.operating.check_operations`."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 

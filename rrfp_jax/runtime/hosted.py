@@ -167,7 +167,10 @@ class HostedModel:
             is_shared = base in specs.shared
             if is_shared:
                 state.shared.setdefault(base, held.optimizer_state)
-            state.chunks[number] = replace(held, optimizer_state=()) if is_shared else held
+            # an operation may have cut them when they were asked for
+            params = jax.tree.map(_lying_as, held.params, specs.chunks[number].params)
+            optimizer_state = () if is_shared else held.optimizer_state
+            state.chunks[number] = replace(held, params=params, optimizer_state=optimizer_state)
         for base in self.base_chunks:
             self._fill_in(base, state)
         return state
@@ -398,6 +401,13 @@ def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> 
     """Of every bucket and chunk."""
     absent = (absent_chunks(chunks, graph, bucket) for bucket in buckets.specs)
     return tuple(derive_shapes(chunks, graph, *each) for each in zip(buckets.specs, absent, strict=True))
+
+
+def _lying_as(array: Any, spec: jax.ShapeDtypeStruct) -> Any:
+    """The array where the spec says."""
+    if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(spec.sharding, array.ndim):
+        return array
+    return jax.device_put(array, spec.sharding)
 
 
 def _has_specs(state: Any) -> bool:

@@ -5,11 +5,13 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.operations import gathered, most_gathered, recomputed
+from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
 from rrfp_jax.simulation import simulate
@@ -201,3 +203,33 @@ def test_a_step_that_lacks_pairs_gathers_for_the_rest():
                 state, metrics = each.step(state, make_batch(), absent=[(0, 1), (1, 1), (0, 4), (1, 4)])
                 losses.append(metrics.result().loss)
     assert losses[:2] == losses[2:]
+
+
+def test_states_that_are_asked_for_while_parameters_are_cut_can_be_restored():
+    gathering = Ordering(schedule=gathered(one_f_one_b()))
+    base = pipeline(2, schedule=one_f_one_b(), tensor=2)
+    first, second = base.reordered(gathering), base.reordered(gathering)
+    with first:
+        state = first.init(jax.random.key(0))
+        state, _ = first.step(state, make_batch())
+        kept = ("params", "optimizer_state", "accumulators")
+        states = [
+            replace(held, **jax.tree.map(jnp.copy, {name: getattr(held, name) for name in kept}), derived=None)
+            for _, held in first.chunk_states(state)
+        ]
+        state, expected = first.step(state, make_batch())
+        loss = expected.result().loss
+    with second:
+        state = second.restore(states, 1)
+        assert second.step(state, make_batch())[1].result().loss == loss
+
+
+def test_what_needs_whole_parameters_or_cuts_them_itself_is_refused_beside_gathered():
+    plan = gathered(one_f_one_b())
+    with pytest.raises(ValueError, match="operation 'GF' cuts parameters that fsdp 2 cuts already: leave"):
+        pipeline(2, schedule=plan, mesh={"fsdp": 2})
+    each = pipeline(2, schedule=plan, tensor=2)
+    each.init(jax.random.key(0))
+    shapes = EvaluationShapes(buckets=[{name: leaf[0] for name, leaf in make_batch().items()}])
+    with each, pytest.raises(ValueError, match="leaves parameters cut between steps, which an evaluation needs whole"):
+        each.prepare(make_batch(), evaluation=shapes)
