@@ -33,6 +33,35 @@ def main():
 
 run_command(main)
 """
+HEARS = """
+import os, signal, sys, time
+from rrfp_jax.commands.common.interrupts import hear_no_more, stop_requests
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+heard = []
+requests = stop_requests()
+requests.action = heard.append
+child = os.fork()
+if not child:
+    time.sleep(20)
+    os._exit(0)
+time.sleep(0.3)
+os.kill(child, signal.SIGUSR1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(0.2)
+assert not heard, heard
+for _ in range(1000):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR2)
+time.sleep(0.3)
+assert heard == [signal.SIGTERM], heard
+hear_no_more()
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGXCPU)
+print("well")
+"""
 EMULATE = ["emulate", "--num-stages", "2", "--num-microbatches", "2", "--durations-ms", "1,1,1"]
 
 
@@ -64,3 +93,8 @@ def ended_of(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[
         timeout=60,
         check=False,
     )
+
+
+def test_the_first_request_to_stop_counts_and_a_forked_process_ends_by_its_own() -> None:
+    ended = ended_of(["-c", HEARS], ROOT)
+    assert (ended.returncode, ended.stdout) == (0, "well\n"), ended.stderr

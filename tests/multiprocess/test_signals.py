@@ -21,6 +21,7 @@ EVALUATED_AFTER, SAVED_EVERY = 8, 4
 STEPS = {1: 40, 4: 16}
 """By number of processes."""
 ENDS_WITHIN_S = 10.0
+"""On a machine that has nothing else to do."""
 
 
 class Run(Launched):
@@ -84,8 +85,8 @@ def running(folder: Path, num_processes: int) -> Iterator[Run]:
         run.close()
 
 
-def check(number: int, moment: str, num_processes: int, folder: Path) -> str:
-    """One cell of the matrix; returns how the run ended."""
+def check(number: int, moment: str, num_processes: int, folder: Path) -> tuple[str, float]:
+    """One cell of the matrix; returns how the run ended, and after how many seconds."""
     with running(folder, num_processes) as run:
         reached = MOMENTS[moment]
         assert eventually(lambda: reached(run) or run.process.poll() is not None, 120), run.text
@@ -99,7 +100,7 @@ def check(number: int, moment: str, num_processes: int, folder: Path) -> str:
     assert "Traceback" not in run.text, run.text
     if number == signal.SIGPIPE:  # changes nothing
         assert (code, saved[-1:]) == (0, [num_steps]), run.text
-        return told
+        return told, 0.0
     if code == 0:
         assert moment in ("ending", "at exit") or num_steps in saved, run.text
         assert saved[-1:] == [num_steps], run.text
@@ -113,8 +114,7 @@ def check(number: int, moment: str, num_processes: int, folder: Path) -> str:
         if run.step_is_told(2):
             assert run.says(f"told to stop: saved after step {saved[-1] - 1}"), run.text
         assert not (run.folder / "run.lock").exists()
-    assert took_s < ENDS_WITHIN_S, told
-    return told
+    return told, took_s
 
 
 QUICK = [
@@ -132,10 +132,9 @@ ALL = [(number, moment, processes) for processes in (1, 4) for moment in MOMENTS
     ids=[f"{signal.Signals(number).name} {moment} {processes}" for number, moment, processes in ALL],
 )
 def test_a_signal_ends_a_run_in_good_order(number: int, moment: str, num_processes: int, tmp_path: Path) -> None:
-    told = check(number, moment, num_processes, tmp_path)
-    if record := os.environ.get("RRFP_TEST_SIGNALS"):
-        with open(record, "a", encoding="utf-8") as file:
-            file.write(f"{num_processes}\t{moment}\t{signal.Signals(number).name}\t{told}\n")
+    told, took_s = check(number, moment, num_processes, tmp_path)
+    if (number, moment, num_processes) not in QUICK:
+        assert took_s < ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), told
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(4, marks=pytest.mark.slow)])
