@@ -41,6 +41,7 @@ ROW = {
     "looking_ahead",
     "tables_planned",
     "skipped",
+    "fault",
     "num_skipped",
     "bad_samples",
     "peak_memory_bytes",
