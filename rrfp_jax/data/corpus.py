@@ -13,6 +13,8 @@ from typing import Never
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data.links import check_inside
+
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 """Folders below the standard library that hold its tests or what was installed beside it."""
 
@@ -37,7 +39,7 @@ def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that make up a corpus, in order.
 
     A single file is taken whatever its suffix. Hidden folders are skipped, links to folders are not followed.
-    Raises ValueError, with the remedy, when there is none.
+    Raises ValueError, with the remedy, when there is none, or one is a link out of the folder.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
     if root.is_file():
@@ -48,6 +50,9 @@ def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         )
     skipped = _NOT_LIBRARY if path is None else frozenset()
     files = [file for file in _walk(root, skipped) if file.name.endswith(suffixes) and file.is_file()]
+    for file in files if path is not None else ():
+        if file.is_symlink():
+            check_inside(file, root)
     if not files:
         raise ValueError(
             f"data folder {root} holds no file ending in {', '.join(suffixes)}: give another folder or other suffixes"

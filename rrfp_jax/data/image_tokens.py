@@ -27,7 +27,7 @@ _REMEDY = "give the tokenizer.json that came with the model"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTokens:
-    """What stands for an image in the text, as a tokenizer writes it."""
+    """The words that stand for an image in the text, as a tokenizer writes them."""
 
     feature: int
     """The token of each feature."""
@@ -96,7 +96,7 @@ class TextWriter:
         return self._cut(ids, weights, grids, merge)
 
     def _shown(self, num_features: int) -> str:
-        """What stands in the text for an image of so many features."""
+        """The words that stand in the text for an image of so many features."""
         if self._mark is None:
             raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
         before, word, behind = self._mark
@@ -123,9 +123,9 @@ class TextWriter:
 
     @property
     def told(self) -> tuple[object, ...]:
-        """What decides the tokens of a text, in few words."""
+        """The settings that decide the tokens of a text."""
         return self.kind.tokenizer.sha256, self.end, self._mark, self._opens
 
     def closing(self) -> Text:
-        """What closes a sample."""
+        """The part that closes a sample."""
         return Text(np.array([self.end], np.int32), 1)

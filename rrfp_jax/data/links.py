@@ -23,6 +23,6 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def _blobs(root: Path) -> list[Path]:
-    """Where the hub's cache keeps the files of the snapshot that a folder is, or is in."""
+    """Folders in which the hub's cache keeps the files of the snapshot that a folder is, or is in."""
     repositories = [above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots"]
     return [repository / "blobs" for repository in repositories]

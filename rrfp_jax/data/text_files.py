@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rrfp_jax.data.file_locks import try_lock
+from rrfp_jax.data.links import check_inside
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
@@ -79,6 +80,9 @@ def _matching(pattern: str) -> list[str]:
     found = sorted(glob.glob(given, recursive=True))
     if not found:
         raise ValueError(f"no file matches {pattern}: give the paths of existing files")
+    for path in map(Path, found):
+        if path.is_symlink() and path.is_file():  # nobody has named it
+            check_inside(path, path.parent)
     return found
 
 

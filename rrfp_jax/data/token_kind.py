@@ -69,7 +69,7 @@ def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
 
 @lru_cache(maxsize=8)
 def _content(file: Path) -> str | None:
-    """What decides tokens, as text that is the same however the file is written; None where it is no tokenizer."""
+    """The parts that decide tokens, as text that is the same however the file is written; None for no tokenizer."""
     from tokenizers import Tokenizer
 
     try:

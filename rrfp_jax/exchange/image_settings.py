@@ -55,7 +55,7 @@ class ImageSettings:
 
 
 def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
-    """Of a model, by the files that came with it.
+    """Read how a model sees, from the files that came with it.
 
     Raises ValueError, naming file and field, where the tower's images cannot be made so.
     """
@@ -88,7 +88,7 @@ def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
 
 
 def read_image_tokens(carried: Path) -> ImageTokens:
-    """Of a model, by the files that came with it; raises ValueError where its configuration does not say."""
+    """Read what stands for an image, from the files that came with a model; raises ValueError where they do not say."""
     config, where = _config(carried)
     token = ConfigFields(config, where, {}).get("image_token_id", "image_token_index")
     if type(token) is not int or token < 0:

@@ -233,7 +233,7 @@ def _sections_text(plan: PlannedImport) -> str:
 
 
 def carried_tensors(files: Path) -> Iterator[StoredTensor]:
-    """Those that an import carries along in ``files``, where there are some."""
+    """The tensors that an import carries along in ``files``, where there are some."""
     from rrfp_jax.exchange.tensor_files import tensors_of
 
     path = files / UNUSED

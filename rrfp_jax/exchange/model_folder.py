@@ -35,7 +35,7 @@ UNUSED = "unused.safetensors"
 """The tensors that are carried along."""
 RUN = "config.yaml"
 KEPT, TOKENS = "tokenizer", "tokens.json"
-"""What a run keeps: the folder in that of the run, and the record of its tokens in it."""
+"""The folder in that of a run that it keeps such files in, and the record of its tokens there."""
 _OF_TOKENIZERS = (
     *("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "generation_config.json"),
@@ -109,7 +109,7 @@ class ModelFolder:
         return None if files is None or not (files / TOKENIZER).is_file() else _of_tokenizer(files)
 
     def _tokens_of_data(self) -> TokenKind | None:
-        """Those that the run was trained on, by its configuration."""
+        """The tokens that the run was trained on, by its configuration."""
         if (section := self.config.get("tokens")) is not None:
             path = section["path"]
             folder = Path(path if isinstance(path, str) else path[0]).expanduser()
@@ -126,7 +126,7 @@ class ModelFolder:
 
 
 def _of_tokenizer(files: Path) -> TokenKind:
-    """By the tokenizer.json that came with a model."""
+    """The tokens of the tokenizer.json that came with a model."""
     ends = ends_of_model(files)
     if not ends:
         with suppress(ValueError):  # it need not say
@@ -135,7 +135,7 @@ def _of_tokenizer(files: Path) -> TokenKind:
 
 
 def _recorded(files: Path) -> TokenKind:
-    """By the record of a run."""
+    """The tokens that the record of a run names."""
     told = read_json(files / TOKENS)
     ends, digest = told.get("ends"), told.get("sha256")
     if not isinstance(ends, list) or not all(type(end) is int for end in ends) or "sha256" not in told:

@@ -175,3 +175,15 @@ def test_of_a_document_of_terabytes_the_beginning_is_shown(tmp_path: Path, capsy
     told, _, text = capsys.readouterr().out.partition(":\n\n")
     assert told.endswith("document 0, 1,000,000,000,000 tokens, the first 1,048,576")
     assert len(text) < 1 << 21
+
+
+def test_how_much_a_tokenizer_does_not_know_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("one two one three")
+    options = ["--out", str(tmp_path / "set"), "--tokenizer", str(tmp_path / "words.json"), "--workers", "1"]
+    assert tokenize.main([str(tmp_path / "a.txt"), *options]) == 0
+    assert "2 tokens (50.00%) stand for what the tokenizer does not know" in " ".join(capsys.readouterr().out.split())

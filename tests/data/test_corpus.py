@@ -57,3 +57,18 @@ def test_a_file_that_cannot_be_read_is_named(folder, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)  # root may read everything, so take the permission away by hand
     with pytest.raises(ValueError, match=r"cannot read .*b\.txt \(Permission denied\): make it readable"):
         read_corpus(str(folder), suffixes=(".txt",), max_bytes=100)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("own")
+    (folder / "b.txt").symlink_to("a.txt")
+    assert [file.name for file in corpus_files(str(folder), (".txt",))] == ["a.txt", "b.txt"]
+    (tmp_path / "secret").write_text("root:x")
+    (folder / "c.txt").symlink_to("../secret")
+    with pytest.raises(
+        ValueError, match=r"c\.txt is a link to .*/secret, which is not in .*texts: put the file itself"
+    ):
+        corpus_files(str(folder), (".txt",))
+    assert corpus_files(str(folder / "c.txt"), (".txt",))  # whoever names a link means what it leads to

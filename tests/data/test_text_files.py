@@ -142,3 +142,14 @@ def test_of_several_processes_one_tokenises(folder):
     assert len({answer[-1] for answer in answers}) == 1
     assert sum(line.startswith("tokenising") for answer in answers for line in answer) == 1
     assert np.prod([len(answer) for answer in answers]) > 1
+
+
+def test_a_link_that_a_pattern_finds_stays_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (tmp_path / "secret.jsonl").write_text('{"text": "x"}\n')
+    (folder / "a.jsonl").symlink_to("../secret.jsonl")
+    config = JsonlConfig(path=(str(folder / "*.jsonl"),), length=8, batch_size=2, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"a\.jsonl is a link to .*/secret\.jsonl, which is not in .*texts"):
+        tokens_of_files(config, say=print)

@@ -35,7 +35,7 @@ class KnownModel:
     tokens: TokenKind | None = None
     """The tokens that it knows; None: nothing tells."""
     files: Path | None = None
-    """What goes along with it; None: nothing."""
+    """The folder of files that go along with it; None: there are none."""
     has_begun: bool = False
     """Whether the run directory itself holds it."""
 
@@ -46,7 +46,7 @@ class KnownModel:
 
 
 def known_model(config: TrainConfig, directory: Path | None = None, *, fresh: bool = False) -> KnownModel:
-    """What a run in ``directory`` goes on with; ``fresh``: what the directory holds does not count.
+    """Find the model that a run in ``directory`` goes on with; ``fresh``: the directory's own does not count.
 
     Raises ValueError, with the remedy, where there is no such folder, or it does not fit together.
     """
@@ -84,7 +84,7 @@ def with_kept_tokenizer(data: TokensConfig, known: KnownModel) -> TokensConfig:
 
 
 def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> TextWriter | None:
-    """What makes tokens of text with images; None: tokens are bytes. Raises ValueError where it cannot."""
+    """Make the writer of text with images; None: tokens are bytes. Raises ValueError where there can be none."""
     name = _tokenizer_of(data.tokenizer, known)
     if name == BYTES.name:
         return None
@@ -136,7 +136,7 @@ def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> Non
 
 
 def token_notes(section: str, data: "RunData", known: KnownModel) -> list[str]:
-    """What cannot be compared, and what differs a little, a sentence each."""
+    """Sentences about tokens that cannot be compared, and about ends that differ."""
     notes = []
     kind, tokens = data.token_kind, known.tokens
     if known.where is not None and not known.has_begun:

@@ -122,7 +122,7 @@ class _Gzip:
         return block
 
     def _read_anew(self, num_bytes: int, error: OSError) -> bytes:
-        """By Python's own reader, which is slower; raises ``error`` where that finds damage as well."""
+        """Read by Python's own reader, which is slower; raises ``error`` where that finds damage as well."""
         try:
             other = gzip.open(self._path)  # noqa: SIM115 - it is read on
             for start in range(0, self._position, BLOCK_BYTES):

@@ -22,7 +22,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 MODEL_FILES = ("generation_config.json", "config.json")
 """Files of a model that name the tokens at which it ends."""
 _INNER = ("", "hugging-face", "tokenizer")
-"""Where a folder has a tokenizer.json: one of the hub, an import, a run."""
+"""Places of the tokenizer.json in a folder of the hub, of an import and of a run."""
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
 _THREADS = "TOKENIZERS_PARALLELISM"
