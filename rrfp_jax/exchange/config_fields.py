@@ -54,8 +54,6 @@ class ConfigFields:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(name, value, "a number is needed")
-        if not math.isfinite(value):
-            raise self.refusal(name, value, "a finite number is needed")
         return float(value)
 
     def flag(self, name: str) -> bool:
