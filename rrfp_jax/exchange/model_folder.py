@@ -85,7 +85,7 @@ class ModelFolder:
         """
         folder, seen = self, {self.path.resolve()}
         while not folder.is_import:
-            if (folder.path / KEPT).is_dir():
+            if files_are_kept(folder.path):
                 return folder.path / KEPT
             began = (folder.config.get("run") or {}).get("init_from")
             if began is None:
@@ -134,9 +134,11 @@ def _of_tokenizer(files: Path) -> TokenKind:
     return kind_of_file(files / TOKENIZER, ends)
 
 
-def _recorded(files: Path) -> TokenKind:
-    """The tokens that the record of a run names."""
+def _recorded(files: Path) -> TokenKind | None:
+    """The tokens that the record of a run names; None where nothing told when it began."""
     told = read_json(files / TOKENS)
+    if told.get("is_known") is False:
+        return None
     ends, digest = told.get("ends"), told.get("sha256")
     if not isinstance(ends, list) or not all(type(end) is int for end in ends) or "sha256" not in told:
         raise ValueError(f"{files / TOKENS} is no record of tokens: put that of the run there, or remove {files}")
@@ -163,6 +165,8 @@ def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
     is_other = kind is not None and (not kind.is_same(with_model) if with_model else kind.file is not None)
     if files is None and (kind is None or (kind.file is None and not kind.ends)):
         return
+    if (run / KEPT).exists() and not files_are_kept(run):
+        raise ValueError(f"{run / KEPT} is not of this run, which keeps its tokenizer there: move it away")
     fresh = run / f".{KEPT}"
     shutil.rmtree(fresh, ignore_errors=True)
     with new_folder(fresh) as folder:
@@ -172,11 +176,12 @@ def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
         if is_other and kind is not None and kind.file is not None:
             copy_file(kind.file.resolve(), folder / TOKENIZER)  # whoever names a link means what it leads to
             _write_settings(folder, kind)
+        told: dict[str, Any] = {"is_known": kind is not None, "came_with_the_model": not is_other}
         if kind is not None:
             ends = kind.ends if is_other or with_model is None else dict.fromkeys((*kind.ends, *with_model.ends))
             digest = None if kind.is_bytes else kind_of_file(folder / TOKENIZER).tokenizer.sha256
-            told = {"ends": list(ends), "sha256": digest, "came_with_the_model": not is_other}
-            (folder / TOKENS).write_text(json.dumps(told) + "\n", encoding="utf-8")
+            told |= {"ends": list(ends), "sha256": digest}
+        (folder / TOKENS).write_text(json.dumps(told) + "\n", encoding="utf-8")
     shutil.rmtree(run / KEPT, ignore_errors=True)
     os.rename(fresh, run / KEPT)
 
@@ -199,8 +204,8 @@ def came_with_the_model(files: Path | None) -> bool:
 
 
 def files_are_kept(run: Path) -> bool:
-    """Whether a run has its own copies."""
-    return (run / KEPT).is_dir()
+    """Whether a run has its own copies: a folder of that name without the record is somebody's."""
+    return (run / KEPT / TOKENS).is_file()
 
 
 def has_unread_tokenizer(files: Path) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.exchange.model_folder import KEPT
+from rrfp_jax.exchange.model_folder import KEPT, files_are_kept
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
@@ -78,9 +78,10 @@ class RunDirectory:
 
     def leftovers(self) -> list[str]:
         """What an earlier run has left here, by name."""
-        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS, KEPT)
+        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        kept = (KEPT,) if files_are_kept(self.path) else ()
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
-        return [name for name in (*names, *logs) if (self.path / name).exists()]
+        return [name for name in (*names, *kept, *logs) if (self.path / name).exists()]
 
     def hold(self, *, to_clear: bool = False) -> None:
         """Take the directory's lock before anything is changed here; ``to_clear``: it is to be emptied.

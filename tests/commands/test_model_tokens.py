@@ -19,6 +19,7 @@ from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
 from rrfp_jax.exchange.exporting import plan_export, write_export
 from rrfp_jax.exchange.importing import plan_import, write_import
 from rrfp_jax.exchange.model_folder import KEPT, TOKENS, open_model
+from rrfp_jax.training.run_directory import RunDirectory
 from tests.commands.running import run_command, sentence
 from tests.exchange.random_folder import TINY_LLAMA, write_folder
 
@@ -239,6 +240,13 @@ def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
     shutil.copyfile("other/tokenizer.json", run / KEPT / "tokenizer.json")
     with pytest.raises(ValueError, match=r"is another tokenizer than the one that the run was trained with: put"):
         open_model(run, "the run").tokens()
+    keep_files(run, Path("imp/hugging-face"), None)  # where nothing tells which tokens the data has
+    assert open_model(run, "the run").tokens() is None
+    assert RunDirectory(run).leftovers() == ["config.yaml", KEPT]
+    (run / KEPT / TOKENS).unlink()
+    assert RunDirectory(run).leftovers() == ["config.yaml"]  # somebody else's folder
+    with pytest.raises(ValueError, match=r"run/tokenizer is not of this run, which keeps its tokenizer there: move it"):
+        keep_files(run, Path("imp/hugging-face"), own.token_kind)
     (run / KEPT / TOKENS).write_text("{}")
     with pytest.raises(ValueError, match=r"tokens\.json is no record of tokens"):
         open_model(run, "the run").tokens()

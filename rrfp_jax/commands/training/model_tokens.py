@@ -18,7 +18,7 @@ from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.exchange.image_settings import read_image_tokens
 from rrfp_jax.exchange.importing import CONFIG
-from rrfp_jax.exchange.model_folder import CHECKPOINTS, KEPT, TOKENS, has_unread_tokenizer, open_model
+from rrfp_jax.exchange.model_folder import CHECKPOINTS, files_are_kept, has_unread_tokenizer, open_model
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.data_sets import RunData
@@ -64,7 +64,7 @@ def _begun(directory: Path) -> KnownModel:
         folder = open_model(directory, "run_dir")
     except ValueError:  # whether the run can go on is told elsewhere
         return KnownModel(where=directory, has_begun=True)
-    if (directory / KEPT / TOKENS).is_file():
+    if files_are_kept(directory):
         return KnownModel(where=directory, tokens=folder.tokens(), files=folder.files(), has_begun=True)
     files = tokens = None
     with suppress(ValueError):  # of an earlier version, whose import is gone, or whose data has moved
