@@ -216,6 +216,7 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
             lambda value: (
                 isinstance(value, kinds)
                 and not isinstance(value, str | bytes)
+                and getattr(value, "shape", None) != ()  # an array that says it can be iterated over
                 and (not isinstance(value, Collection) or all(map(each.holds, value)))
             ),
         )

@@ -33,7 +33,7 @@ from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.private.jax_names import trace_state_clean
 from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
 from rrfp_jax.programs.buckets import Buckets, leaves_to_lack
-from rrfp_jax.programs.chunk import Chunk, check_seed, param_specs, trained_specs
+from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import fitted_placement, model_graph
@@ -113,9 +113,7 @@ class Pipeline:
     ) -> None:
         self._hold = Hold()
         """Of what ``init`` or ``restore`` made last."""
-        self.chunks, self.optimizer = tuple(chunks), with_standard_promotion(optimizer)
-        if not all(isinstance(chunk, Chunk) for chunk in self.chunks):
-            raise ValueError(f"chunks is {with_type(self.chunks)}: give a list of Chunks")
+        self.chunks, self.optimizer = check_chunks(chunks), with_standard_promotion(optimizer)
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options

@@ -18,11 +18,17 @@ from rrfp_jax import (
     Placement,
     RuntimeOptions,
     ScheduleRequest,
+    ScheduleTable,
+    TaskKind,
     UpdateRules,
     build_schedule,
+    freeze,
     linear,
     looped,
+    microbatch_key,
+    mirrored,
 )
+from rrfp_jax.models import ExpertsConfig, LanguageModelConfig
 from rrfp_jax.operations import recompute
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.state import ChunkState
@@ -338,11 +344,32 @@ def pipeline_with(**options: Any) -> Any:
         (lambda: recompute("all"), "part is 'all'"),
         (lambda: ScheduleRequest(num_stages="2", num_microbatches=3), "num_stages is '2'"),
         (lambda: build_schedule("1f1b", {}), "request is {}"),
+        (lambda: ScheduleRequest(num_stages=2, num_microbatches=3, comm_ms=float("nan")), "must not be negative"),
+        (lambda: ScheduleRequest(num_stages=2, num_microbatches=3, memory_limit=-1.0), "memory_limit is -1.0"),
+        (lambda: ScheduleTable("a", TABLE.placement, TABLE.graph, rows=3), "rows is 3"),
         (lambda: EvaluationShapes(buckets=[], batches="1"), "batches is '1'"),
+        (lambda: EvaluationShapes(buckets=3), "buckets is 3"),
+        (lambda: Process(Layout(num_stages=2), patience_s=float("nan")), "patience_s is nan"),
+        (lambda: freeze(3, ["lower"]), "chunks is 3"),
+        (lambda: freeze(CHUNKS, [3]), r"the layers to freeze are given as \[3\] .*: give a list of patterns"),
+        (lambda: mirrored(["a"]), r"chunks is \['a'\]"),
+        (lambda: microbatch_key(0, -1, 0), "step is -1"),
+        (lambda: microbatch_key(0, 0, 2.5), "microbatch is 2.5"),
+        (lambda: TaskKind(3), "3 is not a kind of task"),
+        (
+            lambda: LanguageModelConfig(vocab_size=9, hidden=8, num_layers=2.5, num_heads=2, mlp_dim=8),
+            "num_layers is 2.5",
+        ),
+        (lambda: ExpertsConfig(num_experts=4, experts_per_token="2"), "experts_per_token is '2'"),
     ],
 )
 def test_wrong_types_end_in_one_sentence(call: Callable[[], Any], message: str) -> None:
     refused(call, message)
+
+
+def test_a_schedule_of_learning_rates_that_raises_is_refused() -> None:
+    optimizer = optax.adam(lambda step: 1 / 0)
+    refused(lambda: make_pipeline(optimizer=optimizer).init(jax.random.key(0)), "the optimizer cannot be called.*zero")
 
 
 def test_lists_and_sets_stand_for_tuples_and_frozen_sets() -> None:

@@ -6,7 +6,7 @@ checkpoint whatever layout it was trained in.
 
 from dataclasses import dataclass
 
-from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields
+from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields, check_types
 from rrfp_jax.models.experts_config import ExpertsConfig
 from rrfp_jax.models.rope_scaling import RopeScaling
 
@@ -76,6 +76,7 @@ class LanguageModelConfig:
     loss are float32 whatever it is."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
         check_fields(self, NOT_NEGATIVE, "z_loss")

@@ -21,7 +21,7 @@ feature_layer      -2 in LLaVA     -1              -1
 
 from dataclasses import dataclass
 
-from rrfp_jax.field_rules import check_fields
+from rrfp_jax.field_rules import check_fields, check_types
 from rrfp_jax.models.config import ABOVE_0, check_dtypes
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
@@ -77,6 +77,7 @@ class EncoderConfig:
     """Dtype of matrix products and of activations between layers and chunks."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         sizes = ("hidden", "num_layers", "num_heads", "mlp_dim")
         check_fields(self, ABOVE_0, *sizes, "norm_eps", "layer_scale", "init_std")
         check_dtypes(self)
@@ -213,6 +214,7 @@ class ProjectorConfig:
     """Whether both products have a bias."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_fields(self, ABOVE_0, "patches_per_feature", "mlp_dim", "norm_eps")
         _check_choice(self, "activation", ACTIVATIONS)
         if self.row_order and self.side**2 != self.patches_per_feature:

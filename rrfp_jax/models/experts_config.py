@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class ExpertsConfig:
     """Weight of the router's z-loss, which keeps scores small; 0: none."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_fields(self, AT_LEAST_1, "num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "every")
         check_fields(self, POSITIVE, "capacity_factor")
         check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient")
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} is more than the {self.num_experts} experts: "

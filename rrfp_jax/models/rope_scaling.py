@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.field_rules import Rule, check_fields, fill_fields
+from rrfp_jax.field_rules import Rule, check_fields, check_types, fill_fields
 
 _ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf)
 LLAMA3, LINEAR, YARN = "llama3", "linear", "yarn"
@@ -55,6 +55,7 @@ class RopeScaling:
     """What queries and keys are multiplied by; None: ``0.1 * log(factor) + 1``, or 1 for a factor below 1."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         fill_fields(self, "kind", "rope_scaling", KINDS)
         check_fields(self, _ABOVE_0, "factor", *dict.fromkeys(name for fields in KINDS.values() for name in fields))
         if self.kind == LLAMA3:

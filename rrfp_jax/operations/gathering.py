@@ -90,6 +90,7 @@ def _anchored(op: Op, waits: Iterable[Wait]) -> Op:
     return replace(op, waits=frozenset(wait for wait in waits if wait[0].kind == op.letter))
 
 
+@typed
 def most_gathered(table: ScheduleTable) -> list[int]:
     """By stage, how many chunks are whole at once where the table's row runs one entry after the other."""
     found = []

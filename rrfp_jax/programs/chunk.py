@@ -40,7 +40,7 @@ frozen, and without a gradient
     either.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.field_rules import check_types
+from rrfp_jax.field_rules import check_types, is_whole, with_type
 from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnApply, OwnInit, specs_of
 
 Params = dict[str, Any]
@@ -173,10 +173,27 @@ def microbatch_key(
     """The typed key of one microbatch of one step; all arguments are unsigned 32-bit scalars.
 
     A function of what is computed, never of the order in which it happens to run: ``microbatch`` counts over the whole
-    step, not within a replica. Works inside and outside of jit, with equal bits.
+    step, not within a replica. Works inside and outside of jit, with equal bits. Raises ValueError for other numbers.
     """
-    numbers = [jnp.asarray(value, jnp.uint32) for value in (seed, step, microbatch)]
+    numbers = [_counter(*each) for each in (("seed", seed), ("step", step), ("microbatch", microbatch))]
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers[0]), numbers[1]), numbers[2])
+
+
+def _counter(name: str, value: Any) -> jax.Array:
+    is_array = (
+        isinstance(value, jax.Array | np.ndarray) and not value.shape and jnp.issubdtype(value.dtype, jnp.integer)
+    )
+    if not is_array and not (is_whole(value) and 0 <= value < 2**32):
+        raise ValueError(f"{name} is {with_type(value)}: give a whole number from 0 to {2**32 - 1}")
+    return jnp.asarray(value, jnp.uint32)
+
+
+def check_chunks(chunks: Any) -> tuple[Chunk, ...]:
+    """The chunks as a tuple; raises ValueError for anything else."""
+    given = tuple(chunks) if isinstance(chunks, Iterable) else (chunks,)
+    if not all(isinstance(chunk, Chunk) for chunk in given):
+        raise ValueError(f"chunks is {with_type(chunks)}: give a list of Chunks")
+    return given
 
 
 def check_seed(seed: int) -> None:

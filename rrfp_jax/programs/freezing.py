@@ -7,13 +7,15 @@ on. Frozen layers have neither accumulators nor optimizer state.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import jax
 
-from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
+from rrfp_jax.field_rules import with_type
+from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs, trained_specs
 
 
 def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
@@ -26,15 +28,17 @@ def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
     Raises ValueError, in one sentence with the remedy, for a pattern that matches no layer, and where nothing would be
     left to train.
     """
+    chunks, named = check_chunks(chunks), cast(Any, patterns)
+    given = list(named) if isinstance(named, Iterable) else [named]
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"the layers to freeze are given as {with_type(patterns)}: give a list of patterns")
     layers = [tuple(param_specs(chunk)) for chunk in chunks]
     names = list(dict.fromkeys(name for own in layers for name in own))
-    if isinstance(patterns, str):
-        raise ValueError(f"the layers to freeze are given as the text {patterns!r}: give a list of patterns")
-    for pattern in patterns:
+    for pattern in given:
         if not any(matches(pattern, name) for name in names):
             raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {_nearest(pattern, names)}")
     frozen = [
-        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(matches(p, name) for p in patterns)))
+        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(matches(p, name) for p in given)))
         for chunk, own in zip(chunks, layers, strict=True)
     ]
     if any(chunk.frozen for chunk in frozen):

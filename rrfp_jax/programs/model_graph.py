@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs
 from rrfp_jax.programs.freezing import check_some_train, is_frozen
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import ScheduleTable
@@ -72,6 +72,7 @@ def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
     def tied(chunk: Chunk, suffix: str) -> Chunk:
         return replace(chunk, name=chunk.name + suffix, shared=frozenset(param_specs(chunk)))
 
+    chunks = check_chunks(chunks)
     return [*(tied(chunk, "") for chunk in chunks), *(tied(chunk, " (copy)") for chunk in chunks)]
 
 

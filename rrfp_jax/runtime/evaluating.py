@@ -31,7 +31,7 @@ class EvaluationShapes:
     share the time in which the pipeline fills and drains."""
 
     def __post_init__(self) -> None:
-        check_types(self, "batches")
+        check_types(self)
         if self.batches < 1:
             raise ValueError(f"an evaluation step of {self.batches} batches evaluates nothing: give at least 1")
 

@@ -76,6 +76,8 @@ class Process:
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
         check_selection(transport)
+        if not patience_s > 0:
+            raise ValueError(f"patience_s is {patience_s}: give a positive number of seconds")
         num_ranks = 1 if cluster is None else cluster.num_ranks
         if layout.num_ranks != num_ranks:
             raise ValueError(f"the layout is for {layout.describe()}, but {num_ranks} have been started")

@@ -75,6 +75,13 @@ def start_jax(
     return tuple(jax.local_devices()[:num_local])
 
 
+def allow_promotions() -> None:
+    """Have JAX promote dtypes and ranks as it does by itself, which our models rely on; strict settings of the
+    environment are for code of one's own."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
 def require_accelerator() -> None:
     """Start JAX where that has not been done; raise ValueError where it sees CPU devices only on a host with more."""
     if jax.default_backend() != _CPU:

@@ -1,8 +1,9 @@
 """What a table is asked for: sizes, profiled times, and the graph where it is no chain."""
 
 from dataclasses import dataclass
+from math import inf
 
-from rrfp_jax.field_rules import check_types
+from rrfp_jax.field_rules import AT_LEAST_1, POSITIVE, check_fields, check_types
 from rrfp_jax.tasks import PipelineGraph, Placement, linear
 
 
@@ -35,17 +36,14 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         check_types(self)
-        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
-        choices = {"chunks_per_stage": self.chunks_per_stage, "group_size": self.group_size}
-        for name, count in (counts | choices).items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} is {count}: give at least 1")
+        check_fields(self, AT_LEAST_1, "num_stages", "num_microbatches", "chunks_per_stage", "group_size")
         windows = (self.window,) if isinstance(self.window, int) else self.window or ()
         if any(window < 1 for window in windows):
             raise ValueError(f"window {self.window} holds no microbatch on some stage: give at least 1 per stage")
         if isinstance(self.window, tuple) and len(self.window) != self.num_stages:
             raise ValueError(f"{len(self.window)} windows for {self.num_stages} stages: give one, or one per stage")
-        if min(self.durations_ms) < 0 or self.comm_ms < 0:
+        check_fields(self, POSITIVE, "memory_limit")
+        if not all(0 <= each < inf for each in (*self.durations_ms, self.comm_ms)):
             raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
         if not 0 <= self.input_gradient_frees <= 1:
             raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")

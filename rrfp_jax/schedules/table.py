@@ -9,8 +9,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from rrfp_jax.field_rules import check_types
+from rrfp_jax.field_rules import check_types, with_type
 from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
 from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
@@ -35,7 +36,10 @@ class ScheduleTable:
     this nor the above, and equal rows make equal tables."""
 
     def __post_init__(self) -> None:
-        check_types(self, "name", "placement", "graph", "hint")
+        check_types(self, "name", "placement", "graph", "weights_fill", "hint")
+        rows: Any = self.rows
+        if not isinstance(rows, tuple | list) or not all(isinstance(row, tuple | list) for row in rows):
+            raise ValueError(f"rows is {with_type(rows)}: give a tuple of tasks for each stage")
         if len(self.rows) != self.placement.num_stages:
             raise ValueError(
                 f"table {self.name!r} has {len(self.rows)} rows, its placement {self.placement.num_stages} stages: "

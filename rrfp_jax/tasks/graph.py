@@ -95,7 +95,9 @@ class PipelineGraph:
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
-        for source, target, *_ in self.edges:
+        for source, target, *flags in self.edges:
+            if not all(isinstance(flag, bool) for flag in flags):
+                raise ValueError(f"edge {source!r} -> {target!r} has {flags}: give True or False")
             if not (is_whole(source) and is_whole(target)):
                 raise ValueError(f"edge {source!r} -> {target!r} does not name chunks: give their numbers")
             if not (0 <= source < target < self.num_chunks):

@@ -31,6 +31,8 @@ class TaskKind(str):
     """Optimizer update of a chunk; once per step."""
 
     def __new__(cls, letters: str) -> "TaskKind":
+        if not isinstance(letters, str):
+            raise ValueError(f"{letters!r} is not a kind of task: write capital letters")
         known = _KINDS.get(letters)
         if known is None:
             if not (letters.isascii() and letters.isalpha() and letters.isupper()):

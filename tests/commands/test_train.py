@@ -343,3 +343,18 @@ def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Pa
     report = json.loads((tmp_path / "failure.json").read_text())
     assert [state["stage"] for state in report["stages"]] == [0, 1]
     assert not (tmp_path / "timeline.png").exists()
+
+
+def test_strict_settings_of_jax_are_not_for_our_models_and_what_cannot_be_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--config", DEBUG, *SMALL, "--num-stages", 2, "--steps", 1, "--run-dir", tmp_path / "run")
+    monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "raise")
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+    done = run_afresh("train", *options)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    done = run_afresh("train", *options, "--steps", 2)
+    assert done.returncode == 2
+    assert "jax_disable_jit is on" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

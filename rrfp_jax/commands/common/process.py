@@ -59,7 +59,9 @@ def enter(
         keep_freed_blocks()
     with ending_at_once():
         from rrfp_jax.runtime.process import Process
+        from rrfp_jax.runtime.start_jax import allow_promotions
 
+    allow_promotions()
     membership = membership_from(os.environ, detect=cluster.detect)
     num_ranks = 1 if membership is None else membership.num_ranks
     layout = Layout(num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks)
