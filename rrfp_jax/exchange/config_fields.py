@@ -4,7 +4,6 @@ Every field is either read by a family, or known to say nothing about what the m
 unless its value says that something is off.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
