@@ -16,9 +16,11 @@ from tests.environment import of_child
 from tests.test_pipeline import CHUNKS, make_batch, make_pipeline
 
 SCRIPT = """
-import os, sys, jax
-from tests.test_pipeline import make_batch, make_pipeline
-pipeline = make_pipeline()
+import os, sys, time, jax
+from tests.test_pipeline import layer, loss_chunk, make_batch, make_pipeline
+def slow(value):
+    return jax.pure_callback(lambda x: (time.sleep(0.01), x)[1], jax.ShapeDtypeStruct(value.shape, value.dtype), value)
+pipeline = make_pipeline([layer(0, before=slow), loss_chunk(1)])
 state = pipeline.init(jax.random.key(0))
 state, metrics = pipeline.step(state, make_batch())
 metrics.result()
@@ -50,9 +52,8 @@ print("parent", metrics.result().step)
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT + script]
-    return subprocess.run(
-        command, env=of_child() | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=100, check=False
-    )
+    environment = of_child() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(
