@@ -4,6 +4,7 @@ Every field is either read by a family, or known to say nothing about what the m
 unless its value says that something is off.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ class ConfigFields:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(name, value, "a number is needed")
+        if not abs(value) < math.inf:
+            raise self.refusal(name, value, "a finite number is needed")
         return float(value)
 
     def flag(self, name: str) -> bool:

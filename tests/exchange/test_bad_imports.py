@@ -329,9 +329,9 @@ def test_weights_that_are_not_finite_are_named_and_leave_nothing(value: float, t
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta is inf: a number is needed"),
-        ({"rope_parameters.rope_theta": float("nan")}, "rope_theta is nan: a number is needed"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a number is needed"),
+        ({"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta is inf: a finite number is needed"),
+        ({"rope_parameters.rope_theta": float("nan")}, "rope_theta is nan: a finite number is needed"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a finite number is needed"),
         ({"rope_theta": 77.0}, "rope_theta is 77.0: rope_parameters says"),
         (
             {"rope_theta": 77.0, "rope_parameters": None, "rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
