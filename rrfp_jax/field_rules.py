@@ -64,7 +64,8 @@ def check_fields(record: object, rule: Rule, *names: str) -> None:
         if value is not None:
             _check_type(name, value, hints[name])
         if value is not None and not rule.holds(value):
-            raise ValueError(f"{name} is {shown(value)}: give {rule.words}")
+            told = f"{value:.200}" if isinstance(value, str) else shown(value)
+            raise ValueError(f"{name} is {told}: give {rule.words}")
         if name in _MOST and isinstance(value, int) and value > _MOST[name]:
             raise ValueError(f"{name} is {shown(value)}: give at most {_MOST[name]}")
 

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from rrfp_jax.data.epochs import items_of
-from rrfp_jax.exit_codes import BAD_INPUT
+from rrfp_jax.exit_codes import DATA_UNREADABLE
 from tests.commands.running import ROOT, run_afresh, run_command, sentence
 from tests.environment import of_child
 
@@ -125,7 +125,7 @@ def test_an_image_that_turns_out_broken_ends_the_run_with_a_sentence(config: Pat
     path.write_text("\n".join(map(json.dumps, lines)))
     file.write_bytes((tmp_path / "data" / "a.png").read_bytes()[:300])
     result = run_afresh("train", "--config", config, "--image-text.path", path, "--run-dir", tmp_path / "run")
-    assert result.returncode == BAD_INPUT, result.stderr
+    assert result.returncode == DATA_UNREADABLE, result.stderr
     told, *notes = result.stderr.splitlines()
     assert told.startswith(f"error: image {file}, of line {last + 1} of {path}, cannot be decoded")
     assert notes[0].startswith("the last checkpoint holds step ")
