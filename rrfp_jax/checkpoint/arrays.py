@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rrfp_jax.programs.stage_devices import shards_of
+
 Name = tuple[str, ...]
 PARAMS, OPTIMIZER = "params", "optimizer"
 """What a layer's arrays are part of; the second text of their names."""
@@ -85,7 +87,7 @@ def copy_to_host(arrays: Mapping[Name, jax.Array], writes: Mapping[Name, bool]) 
     """
     plain = {name: _plain(array) for name, array in arrays.items() if array.size}
     shards = {
-        name: [shard for shard in array.addressable_shards if shard.replica_id == 0] if writes[name] else []
+        name: [shard for shard in shards_of(array) if shard.replica_id == 0] if writes[name] else []
         for name, array in plain.items()
     }
     for own in shards.values():

@@ -20,6 +20,7 @@ from rrfp_jax.checkpoint.arrays import OPTIMIZER, PARAMS, Name, describe, is_key
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
 from rrfp_jax.programs.specs import Specs, pick
 from rrfp_jax.programs.specs import describe as describe_spec
+from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import ChunkState, layer_groups
 
 
@@ -126,5 +127,5 @@ def _common(names: tuple[Name, ...], leaves: Mapping[Name, Any]) -> Any:
 def _equal(first: Any, second: Any) -> bool:
     if is_key(first):
         first, second = jax.random.key_data(first), jax.random.key_data(second)
-    shares = zip(first.addressable_shards, second.addressable_shards, strict=True)
+    shares = zip(shards_of(first), shards_of(second), strict=True)
     return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in shares)

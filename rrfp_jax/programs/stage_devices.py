@@ -9,6 +9,7 @@ The first collective of a set of devices makes its processes meet, which takes l
 ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,10 +17,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Shard
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.planning.unit_axes import TENSOR, Axes, describe_axes
 from rrfp_jax.programs.shardings import DATA, WHOLE
+
+_taking_apart = threading.Lock()
+
+
+def shards_of(array: jax.Array) -> Sequence[Shard]:
+    """Returns the shards of an array on the devices of this process.
+
+    Every thread that may share an array with others asks for its shards here, or by :func:`shard_at`. JAX takes an
+    array apart when its shards are first asked for, without a lock: two threads that do so at the same time both get
+    too few or too many of them, and so does everybody afterwards (jaxlib 0.10.2, ``PyArray``'s ``_arrays``).
+    """
+    with _taking_apart:
+        return array.addressable_shards
+
+
+def shard_at(array: jax.Array, index: int) -> jax.Array:
+    """Returns the data of one of :func:`shards_of` an array, by its place among them, as an array of one device."""
+    with _taking_apart:
+        return array.addressable_data(index)
 
 
 class StageDevices:
@@ -78,12 +99,12 @@ class StageDevices:
         return {r: jax.tree.unflatten(structure, [arrays[r] for arrays in leaves]) for r in self.local_replicas}
 
     def _join(self, arrays: Sequence[jax.Array], spec: PartitionSpec) -> jax.Array:
-        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        shards = [shard.data for array in arrays for shard in shards_of(array)]
         return jax.make_array_from_single_device_arrays(arrays[0].shape, self.sharding(spec), shards)
 
     def _per_replica(self, array: jax.Array) -> dict[int, jax.Array]:
         shards: dict[int, list[jax.Array]] = {}
-        for shard in array.addressable_shards:
+        for shard in shards_of(array):
             shards.setdefault(self._replica_of[shard.device], []).append(shard.data)
         if self.unit_size == 1:
             return {replica: only for replica, (only,) in shards.items()}

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.programs.shapes import describe_chunk, holders
+from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.transports.edges import is_on_host
 
@@ -134,7 +135,7 @@ def _parts(owner: str, name: str, tree: Any) -> Iterator[_Part]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)  # noqa: PLW2901 - the numbers behind it
         known = set[str]()
-        for shard in leaf.addressable_shards:
+        for shard in shards_of(leaf):
             where = _where(shard.index, leaf.shape)
             if where not in known:
                 known.add(where)

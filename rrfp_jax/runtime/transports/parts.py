@@ -16,6 +16,7 @@ import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.network import MalformedMessage
+from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices
 from rrfp_jax.runtime.transports.routes import shape_of
 from rrfp_jax.tasks import NO_MICROBATCH
@@ -52,14 +53,14 @@ def unpack_key(data: bytes) -> Key:
 
 def shard_of(slot: Slot, leaf: jax.Array) -> jax.Array:
     """The shard that a piece is cut from, as an array of one device."""
-    return leaf if len(leaf.sharding.device_set) == 1 else leaf.addressable_data(slot.device)
+    return leaf if len(leaf.sharding.device_set) == 1 else shard_at(leaf, slot.device)
 
 
 def on_host(slot: Slot, leaf: Any) -> np.ndarray:
     """A piece in the host's memory: a view, where the device shares it and the array is ready."""
     if isinstance(leaf, np.ndarray):  # asking whether something is a jax.Array takes longer
         return leaf if slot.in_array is None else leaf[slot.in_array]
-    shard = np.asarray(leaf if slot.is_replicated else leaf.addressable_data(slot.device))
+    shard = np.asarray(leaf if slot.is_replicated else shard_at(leaf, slot.device))
     return shard if slot.within is None else shard[slot.within]
 
 

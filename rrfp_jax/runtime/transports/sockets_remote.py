@@ -13,6 +13,7 @@ import numpy as np
 
 from rrfp_jax.network import PeerNetwork
 from rrfp_jax.network.lanes import LANE_BYTES
+from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import HeldBytes, Remote
@@ -69,7 +70,7 @@ class SocketsRemote(Remote):
         for slot in slots:
             if (slot.leaf, slot.device) not in begun:
                 leaf = leaves[slot.leaf]
-                shard = leaf.addressable_data(0) if slot.is_replicated else shard_of(slot, leaf)
+                shard = shard_at(leaf, 0) if slot.is_replicated else shard_of(slot, leaf)
                 begun[slot.leaf, slot.device] = self._staging.begin(shard)
 
         def fetch() -> Packed:
