@@ -94,6 +94,13 @@ def train(
 ) -> int:
     """Check everything, then train; returns the exit code. ``to_say`` is printed before the stages."""
     requests = stop_requests()
+    try:
+        return _plan_and_train(config, name, fresh=fresh, force=force, to_say=to_say)
+    finally:
+        requests.action = None  # nothing is left to be saved, and the run ends by itself
+
+
+def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool, to_say: Sequence[str]) -> int:
     go_on_without_output()
     with checking_input():
         path = Path(config.run.run_dir or _default_path(name))
@@ -110,7 +117,6 @@ def train(
     try:
         return _train(run, name, fresh=fresh, force=force)
     finally:
-        requests.action = None  # what is to be saved is saved, and the run ends by itself
         run.directory.lock.release()
 
 
