@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
-GROUP = 6
+GROUP = 12
 """How many consecutive numbers share a setup."""
 RAW, LANGUAGE, EXPERTS, VISION = "raw", "language", "experts", "vision"
 LINEAR, LOOPED, V, WAVE, BIDIRECTIONAL, GRAPH = "linear", "looped", "v", "wave", "bidirectional", "graph"
