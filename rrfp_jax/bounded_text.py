@@ -1,4 +1,4 @@
-"""Texts of others in our sentences: bounded, and without characters that a terminal would obey."""
+"""Make text from outside safe to show: bound its length, and escape characters that a terminal would obey."""
 
 import re
 import reprlib
@@ -7,8 +7,8 @@ from typing import Any
 _MOST_QUOTED = 200
 _MOST_WORD, _MOST_SENTENCE = 1_000, 4_000
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line break, marks that turn the direction of text, and halves of characters, which no
-terminal can be sent."""
+"""Control characters except tab and line break, marks that turn the direction of text, and lone surrogates, which
+cannot be sent to a terminal."""
 _LONG = re.compile(rf"\S{{{_MOST_WORD + 1},}}")
 
 _repr = reprlib.Repr()
@@ -17,7 +17,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _MOST_QUOTED
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a value that a file holds, cut where it is long or deep."""
+    """Returns the ``repr`` of a value from a file, shortened if it is long or deeply nested."""
     try:
         text = _repr.repr(value)
     except ValueError:  # an integer of more digits than Python writes out
@@ -26,12 +26,12 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with characters that a terminal would obey, or cannot show, written as ``\\x1b``."""
+    """Returns the text with characters that a terminal would obey, or cannot show, written as ``\\x1b``."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def sentence(text: str) -> str:
-    """A text on one line as it may be printed: cut where it, or a word of it, is long."""
+    """Returns a text on one line, printable, and shortened if it, or a word of it, is long."""
     words = _LONG.sub(_cut, " ".join(text.split()))
     return printable(words if len(words) <= _MOST_SENTENCE else _middle_out(words, _MOST_SENTENCE))
 
@@ -41,5 +41,5 @@ def _cut(found: re.Match[str]) -> str:
 
 
 def _middle_out(text: str, length: int) -> str:
-    """The beginning, which names the place, and the end, which has the remedy."""
+    """Returns a text without its middle: the beginning names the place, and the end has the remedy."""
     return f"{text[: length * 2 // 3]}...{text[-(length // 3) :]}"

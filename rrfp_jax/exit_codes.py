@@ -49,5 +49,5 @@ INTERRUPTED = 130
 SIGNALLED = 128
 """Added to a signal's number."""
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Requests to save and end: those of terminals that hang up, of schedulers before the time is over (SLURM and
-Kubernetes send TERM, others USR1 or USR2), and of the system where a limit on processor time is reached."""
+"""Signals that ask a run to save and end: from terminals that hang up, from schedulers before the time is over (SLURM
+and Kubernetes send TERM, others USR1 or USR2), and from the system when a limit on processor time is reached."""

@@ -1,7 +1,7 @@
-"""What the fields of a record and the arguments of a function may hold: their types, and rules with a name.
+"""Rules for the fields of a record and the arguments of a function: their types, and rules with a name.
 
-Each room's records are checked once, when made. Types are those of the annotations, so that a wrong one ends in one
-sentence that names the field or argument, and not as an error out of the code that first computes with it.
+The records of each room are checked once, when they are made. Types are those of the annotations, so that a wrong type
+ends in one sentence that names the field or argument, and not as an error out of the code that first computes with it.
 """
 
 import inspect
@@ -28,7 +28,7 @@ POSITIVE = Rule("a positive number", lambda value: 0 < value < math.inf)
 SECONDS = Rule("a positive number of seconds", lambda value: 0 < value < math.inf)
 MOST = 1 << 20
 COUNTABLE = Rule(f"at most {MOST:,}", lambda value: value <= MOST)
-"""For numbers of which a list is made: a slip must not use up the memory of the machine."""
+"""Rule for numbers of which a list is made: a slip must not use up the memory of the machine."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _EXAMPLES = {
@@ -48,14 +48,14 @@ _MOST = {
     ),
     **dict.fromkeys(("vocab_size", "hidden", "head_dim", "mlp_dim", "shared_mlp_dim"), 1 << 31),
 }
-"""Far more than any machine has, by the name of the field. What is counted is gone through one by one, before anything
-shows how much of it there is; so a number that a file names is refused for itself."""
+"""Upper bounds by the name of the field, far more than any machine has. Counted things are gone through one by one,
+before anything shows how many there are, so a number that a file names is refused for itself."""
 
 
 def check_fields(record: object, rule: Rule, *names: str) -> None:
-    """Raise ValueError where a field of the record has a wrong type, is not what the rule says, or beyond all bounds.
+    """Raise ValueError if a field of the record has a wrong type, breaks the rule, or is beyond all bounds.
 
-    None is always right.
+    None is always accepted.
     """
     kind: Any = type(record)
     hints = _hints(kind)
@@ -93,9 +93,9 @@ def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapp
 
 
 def check_types(record: object, *names: str) -> None:
-    """Raise ValueError where a field of a frozen record, one of these or any, is not of its annotated type.
+    """Raise ValueError if a field of a frozen record, one of ``names`` or any at all, is not of its annotated type.
 
-    Lists and sets that stand for tuples and frozen sets become these, so that the record stays hashable.
+    Lists and sets in place of tuples and frozen sets are converted, so that the record stays hashable.
     """
     kind: Any = type(record)
     hints = _hints(kind)
@@ -107,7 +107,7 @@ def check_types(record: object, *names: str) -> None:
 
 
 def typed(function: _F) -> _F:
-    """The function, raising ValueError for arguments that are not of their annotated types."""
+    """Returns the function with a check that raises ValueError for arguments that are not of their annotated types."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -126,12 +126,12 @@ def typed(function: _F) -> _F:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or NumPy."""
+    """Returns whether a value is a whole number, of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def with_type(value: object) -> str:
-    """A value for messages: on one line, cut where it is long, with its type."""
+    """Returns a value with its type for messages: on one line, shortened if it is long."""
     return f"{' '.join(shown(value).split())} ({type(value).__name__})"
 
 
@@ -148,20 +148,20 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _fitted(value: Any, hint: Any) -> Any:
-    """A list, a set or an iterator as the tuple or frozen set that the annotation has, if it has one."""
+    """Returns a list, a set or an iterator as the tuple or frozen set that the annotation has, if it has one."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         wanted: Any = get_origin(kind)
         if isinstance(value, _STAND_FOR.get(wanted, ())) and not isinstance(value, wanted):
             try:
                 return wanted(value)
-            except TypeError:  # items that no set can hold
+            except TypeError:  # a set cannot hold such items
                 return value
     return value
 
 
 @cache
 def _rule(hint: Any) -> Rule:
-    """What a value of this annotation must be, as far as can be told without looking into generators."""
+    """Returns the rule for a value of this annotation, as far as it can be told without looking into generators."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         rules = [_rule(argument) for argument in arguments]
@@ -186,7 +186,7 @@ _SIMPLE: dict[Any, Rule] = {
     Any: Rule("anything", lambda value: True),
     Callable: Rule("a function", callable),
     NoneType: Rule("None", lambda value: value is None),
-    bool: Rule("True or False", lambda value: type(value).__name__.rstrip("_") == "bool"),  # NumPy's too
+    bool: Rule("True or False", lambda value: type(value).__name__.rstrip("_") == "bool"),  # also NumPy's
     int: Rule("a whole number", is_whole),
     float: Rule("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     str: Rule("text", lambda value: isinstance(value, str)),
@@ -217,7 +217,7 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
             lambda value: (
                 isinstance(value, kinds)
                 and not isinstance(value, str | bytes)
-                and getattr(value, "shape", None) != ()  # an array that says it can be iterated over
+                and getattr(value, "shape", None) != ()  # such an array only says it is iterable
                 and (not isinstance(value, Collection) or all(map(each.holds, value)))
             ),
         )

@@ -58,7 +58,7 @@ _MAX_STEPS_ENQUEUED = 2
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A handle on what the stages hold after ``step`` steps. ``Pipeline.step`` consumes it and returns the next.
+    """A handle on the state of the stages after ``step`` steps. ``Pipeline.step`` consumes it and returns the next.
 
     It belongs to the pipeline, and to the ``init`` or ``restore``, that it came from.
     """
@@ -80,10 +80,10 @@ class Pipeline:
             process makes the same pipeline and calls the same methods with the same arguments. None: alone, with a
             device for each stage, or with those that JAX knows shared out evenly if they are fewer.
         ordering: the order of tasks, and how many microbatches may be in flight.
-        updates: what becomes of the gradients: clipping, steps that are left out, deterministic sums, ZeRO-1.
-        remat: what forwards keep and backwards recompute, for all chunks or one for each: ``none``, ``dots``, ``full``,
-            or a policy of ``jax.checkpoint``.
-        seed: of the random keys that chunks read.
+        updates: how gradients become updates: clipping, steps that are left out, deterministic sums, ZeRO-1.
+        remat: which values forwards keep or backwards recompute, for all chunks or one for each: ``none``, ``dots``,
+            ``full``, or a policy of ``jax.checkpoint``.
+        seed: the seed of the random keys that chunks read.
         options: how the stages run: memory limit, deadline, event logs and the like.
         trains: False for a pipeline that only evaluates: it holds no gradients and no optimizer state, and compiles no
             backward.
@@ -112,7 +112,7 @@ class Pipeline:
         trains: bool = True,
     ) -> None:
         self._hold = Hold()
-        """Of what ``init`` or ``restore`` made last."""
+        """The hold of the state that ``init`` or ``restore`` made last."""
         self.chunks, self.optimizer = check_chunks(chunks), with_standard_promotion(optimizer)
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
@@ -207,7 +207,7 @@ class Pipeline:
     def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
-        Takes the states over. What is still a spec in an optimizer state starts anew.
+        Takes the states over. Optimizer state that is still a spec starts anew.
 
         Raises ValueError, before anything is taken, for states that are not as :meth:`state_specs` says.
         """
@@ -218,7 +218,7 @@ class Pipeline:
         return self._started(int(step))
 
     def _started(self, step: int) -> PipelineState:
-        """Where a new state begins; the states of an earlier start are none of this one's."""
+        """Returns the state that a new start begins with; the states of an earlier start no longer count."""
         self._step = self._turn = step
         self._hold = Hold()
         return PipelineState(step, self._hold)
@@ -249,7 +249,7 @@ class Pipeline:
         return held
 
     def _check_here(self) -> None:
-        """Raise where nothing can be run: in a forked child, and in a function that JAX traces."""
+        """Raise an error if nothing can be run: in a forked child, and in a function that JAX traces."""
         self._hold.check_process()
         if not trace_state_clean():
             raise ValueError(

@@ -13,10 +13,10 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 
 @contextmanager
 def spawning() -> Iterator[SpawnContext]:
-    """The context of a pool's processes, which are started within the block.
+    """Yields the context of a pool's processes, which are started within the block.
 
-    Python starts them by ``python -c``, which looks for modules in the current folder first. A file of the user's
-    there, such as ``queue.py``, must not take the place of a module.
+    Python starts them by ``python -c``, which looks for modules in the current folder first. A user's file there, such
+    as ``queue.py``, must not take the place of a module.
     """
     before = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"

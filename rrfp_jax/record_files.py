@@ -1,7 +1,7 @@
-"""Reading files that may come from anybody: nothing here waits, or grows beyond bounds that the file cannot move.
+"""Read files that may come from anybody: nothing here waits, or grows beyond bounds that the file cannot move.
 
-A file is bounded before it is read, and JSON before it is unfolded: a byte of it may become sixty of Python's objects.
-(:mod:`rrfp_jax.yaml_text` does the same for YAML.)
+A file is bounded before it is read, and JSON before it is unfolded: one byte of it may become sixty bytes of Python's
+objects. (:mod:`rrfp_jax.yaml_text` does the same for YAML.)
 """
 
 import errno
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 TEXT_BYTES = 1 << 20
-"""The most that a file may have which people write: a configuration, a tokenizer's settings."""
+"""Largest size of a file that people write: a configuration, a tokenizer's settings."""
 _LARGEST_BYTES = 1 << 28
 _MOST_VALUES = 10_000_000
-"""Of all JSON that is read: about a gigabyte of Python's objects, the text included."""
+"""Largest number of values in any JSON that is read: about a gigabyte of Python's objects, the text included."""
 _MOST_DEPTH = 100
 
 
@@ -34,7 +34,8 @@ def read_record(path: Path, most_bytes: int = _LARGEST_BYTES) -> tuple[bytes, os
 
 
 def read_bounded(path: str | os.PathLike[str], most_bytes: int = TEXT_BYTES) -> bytes:
-    """What a file holds that a user has named, which may be a pipe; raises OSError where it is larger."""
+    """Returns the contents of a file that a user has named, which may be a pipe; raises OSError if the file is
+    larger."""
     with open(path, "rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -43,9 +44,9 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int = TEXT_BYTES) -> 
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Returns the value of a JSON text in UTF-8.
 
-    Raises ValueError also where it is nested deeper, or has more values, than any file of use here.
+    Raises ValueError also if the text is nested deeper, or has more values, than any file of use here.
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     if sum(map(text.count, ",[{")) > _MOST_VALUES:

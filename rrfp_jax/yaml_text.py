@@ -1,7 +1,7 @@
-"""Reading YAML as people mean it: ``10:13`` is text, and no number to the base of 60 as YAML 1.1 has it.
+"""Read YAML as people mean it: ``10:13`` is text, and no number to the base of 60 as YAML 1.1 has it.
 
-What anybody may have written is read, so depth, number and size of its values are bounded, and aliases are refused: by
-them a few lines stand for billions of values, which any copy, or a sentence that quotes them, would unfold.
+The text may come from anybody, so depth, number and size of its values are bounded, and aliases are refused: with them
+a few lines stand for billions of values, which any copy, or a sentence that quotes them, would unfold.
 """
 
 import re
@@ -20,7 +20,7 @@ _MOST_DEPTH, _MOST_VALUES = 50, 50_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own, but for numbers and for what has no bounds."""
+    """YAML's own loader, except for numbers and for values without bounds."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
         first: [(tag, pattern) for tag, pattern in known if tag not in (_INT, _FLOAT)]
@@ -47,10 +47,10 @@ _Loader.add_implicit_resolver(_FLOAT, _REAL, list("-+0123456789."))
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Returns the value of a YAML text.
 
-    Raises yaml.YAMLError where it is none, or one without bounds, and ValueError for dates and numbers that do not
-    exist.
+    Raises yaml.YAMLError if the text is no YAML, or YAML without bounds, and ValueError for dates and numbers that do
+    not exist.
     """
     if len(text) > TEXT_BYTES:
         raise yaml.YAMLError(f"it has more than {TEXT_BYTES:,} characters")

@@ -73,10 +73,10 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
 def rebuild(
     saved: SavedArbiter, graph: PipelineGraph, placement: Placement, *, rules_file: str | None = None
 ) -> StageArbiter:
-    """A fresh arbiter.
+    """Returns a fresh arbiter.
 
-    ``rules_file`` is the Python file that defines the rule where the hint is one of a user's. The record names that
-    file too, but a record may come from anybody, and to take a rule from a file is to run the file.
+    ``rules_file`` is the Python file that defines the rule if the hint is a user's own. The record names that file too,
+    but a record may come from anybody, and loading a rule from a file runs that file.
 
     Raises ValueError where the parts do not fit together, or the hint is unknown here.
     """

@@ -134,7 +134,7 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last save has ended without a checkpoint, as far as is known now."""
+        """Whether the last save is known to have ended without a checkpoint."""
         save = self._under_way
         return save is not None and save.done() and (save.exception() or save.result().failure) is not None
 

@@ -71,7 +71,7 @@ class LayerWriter:
         except ValueError as error:
             if (code := _SYSTEM.search(str(error))) is None:
                 raise
-            # TensorStore tells what the file system refuses as it tells everything else.
+            # TensorStore reports a refusal by the file system as a ValueError, like every other error.
             number = int(code[1])
             raise OSError(number, os.strerror(number), str(folder)) from error
         finally:

@@ -142,7 +142,7 @@ class PartWriter:
         for part, handler in self._handlers.items():
             path = folder / part.name
             path.mkdir(parents=True, exist_ok=True)
-            if not _of(part, arrays):  # layers without arrays alone, which Orbax refuses
+            if not _of(part, arrays):  # Orbax refuses to save layers that have no arrays
                 continue
             with _raised_is_not_logged(), _without_locks():
                 handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(_of(part, arrays))))
@@ -213,9 +213,9 @@ def _raised_is_not_logged() -> Iterator[None]:
 
 @contextmanager
 def _without_locks() -> Iterator[None]:
-    """TensorStore locks each file that it writes, which not every file system can (Lustre without ``flock``).
+    """Turn off TensorStore's locks on its files, which not every file system has (Lustre without ``flock``).
 
-    No two processes write the same file here: each has a folder of its own, and one alone puts them together.
+    No two processes write the same file here: each has a folder of its own, and one process alone merges them.
     """
     TENSORSTORE_SETTINGS[_LOCKING] = {"mode": "none"}
     try:

@@ -116,7 +116,7 @@ class Commit(BaseModel, frozen=True, strict=True):
             raise Unusable(f"{COMMIT} cannot be read ({error.strerror})") from None
         except Unusable:
             raise
-        except ValueError:  # no JSON, numbers that are none, or too deep
+        except ValueError:  # invalid JSON, invalid numbers, or too deep
             is_whole = False
         if not is_whole:
             raise Unusable(f"{COMMIT} is damaged")

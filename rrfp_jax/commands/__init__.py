@@ -3,6 +3,6 @@
 import sys
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    # Python is about to run a command by `python -m`, which looks for modules in the current folder first. A file of
-    # the user's there, such as queue.py or yaml.py, must not take the place of a module: the folder comes last.
+    # `python -m` is about to run a command, and it looks for modules in the current folder first. A user's file there,
+    # such as queue.py or yaml.py, must not take the place of a module, so the folder moves to the end.
     sys.path.append(sys.path.pop(0))

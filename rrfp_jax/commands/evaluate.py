@@ -104,7 +104,7 @@ def config_of(
     config = read_train_config(str(path), {})
     layout = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     resets = {f"pipeline.{name}": value for name, value in layout.items()}
-    if not trust:  # programs may as well be compiled here as be taken from a folder that the run names
+    if not trust:  # compile programs here, instead of loading them from a folder that the run names
         resets["run.compile_cache"] = "auto"
     config = load_train_config(str(path), {**resets, **overrides}, trust=trust)
     evaluation = config.evaluation or EvaluationConfig()

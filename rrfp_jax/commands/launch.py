@@ -7,8 +7,8 @@
     rrfp launch --nodes 2 --node-rank 0 --head HOST0:8476 --processes 8 -- \\
         train --config gpu/two_nodes_16
 
-What follows ``--`` is a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs it. A
-module in the current folder is found behind all others, so that no file there takes the place of another module.
+The words after ``--`` are a command of ``rrfp``, or a module as for ``python -m``, and its arguments; every rank runs
+it. A module in the current folder is found after all others, so that no file there takes the place of another module.
 Lines come out as ``[rank 2] ...``. Where standard output is no terminal it is rank 0's alone, unchanged, so that its
 ``--json`` can be read by a program; everything else goes to the errors (``--prefix always`` and ``never`` change that).
 
@@ -20,10 +20,10 @@ another key and other ports, unless the input was bad, the user interrupted, or 
 Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
 
 Over several hosts, run it on each with the same ``--nodes``, ``--head`` and run key (``RRFP_RUN_KEY`` or
-``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. With ``--from-environment`` all but
-the key comes from what starts one launcher on each node: SLURM, SkyPilot, Kubeflow, Open MPI, or the variables that
-users of JAX set. Where SLURM, Kubernetes or Open MPI start the ranks, run it once beside rank 0 with ``--supervise
---processes ALL --head HOST:PORT``.
+``RRFP_RUN_KEY_FILE``; ``--new-key FILE`` makes one) and its own ``--node-rank``. With ``--from-environment`` everything
+but the key comes from the system that starts one launcher on each node (SLURM, SkyPilot, Kubeflow, Open MPI), or from
+the variables that users of JAX set. Where SLURM, Kubernetes or Open MPI start the ranks, run it once beside rank 0 with
+``--supervise --processes ALL --head HOST:PORT``.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
     if command[0] in COMMANDS:
         return (OWN_COMMANDS, *command)
-    with suppress(FileNotFoundError):  # the current folder, where ranks look last, may be gone
+    with suppress(FileNotFoundError):  # the current folder, which ranks search last, may be gone
         sys.path.append(os.getcwd())
     try:
         is_known = importlib.util.find_spec(command[0]) is not None

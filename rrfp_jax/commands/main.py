@@ -72,15 +72,15 @@ def main() -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Have what was started without a standard stream (``>&-``) write it nowhere.
+    """Open the null device for each standard stream that the process was started without (``>&-``).
 
-    Else the next file or socket that is opened gets the number of that stream, and whatever prints writes into it.
+    Otherwise the next file or socket that is opened gets the number of that stream, and every print writes into it.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 _MOST_SHOWN = 1 << 20
-"""Tokens of a document that are put on a screen."""
+"""Largest number of tokens of a document that are put on a screen."""
 _WORDS = {
     "reading": "reading the files",
     "training": "making the tokenizer",

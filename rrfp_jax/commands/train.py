@@ -13,7 +13,7 @@ is given up also leaves its report there, ``failure.json``, and its last events.
 In a run directory that holds checkpoints training goes on from the newest one, in whatever layout this run has;
 ``--fresh`` starts over. One run at a time works in a run directory, a second one is refused. Told to stop (SIGTERM,
 SIGHUP, SIGUSR1, SIGUSR2), a run saves at the next step boundary and ends with exit code 7. Output that cannot be
-written, as its reader is gone or a disk is full, is left out, and the run goes on.
+written, because its reader is gone or a disk is full, is left out, and the run goes on.
 """
 
 import os
@@ -168,7 +168,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
 
 
 def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:
-    """Why a run whose state is saved ends with a code of its own; also says what it has left out."""
+    """Returns the code and the reason with which a run ends early, its state saved, or None; reports its omissions."""
     if run.batches.num_bad:
         run.console.say(f"{run.batches.num_bad} samples were left out, as they could not be read")
     if loop.unreadable is not None:
@@ -187,7 +187,8 @@ def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:
 
 
 def _stop_before_first_step(run: "Run", number: int) -> None:
-    """While programs are compiled nothing new is to be saved, and the main thread may hear of nothing for minutes."""
+    """End the process while programs are compiled: there is nothing new to save, and the main thread may hear of
+    nothing for minutes."""
     saved = run.describe_saved() if run.is_first else ""
     run.directory.lock.release()
     end_stopped(number, saved)

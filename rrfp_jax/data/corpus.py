@@ -36,10 +36,10 @@ def read_corpus(path: str | None, *, suffixes: tuple[str, ...], max_bytes: int) 
 
 
 def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that make up a corpus, in order.
+    """Returns the files that make up a corpus, in order.
 
-    A single file is taken whatever its suffix. Hidden folders are skipped, links to folders are not followed.
-    Raises ValueError, with the remedy, when there is none, or one is a link out of the folder.
+    A single file is taken whatever its suffix. Hidden folders are skipped, links to folders are not followed. Raises
+    ValueError, with the remedy, if there is no file, or if one is a link out of the folder.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
     if root.is_file():

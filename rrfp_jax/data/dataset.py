@@ -27,7 +27,7 @@ class BrokenData(ValueError):
     with the remedy."""
 
     sample: int | None = None
-    """The number within its step of the sample that is to blame, where a step can do without it."""
+    """The number, within its step, of the sample to blame; set if a step can do without that sample."""
 
 
 class Dataset(Protocol):

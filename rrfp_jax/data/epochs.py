@@ -32,7 +32,8 @@ def items_of(step: int, *, batch_size: int, num: int, seed: int) -> NDArray[np.i
 
 
 def comes_again(step: int, batch_size: int, num: int) -> NDArray[np.bool_]:
-    """Which of a step's items, ``[batch_size]``, have come before in the run, as all do after the first ``num``."""
+    """Returns which of a step's items, ``[batch_size]``, have come before in the run, as all have after the first
+    ``num``."""
     return np.arange(step * batch_size, (step + 1) * batch_size) >= num
 
 

@@ -5,13 +5,13 @@ import fcntl
 from typing import IO
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""How file systems without locks answer: Lustre that is mounted without ``flock``, some of FUSE."""
+"""Errors of file systems without locks: Lustre that is mounted without ``flock``, and some of FUSE."""
 
 
 def try_lock(file: IO[str], remedy: str) -> bool:
-    """Lock an open file unless another process has it; whether it is locked.
+    """Lock an open file unless another process holds the lock; returns whether this process has locked it.
 
-    Raises ValueError, ending with the remedy, where the file system has no locks.
+    Raises ValueError, ending with the remedy, if the file system has no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from rrfp_jax.data.samples import Grid
 
 Image.MAX_IMAGE_PIXELS = None
-"""The limit here is our own; Pillow's is a warning first, which data threads cannot switch off each for itself."""
+"""Pillow's own limit is off, because at first it only warns, and data threads cannot each switch a warning off for
+themselves; the limit here is our own."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 """Modes of grey with values up to 65535."""
@@ -54,7 +55,7 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
 @contextmanager
 def _opened(path: Path, max_pixels: int, failure: str) -> Iterator[Image.Image]:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
             raise OSError(errno.EINVAL, "it is no file")
         with Image.open(path, formats=_FORMATS) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in {"PNG", "PPM"}):

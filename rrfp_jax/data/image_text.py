@@ -9,11 +9,11 @@ A line is an object with these fields:
 A token is a byte of UTF-8, and after each sample comes a zero byte; or it is one of a tokenizer, and its end of a text
 comes after each. Text alone is a data set too, with samples of any length in few shapes.
 
-Some samples may be held out, by a checksum: those that share images all are, or none.
+Some samples may be held out, by a checksum: of samples that share images, all are held out or none.
 
-The heads of all image files are read at the start, so what is missing, is no image or is too large is refused before
-anything runs. Pixels are decoded where they are read, when a batch is made. An epoch visits every sample once, in an
-order that follows from (seed, epoch) alone.
+The heads of all image files are read at the start, so a file that is missing, is no image or is too large is refused
+before anything runs. Pixels are decoded where they are read, when a batch is made. An epoch visits every sample once,
+in an order that follows from (seed, epoch) alone.
 """
 
 import difflib
@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _END = b"\0"
 _MOST_IMAGES = 1 << 12
-"""Of a line; each of them is opened before the first step."""
+"""Largest number of images that a line may have; each of them is opened before the first step."""
 _SURVEYED_SAMPLES = 2048
 _FIELDS = ({"text"}, {"prompt", "target"})
 _KNOWN = ("text", "prompt", "target", "images")
@@ -66,14 +66,14 @@ class ImageText:
     """A deterministic data set of text with images; see the module's text.
 
     Args:
-        cost: what a sample costs, for balancing; None: a token and a patch cost the same.
+        cost: the cost of a sample, for balancing; None: a token and a patch cost the same.
         part: the samples that are trained on, or those that are held out.
-        cut: of what the sizes of microbatches are multiples.
-        writer: what makes tokens of the text; None: tokens are bytes.
+        cut: the numbers of which the sizes of microbatches are multiples.
+        writer: turns the text into tokens; None: tokens are bytes.
 
     Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have;
     ``largest_grid``, the most rows and the most columns of patches that an image has.
-    Raises ValueError, with the remedy, naming the line and the file, for whatever cannot be used.
+    Raises ValueError, with the remedy, naming the line and the file, for anything that cannot be used.
     """
 
     counts_once = False
@@ -133,7 +133,7 @@ class ImageText:
         return [line for line in found if line is not None]
 
     def _spared(self, make: Callable[[int, Any], _T], number: int, given: Any) -> _T | None:
-        """What is made of a line; None where that is bad, and as many as that may be."""
+        """Returns the result of ``make`` for a line, or None if the line is bad and one more bad line is allowed."""
         try:
             return make(number, given)
         except ValueError as error:
@@ -280,12 +280,12 @@ class ImageText:
         ]
 
     def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
-        """The batch of ``step`` (0, 1, ...), a list of microbatches for each leaf; what is not read is not decoded.
+        """Returns the batch of ``step`` (0, 1, ...), lists of microbatches by leaf; unread images are not decoded.
 
-        Leaves as those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
-        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. Samples that are left out, by
-        their numbers in the step, count nothing, and their images are blank. Raises BrokenData, naming file
-        and line, for an image that cannot be decoded.
+        The leaves are those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
+        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. The samples in ``left_out``, by
+        their numbers in the step, count nothing, and their images are blank. Raises BrokenData, naming file and line,
+        for an image that cannot be decoded.
         """
         numbers = self._numbers(step)
 

@@ -7,7 +7,8 @@ from rrfp_jax.data.parts import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 _MOST_PIXELS = 178_956_970
-"""Of an image at most: a file of a few kilobytes may have as many, and they fill a gigabyte."""
+"""Largest number of pixels that an image may have: a file of a few kilobytes may have as many, and they fill a
+gigabyte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,8 @@ class ImageTextConfig(BatchingConfig):
     image_folder: str | None = None
     """What the paths of images are relative to; None: the folder of the JSONL file."""
     tokenizer: str | None = None
-    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: that of the
-    model in ``run.init_from``, which also says what stands for an image; without such a model, bytes."""
+    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: the tokenizer
+    of the model in ``run.init_from``, which also names the tokens for an image; without such a model, bytes."""
     held_out: float = 0.0
     """About which fraction of the samples is never trained on but kept for evaluation: by a checksum of the names of
     images, those that share one, directly or by way of others, together; of the text where a sample has no image."""
@@ -43,7 +44,7 @@ class ImageTextConfig(BatchingConfig):
     max_pixels: int = 64 * 2**20
     """An image file with more is refused."""
     max_bad_samples: int = 0
-    """How many samples with a line or an image that cannot be read are left out before the run saves and ends."""
+    """Number of samples with an unreadable line or image that are left out before the run saves and ends."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from pixels, which are 0 to 1: one number for all channels, or one for each."""
     std: tuple[float, ...] = (0.5,)

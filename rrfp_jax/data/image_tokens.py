@@ -1,7 +1,7 @@
-"""A text with images as a tokenizer writes it: tokens, and images where they are seen.
+"""Write a text with images as a tokenizer does: as tokens, and as images at the places where they are seen.
 
-The text is tokenised as a whole, with what the model's family puts in place of an image, so that it has the tokens that
-the model's own processor would give it.
+The tokenizer takes the text as a whole, with the words that the model's family puts in place of an image, so that the
+text has the tokens that the model's own processor would give it.
 """
 
 import json
@@ -40,12 +40,11 @@ class TextWriter:
 
     Args:
         kind: the tokens; the first of its ends closes a sample.
-        marks: what stands for an image; None: the model is not shown any.
-        opens: whether the tokens that the tokenizer's file has texts open with are put there, as imported models know
-            it.
+        marks: the words that stand for an image; None: the model is shown no images.
+        opens: whether a text begins with the opening tokens of the tokenizer's file, as imported models know it.
 
     Attributes: ``kind``; ``vocab_size``; ``end`` and ``image_token``.
-    Raises ValueError, with the remedy, where the file is no tokenizer, or has no token for images.
+    Raises ValueError, with the remedy, if the file is no tokenizer, or has no token for images.
     """
 
     def __init__(self, kind: TokenKind, marks: ImageTokens | None, *, opens: bool) -> None:
@@ -53,7 +52,8 @@ class TextWriter:
         self.kind, self._opens, self._file = kind, opens, kind.file
         data = kind.file.read_bytes()
         self._tokenizer = load(data, str(kind.file))
-        # Which characters a token is of: what puts tokens around a text may also trim that.
+        # This tokenizer tells which characters a token is of: a post-processor, which puts tokens around a text, may
+        # also trim those places.
         plain = {**parse_json(data), "post_processor": None}
         self._plain = load(json.dumps(plain).encode(), str(kind.file))
         self._unknown, self.vocab_size = unknown_of(self._tokenizer), size_of(self._tokenizer)
@@ -68,10 +68,10 @@ class TextWriter:
         return word
 
     def parts(self, pieces: Sequence[str], answer: str, grids: Sequence[Grid], merge: int) -> list[Text | Grid]:
-        """The parts of a sample: ``pieces`` of a text with the images between them, and an answer behind.
+        """Returns the parts of a sample: ``pieces`` of a text with the images between them, and an answer at the end.
 
-        Text of the answer counts in the loss; without an answer all text does, but for what stands for images. Raises
-        ValueError, in words that follow the name of the sample, where the tokenizer cannot write it.
+        Text of the answer counts in the loss; without an answer all text does, except the words that stand for images.
+        Raises ValueError, in words that follow the name of the sample, if the tokenizer cannot write it.
         """
         text, is_image = pieces[0], [False] * len(pieces[0])
         for grid, piece in zip(grids, pieces[1:], strict=True):
@@ -91,19 +91,19 @@ class TextWriter:
         weights = np.zeros(len(whole.ids), np.float32)
         is_own = ~np.array(whole.special_tokens_mask, bool) if self._opens else np.ones(len(whole.ids), bool)
         weights[is_own] = [end > max(first, start) and not is_image[end - 1] for start, end in plain.offsets]
-        if len(ids) and ids[-1] == self.end and not is_own[-1]:  # the sample is closed by it in any case
+        if len(ids) and ids[-1] == self.end and not is_own[-1]:  # this token closes every sample anyway
             ids, weights = ids[:-1], weights[:-1]
         return self._cut(ids, weights, grids, merge)
 
     def _shown(self, num_features: int) -> str:
-        """The words that stand in the text for an image of so many features."""
+        """Returns the words that stand in the text for an image of ``num_features`` features."""
         if self._mark is None:
             raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
         before, word, behind = self._mark
         return before + word * num_features + behind
 
     def _cut(self, tokens: np.ndarray, weights: np.ndarray, grids: Sequence[Grid], merge: int) -> list[Text | Grid]:
-        """Stretches of one weight, and images in place of their features."""
+        """Returns stretches of one weight each, and images in place of their features."""
         sizes = [grid.num_patches // merge**2 for grid in grids]
         is_feature = tokens == self.image_token if sizes else np.zeros(len(tokens), bool)
         if is_feature.sum() != sum(sizes):
@@ -127,5 +127,5 @@ class TextWriter:
         return self.kind.tokenizer.sha256, self.end, self._mark, self._opens
 
     def closing(self) -> Text:
-        """The part that closes a sample."""
+        """Returns the part that closes a sample."""
         return Text(np.array([self.end], np.int32), 1)

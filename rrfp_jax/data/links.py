@@ -1,7 +1,7 @@
-"""Whether a file of a folder is one of that folder: a link in it may lead to whatever its reader may read.
+"""Check that a file of a folder lies inside that folder: a link may lead to any file that its reader may read.
 
-What somebody has packed is data; a link in it must not choose which of the reader's own files become part of a model,
-of a token set, or of what is published.
+A folder that somebody has packed is data; a link in it must not choose which of the reader's own files become part of a
+model, of a token set, or of a published folder.
 """
 
 import os
@@ -9,9 +9,10 @@ from pathlib import Path
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise ValueError where ``path``, found in ``folder``, leads out of it by a link.
+    """Raise ValueError if ``path``, found in ``folder``, leads out of it by a link.
 
-    In the cache of the hub files are links into ``blobs``, beside the snapshots of their repository: that is inside.
+    In the cache of the hub, files are links into ``blobs``, beside the snapshots of their repository: these count as
+    inside.
     """
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if target.is_relative_to(root) or any(target.is_relative_to(blobs) for blobs in _blobs(root)):
@@ -23,6 +24,6 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def _blobs(root: Path) -> list[Path]:
-    """Folders in which the hub's cache keeps the files of the snapshot that a folder is, or is in."""
+    """Returns the folders in which the hub's cache keeps the files of the snapshot that a folder is, or is in."""
     repositories = [above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots"]
     return [repository / "blobs" for repository in repositories]

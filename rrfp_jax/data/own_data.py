@@ -45,7 +45,7 @@ class OwnData:
     counts_once = False
     """Whether an element that has come before has no weight, as in evaluations."""
     token_kind = None
-    """It does not say which tokens its numbers stand for."""
+    """None, because the data set does not say which tokens its numbers stand for."""
 
     def __init__(self, config: OwnDataConfig, vocab_size: int, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
@@ -82,11 +82,11 @@ class OwnData:
         return [{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in self._dtypes.items()}]
 
     def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
-        """The batch of ``step`` (0, 1, ...): the leaves, ``[num_microbatches, microbatch_size, length]``.
+        """Returns the batch of ``step`` (0, 1, ...): the leaves, ``[num_microbatches, microbatch_size, length]``.
 
-        In place of elements that are left out, by their numbers in the step, stands one that counts nothing. Elements
-        of microbatches of which nothing is read are not asked for, unless they have ``segments``. Raises
-        BrokenData, naming the element, where one fails or does not fit.
+        An element that counts nothing takes the place of each one in ``left_out``, by its number in the step. The data
+        set is not asked for elements of microbatches of which nothing is read, unless they have ``segments``. Raises
+        BrokenData, naming the element, if one fails or does not fit.
         """
         check_step(step)
         config, size = self.config, self.config.microbatch_size
@@ -195,10 +195,11 @@ def _found(config: OwnDataConfig) -> Any:
 
 
 class _PythonsOwn(ValueError):
-    """A name of the standard library, where a data set is looked for."""
+    """A name of the standard library in place of a data set."""
 
 
 def _refuse_pythons_own(name: str, module: str) -> None:
-    """Raise for what Python itself has: it holds no data set, but much that does harm when it is called."""
+    """Raise _PythonsOwn for a name of Python's own library: it holds no data set, but much that does harm when
+    called."""
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise _PythonsOwn(f"object {name} is of Python's standard library: name a class, function or data set of yours")

@@ -33,7 +33,7 @@ class OwnDataConfig:
     seed: int = 0
     """Decides the order of the elements."""
     max_bad_samples: int = 0
-    """How many elements that cannot be read, or do not fit, are left out before the run saves and ends."""
+    """Number of unreadable or unfitting elements that are left out before the run saves and ends."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "batch_size", "num_microbatches")

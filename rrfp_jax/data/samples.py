@@ -1,7 +1,7 @@
 """A sample of text and images, before it is put into a microbatch.
 
-A sample is a sequence of parts: text, and images that stand where they are seen. An image takes as many positions as it
-has *features*: patches after a merge of ``merge x merge`` of them. A token is a byte or one of a tokenizer; at a
+A sample is a sequence of parts: text, and images at the places where they are seen. An image takes as many positions as
+it has *features*: patches after a merge of ``merge x merge`` of them. A token is a byte or one of a tokenizer; at a
 feature's position stands a token for images, ``IMAGE_TOKEN`` among bytes, which the feature replaces.
 """
 
@@ -32,9 +32,9 @@ class Text(NamedTuple):
     """A part of a sample that is text."""
 
     content: bytes | NDArray[np.int32]
-    """Bytes, or tokens ``[length]``."""
+    """The bytes of the text, or its tokens ``[length]``."""
     weight: float
-    """How much it counts in the loss to predict each of these tokens: 0 for a prompt."""
+    """Weight in the loss of predicting each of these tokens: 0 for a prompt."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ def _matching(pattern: str) -> list[str]:
     if not found:
         raise ValueError(f"no file matches {pattern}: give the paths of existing files")
     for path in map(Path, found):
-        if path.is_symlink() and path.is_file():  # nobody has named it
+        if path.is_symlink() and path.is_file():  # nobody has named this file itself
             check_inside(path, path.parent)
     return found
 
@@ -100,7 +100,7 @@ def _cache_folder(config: TextFilesConfig) -> Path:
 
 def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: Path) -> str:
     files = []
-    if options.tokenizer != PLAIN_BYTES:  # with all that may say which token closes a document
+    if options.tokenizer != PLAIN_BYTES:  # and all files that may say which token closes a document
         file = tokenizer_file(options.tokenizer)
         files = [file, *(file.with_name(name) for name in (TOKENIZER_CONFIG, *MODEL_FILES))]
     told = [

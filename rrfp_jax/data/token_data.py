@@ -31,13 +31,13 @@ class Tokens:
     """A deterministic data set of tokens; see the module's text.
 
     Args:
-        part: what is trained on, or what is held out; of the latter too an epoch visits every row once.
+        part: the rows that are trained on, or those that are held out; an epoch visits every row of either once.
 
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
-    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, which tokens they are;
-    ``notes``, what is worth knowing of them.
-    Raises ValueError, with the remedy, where a token set cannot be used, has not one row, or was made by another
-    tokenizer than the configuration names or than the others were made by.
+    sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, the kind of the tokens;
+    ``notes``, sentences about the token sets.
+    Raises ValueError, with the remedy, if a token set cannot be used, has no row, or was made by another tokenizer than
+    the configuration names or than the others were made by.
     """
 
     buckets = None
@@ -97,7 +97,7 @@ class Tokens:
         return whole | {name: _where_read(whole[name], wanted[name]) for name in wanted}
 
     def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """(source, number of the row in it, whether it has come before) of every row of a batch, each
+        """Returns (source, number of the row in it, whether it has come before) of every row of a batch, each
         ``[batch_size]``."""
         size, seed = self.config.batch_size, self.config.seed
         sources, numbers = self._mixture.sources(step * size, size)

@@ -1,8 +1,8 @@
-"""Which tokens the numbers of a data set or of a model stand for: the record by which parts that belong together agree.
+"""The record of the tokens that the numbers of a data set or of a model stand for; parts that go together agree on it.
 
-A data set has one, and so has a model: an import by the tokenizer that came with it, a run by what it was trained on.
-Two kinds are the same where one tokenizer made them. Its file may be written in another way, as a library does that
-saves it again: what counts is how it cuts a text, and which number each token has.
+A data set has a kind of tokens, and so has a model: an import by the tokenizer that came with it, a run by the data
+that it was trained on. Two kinds are the same if one tokenizer made them. The tokenizer's file may be written in
+another way, as by a library that saves it again: only the way it cuts a text, and the number of each token, count.
 """
 
 import json
@@ -19,7 +19,7 @@ _NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder
 
 @dataclass(frozen=True, kw_only=True)
 class TokenKind:
-    """Which tokens numbers stand for."""
+    """The tokens that numbers stand for."""
 
     tokenizer: TokenizerName
     """The tokenizer that made them."""
@@ -34,7 +34,7 @@ class TokenKind:
         return self.tokenizer.sha256 is None
 
     def is_same(self, other: "TokenKind") -> bool:
-        """Whether numbers stand for the same tokens in both."""
+        """Returns whether numbers stand for the same tokens in both kinds."""
         if self.tokenizer.sha256 == other.tokenizer.sha256:
             return True
         if self.file is None or other.file is None:
@@ -47,11 +47,11 @@ class TokenKind:
 
 
 BYTE_TOKENS = TokenKind(tokenizer=BYTES)
-"""Tokens are bytes, and none of them ends a text."""
+"""The kind of tokens that are bytes; none of them ends a text."""
 
 
 def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
-    """The kind of a tokenizer.json; raises ValueError, with the remedy, where it cannot be read."""
+    """Returns the kind of a tokenizer.json; raises ValueError, with the remedy, if the file cannot be read."""
     try:
         digest = FileDigest.of_file(file).sha256
     except OSError as error:
@@ -62,18 +62,19 @@ def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
 
 
 def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
-    """The kind of the token set in ``folder``."""
+    """Returns the kind of the token set in ``folder``."""
     file = None if header.tokenizer.sha256 is None else folder / TOKENIZER
     return TokenKind(tokenizer=header.tokenizer, ends=(header.end_of_document,), file=file)
 
 
 @lru_cache(maxsize=8)
 def _content(file: Path) -> str | None:
-    """The parts that decide tokens, as text that is the same however the file is written; None for no tokenizer."""
+    """Returns the parts that decide tokens, as text that is the same however the file is written; None for no
+    tokenizer."""
     from tokenizers import Tokenizer
 
     try:
-        # The library reads older forms of the file, such as merges as text, and writes its own.
+        # The library reads older forms of the file, such as merges as text, and writes its own form.
         parts = json.loads(Tokenizer.from_str(file.read_text(encoding="utf-8")).to_str())
     except BaseException as error:
         raise_unless_of_library(error)

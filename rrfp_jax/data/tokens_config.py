@@ -78,8 +78,8 @@ class TextFilesConfig(RowsConfig):
     column: str = "text"
     """The field that holds the text of a document."""
     tokenizer: str | None = None
-    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: that of the
-    model in ``run.init_from``; without such a model, bytes."""
+    """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: the tokenizer
+    of the model in ``run.init_from``; without such a model, bytes."""
     end_of_document: str | None = None
     """The token of the tokenizer that closes documents. None: what its folder's tokenizer_config.json says, or a usual
     one."""

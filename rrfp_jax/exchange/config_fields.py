@@ -50,7 +50,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str) -> float:
-        """A number, neither infinite nor NaN."""
+        """Returns a number, neither infinite nor NaN."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(name, value, "a number is needed")

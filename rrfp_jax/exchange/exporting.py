@@ -32,7 +32,7 @@ class PlannedExport:
 
     folder: ModelFolder
     files: Path | None
-    """The folder of files that go along; None: there are none."""
+    """The folder of files that belong to the model; None: there are none."""
     found: Found
     config: Mapping[str, Any]
     """What becomes ``config.json``."""
@@ -110,7 +110,7 @@ def write_export(
 
 
 def _name_ends(config: dict[str, Any], tokens: TokenKind | None) -> None:
-    """Say which of the tokens that the model was trained on ends a text, in place of what the file says."""
+    """Write which of the tokens that the model was trained on ends a text, in place of the file's own entry."""
     ends = () if tokens is None else tokens.ends
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and (part is config or "eos_token_id" in part):

@@ -55,9 +55,9 @@ class ImageSettings:
 
 
 def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
-    """Read how a model sees, from the files that came with it.
+    """Read the image settings of a model from the files that came with it.
 
-    Raises ValueError, naming file and field, where the tower's images cannot be made so.
+    Raises ValueError, naming file and field, if the tower's images cannot be made that way.
     """
     fields = _processor(carried)
     tower = ConfigFields(*_config(carried), {}).part("vision_config", {"num_channels": 3})
@@ -88,7 +88,8 @@ def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
 
 
 def read_image_tokens(carried: Path) -> ImageTokens:
-    """Read what stands for an image, from the files that came with a model; raises ValueError where they do not say."""
+    """Read the words that stand for an image from the files that came with a model; raises ValueError if they do not
+    say."""
     config, where = _config(carried)
     token = ConfigFields(config, where, {}).get("image_token_id", "image_token_index")
     if type(token) is not int or token < 0:

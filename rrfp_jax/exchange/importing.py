@@ -83,7 +83,7 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
 
 
 def _check_layers(form: HubForm, num_tensors: int, where: str) -> None:
-    """Raise ValueError where the model would have more layers, or experts, than its files have tensors."""
+    """Raise ValueError if the model would have more layers, or experts, than its files have tensors."""
     sections = form.sections
     told = {"num_hidden_layers": sections.model.num_layers}
     if sections.vision is not None:
@@ -126,7 +126,7 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
 
 
 def _check_files(source: Path) -> None:
-    """Raise ValueError where a file that would be read or copied is not there itself, but something in its place."""
+    """Raise ValueError if something else stands in place of a file that would be read or copied."""
     for path in sorted(source.iterdir()) if source.is_dir() else ():
         if fits(path.name, (*_CARRIED, *_WEIGHTS)) and path.is_file():
             check_inside(path, source)
@@ -188,7 +188,10 @@ def _check_dtype(tensor: StoredTensor) -> None:
 
 
 def _read_later(match: Match, plan: PlannedImport, broken: list[str]) -> "ReadLater":
-    """``broken`` gets the name of a tensor that turns out to be: a writer that is interrupted leaves threads behind."""
+    """Returns a later read of a tensor, which adds the tensor's name to ``broken`` if a number in it is not finite.
+
+    The read does not raise, because a writer that is interrupted leaves threads behind.
+    """
     import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 
     from rrfp_jax.checkpoint.layer_writer import ReadLater
@@ -205,7 +208,7 @@ def _array(match: Match, plan: PlannedImport, broken: list[str]) -> np.ndarray:
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Some rows at a time, so that what is found out about them takes little memory."""
+    """Returns some rows of an array at a time, so that checking them takes little memory."""
     rows = max(1, _BLOCK_NUMBERS * len(array) // max(array.size, 1)) if array.ndim else 1
     return (array[start : start + rows] for start in range(0, len(array), rows)) if array.ndim else iter([array])
 
@@ -233,7 +236,7 @@ def _sections_text(plan: PlannedImport) -> str:
 
 
 def carried_tensors(files: Path) -> Iterator[StoredTensor]:
-    """The tensors that an import carries along in ``files``, where there are some."""
+    """Returns the tensors that an import carries along in ``files``, if there are some."""
     from rrfp_jax.exchange.tensor_files import tensors_of
 
     path = files / UNUSED

@@ -6,8 +6,9 @@
     checkpoints/         its parameters, as a run's checkpoint after 0 steps
     hugging-face/        config.json, tokenizer and so on as they came; tensors that our models do not use
 
-A run keeps a copy of the last, in ``tokenizer/``, so that it needs the import no longer once it has begun; or the
-tokenizer of its data, where it began here. ``tokens.json`` in it says which tokens the run's model knows.
+A run keeps a copy of ``hugging-face/`` in ``tokenizer/``, so that it no longer needs the import once it has begun, or
+it keeps the tokenizer of its data there if it began here. ``tokens.json`` in it says which tokens the run's model
+knows.
 """
 
 import json
@@ -35,16 +36,16 @@ UNUSED = "unused.safetensors"
 """The tensors that are carried along."""
 RUN = "config.yaml"
 KEPT, TOKENS = "tokenizer", "tokens.json"
-"""The folder in that of a run that it keeps such files in, and the record of its tokens there."""
+"""The folder in a run's folder that keeps such files, and the record of the run's tokens in it."""
 _OF_TOKENIZERS = (
     *("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "generation_config.json"),
 )
-"""Files that belong to a tokenizer, and go where another one takes its place."""
+"""Files that belong to a tokenizer, and are not copied if another one takes its place."""
 _UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
-"""Tokenizers in forms that are not read here."""
+"""Files of tokenizers in forms that are not read here."""
 _OF_BYTES: dict[str, tuple[int, ...]] = {"data": (), "rendered_text": (), "image_text": (0,)}
-"""Sections of data sets whose tokens may be bytes, and what ends their samples then."""
+"""Sections of data sets whose tokens may be bytes, with the tokens that end their samples then."""
 _OF_FILES = ("jsonl", "parquet", "image_text")
 
 
@@ -78,10 +79,10 @@ class ModelFolder:
             )
 
     def files(self) -> Path | None:
-        """The folder of what goes along with the model: ``config.json`` of an import, tokenizer and so on.
+        """Returns the folder of files that belong to the model: ``config.json`` of an import, tokenizer and so on.
 
-        None for a run that began here on bytes. Raises ValueError where it must be looked for in an import that is
-        gone, which only runs of earlier versions need.
+        Returns None for a run that began here on bytes. Raises ValueError if the folder must be looked for in an import
+        that is gone, which only runs of earlier versions need.
         """
         folder, seen = self, {self.path.resolve()}
         while not folder.is_import:
@@ -97,9 +98,9 @@ class ModelFolder:
         return folder.path / CARRIED
 
     def tokens(self) -> TokenKind | None:
-        """Which tokens the model knows; None where nothing tells.
+        """Returns the kind of tokens that the model knows; None if nothing tells.
 
-        Raises ValueError, with the remedy, where what should tell is damaged.
+        Raises ValueError, with the remedy, if a file that should tell is damaged.
         """
         files = self.files()
         if files is not None and (files / TOKENS).is_file():
@@ -109,7 +110,7 @@ class ModelFolder:
         return None if files is None or not (files / TOKENIZER).is_file() else _of_tokenizer(files)
 
     def _tokens_of_data(self) -> TokenKind | None:
-        """The tokens that the run was trained on, by its configuration."""
+        """Returns the tokens that the run was trained on, by its configuration."""
         if (section := self.config.get("tokens")) is not None:
             path = section["path"]
             folder = Path(path if isinstance(path, str) else path[0]).expanduser()
@@ -126,16 +127,16 @@ class ModelFolder:
 
 
 def _of_tokenizer(files: Path) -> TokenKind:
-    """The tokens of the tokenizer.json that came with a model."""
+    """Returns the tokens of the tokenizer.json that came with a model."""
     ends = ends_of_model(files)
     if not ends:
-        with suppress(ValueError):  # it need not say
+        with suppress(ValueError):  # the tokenizer need not say
             ends = (read_tokenizer(files, None).end_of_document,)
     return kind_of_file(files / TOKENIZER, ends)
 
 
 def _recorded(files: Path) -> TokenKind | None:
-    """The tokens that the record of a run names; None where nothing told when it began."""
+    """Returns the tokens that the record of a run names; None if nothing told when the run began."""
     told = read_json(files / TOKENS)
     if told.get("is_known") is False:
         return None
@@ -154,11 +155,10 @@ def _recorded(files: Path) -> TokenKind | None:
 
 
 def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
-    """Let a run have what goes along with its model: copies of ``files``, and the record of its tokens, ``kind``.
+    """Give a run copies of ``files``, which belong to its model, and the record of its tokens, ``kind``.
 
-    Where these are others than those of the tokenizer in ``files``, the data's tokenizer takes its place. Nothing is
-    kept of a run that began here and whose configuration tells all. Raises ValueError where a file cannot be copied
-    safely.
+    If these tokens are not those of the tokenizer in ``files``, the data's tokenizer takes its place. Nothing is kept
+    for a run that began here and whose configuration tells all. Raises ValueError if a file cannot be copied safely.
     """
     came = files is not None and (files / TOKENIZER).is_file()
     with_model = _of_tokenizer(files) if files is not None and came else None
@@ -174,7 +174,7 @@ def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
             if path.is_file() and path.name != TOKENS and not (is_other and fits(path.name, _OF_TOKENIZERS)):
                 copy_file(path, folder / path.name)
         if is_other and kind is not None and kind.file is not None:
-            copy_file(kind.file.resolve(), folder / TOKENIZER)  # whoever names a link means what it leads to
+            copy_file(kind.file.resolve(), folder / TOKENIZER)  # a user who names a link means its target
             _write_settings(folder, kind)
         told: dict[str, Any] = {"is_known": kind is not None, "came_with_the_model": not is_other}
         if kind is not None:
@@ -187,7 +187,7 @@ def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:
 
 
 def _write_settings(folder: Path, kind: TokenKind) -> None:
-    """Say, in the form of transformers, which token ends a text: a tokenizer.json itself does not."""
+    """Write, in the form of transformers, which token ends a text; a tokenizer.json itself does not say."""
     from tokenizers import Tokenizer
 
     told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -197,19 +197,19 @@ def _write_settings(folder: Path, kind: TokenKind) -> None:
 
 
 def came_with_the_model(files: Path | None) -> bool:
-    """Whether the tokenizer in ``files`` is the one that the model was imported with."""
+    """Returns whether the tokenizer in ``files`` is the one that the model was imported with."""
     if files is None or not (files / TOKENS).is_file():
         return True
     return read_json(files / TOKENS).get("came_with_the_model") is not False
 
 
 def files_are_kept(run: Path) -> bool:
-    """Whether a run has its own copies: a folder of that name without the record is somebody's."""
+    """Returns whether a run has its own copies; a folder of that name without the record is somebody else's."""
     return (run / KEPT / TOKENS).is_file()
 
 
 def has_unread_tokenizer(files: Path) -> bool:
-    """Whether there is a tokenizer in a form that is not read here, and no other."""
+    """Returns whether there is a tokenizer in a form that is not read here, and no other."""
     names = [path.name for path in files.iterdir()]
     return TOKENIZER not in names and any(fits(name, _UNREAD) for name in names)
 

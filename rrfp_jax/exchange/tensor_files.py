@@ -41,13 +41,13 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of the model in ``folder`` by name; only the headers of its files are read.
+    """Returns the tensors of the model in ``folder`` by name; only the headers of its files are read.
 
-    With an index its names count, and what it names must be where it says; copies elsewhere are stale. A whole file
+    With an index its names count, and its tensors must be where it says; copies elsewhere are stale. A whole file
     beside an index whose shards are gone counts alone, as ``transformers`` takes it.
 
-    Raises ValueError, in one sentence, where there are no such files, one is missing or damaged, does not hold what the
-    index says, or where there are two sets of weights.
+    Raises ValueError, in one sentence, if there are no such files, if one is missing, damaged or without the tensors
+    that the index says it has, or if there are two sets of weights.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
@@ -111,12 +111,12 @@ def tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_fetched(path: Path) -> None:
-    """Raise ValueError where a file is only what Git has in place of a large one."""
+    """Raise ValueError if a file is only the pointer that Git has in place of a large file."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_POINTER)) == _POINTER
     except OSError:
-        return  # whoever reads it says so
+        return  # the code that reads it says so
     if is_pointer:
         raise ValueError(f"{path} is a pointer of Git LFS and not the file: fetch it with git lfs pull, or download it")
 

@@ -20,9 +20,9 @@ def check_new(path: Path, what: str) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file that is not there yet, with its rights: nobody may read the copy who may not read the source.
+    """Copy a file that is not there yet, with its permissions: nobody may read the copy who may not read the source.
 
-    Raises ValueError where the source is a link that leads out of its folder.
+    Raises ValueError if the source is a link that leads out of its folder.
     """
     check_inside(source, source.parent)
     with source.open("rb") as file:

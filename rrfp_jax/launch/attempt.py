@@ -1,10 +1,10 @@
 """One attempt at a run: start this node's ranks, pass signals on, and end all together.
 
-After the first failure the other ranks have time to end by themselves, each with its own report; then they are asked
-to end (SIGTERM), and at last killed. Told to stop, the launcher passes every signal on and waits; Ctrl-C after that
-ends the ranks likewise. Two failures leave the ranks nothing to report, so they are killed in a moment: where the ranks
-did not come together, those that have not come yet would only be refused; and where the coordination service dies, JAX
-aborts them all, and each might blame another that was aborted first.
+After the first failure the other ranks have time to end by themselves, each with its own report; then they are asked to
+end (SIGTERM), and at last killed. Told to stop, the launcher passes every signal on and waits; Ctrl-C after that ends
+the ranks in the same way. Two kinds of failure leave the ranks nothing to report, so they are killed in a moment: if
+the ranks did not come together, those that have not come yet would only be refused; and if the coordination service
+dies, JAX aborts them all, and each might blame another that was aborted first.
 
 A launcher stays until the ends of all ranks of the run are known to all launchers, so that all return the same code. It
 waits for others no longer than ``grace_s`` after its own ranks have ended, and not for launchers that are gone, or were
@@ -113,7 +113,7 @@ class Attempt:
                 self._launcher.guardian,
                 partial(self._ended, rank),
                 cores=cores,
-                holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # which let them in
+                holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
             )
             self._output.follow(f"rank {rank}", self._alive[rank].stdout, self._alive[rank].stderr, is_main=rank == 0)
         if self._settings.supervises:

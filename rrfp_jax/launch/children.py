@@ -54,14 +54,14 @@ class Guardian:
 
 
 class Child:
-    """A running process. To be started on the main thread: Linux ties it to the thread that did.
+    """A running process. Start it on the main thread: Linux ties the process to the thread that starts it.
 
     Args:
         command: the program's path and its arguments.
         holds: signals that wait until the command lets them in, so that they find its handlers.
-        cores: what it keeps to, see :mod:`~rrfp_jax.launch.binding`; none: it runs where it likes.
+        cores: the cores that it keeps to, see :mod:`~rrfp_jax.launch.binding`; none: it may run on any core.
         on_end: called on a thread of this child with its exit code (128 + n where signal n killed it) and the time
-            (``time.monotonic``), once it has ended and what was left of its process group is killed.
+            (``time.monotonic``), once it has ended and the rest of its process group is killed.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Child:
 
 @contextmanager
 def _holding(numbers: Sequence[int]) -> Iterator[None]:
-    """A process that is started within the block holds these signals back: they wait until it unblocks them."""
+    """Have processes that are started within the block hold these signals back until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -1,10 +1,10 @@
-"""How the processes of a run ended, and which of them is to blame. Pure.
+"""Find out how the processes of a run ended, and which of them is to blame. Pure.
 
 When a process dies, the others notice and end too, with codes that only say so; they may even be seen to end first. So
 the cause is the earliest ending of the least derived kind: a reason of its own; told to stop (7); could not come
 together (6); lost another (5); ended by the launcher. A process that a signal killed closes its connections a moment
 before it can be seen to end, and others may take that for a failed task of their own: among endings of about the same
-time it is to blame. Where the coordination service died first, no rank is: JAX aborts them all.
+time it is to blame. If the coordination service died first, no rank is to blame: JAX aborts them all.
 """
 
 import signal
@@ -91,9 +91,9 @@ class Endings:
         return codes.PEER_LOST if self.missing() else codes.DONE
 
     def summary(self, last_error: Callable[[int], str | None] = lambda rank: None) -> list[str]:
-        """One line that names the cause, and one per kind of ending.
+        """Returns one line that names the cause, and one per kind of ending.
 
-        A crash is told with what its rank said last of an error, as far as ``last_error`` knows.
+        The line of a crash has the last error that its rank told of, as far as ``last_error`` knows it.
         """
         cause, missing = self.cause(), self.missing()
         last_s = max((ending.at_s for ending in self.by_rank.values()), default=0.0)

@@ -84,7 +84,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         {**launcher.environment, **key.environment()},
         launcher.guardian,
         server.service_ended,
-        holds=ASKING,  # SLURM sends them to all processes of a step: ranks that save need this one
+        holds=ASKING,  # SLURM sends them to all processes of a step, and ranks that save need this one
         stdin=subprocess.PIPE,
     )
     try:

@@ -37,7 +37,7 @@ def launch(
         launcher = Launcher(settings=settings, environment=environment, guardian=guardian, events=events, output=output)
         for number in range(settings.max_restarts + 1):
             code = Attempt(launcher, number, _key_of(shared, number)).run()
-            may_restart = code not in (DONE, BAD_INPUT, NOT_FINITE, INTERRUPTED)  # which would end alike again
+            may_restart = code not in (DONE, BAD_INPUT, NOT_FINITE, INTERRUPTED)  # these would end alike again
             if number == settings.max_restarts or not may_restart or _is_stopped(events, output, code):
                 break
             output.say(f"restart {number + 1} of at most {settings.max_restarts}")

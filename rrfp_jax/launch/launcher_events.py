@@ -31,8 +31,8 @@ Event = RankEnded | Signalled | Bulletin
 
 
 class EventQueue:
-    """The queue. While it is entered, on the main thread, it catches signals, but for those that the launcher was
-    started to ignore, such as SIGHUP under ``nohup``."""
+    """The queue of events. While it is entered, on the main thread, it catches signals, except those that the launcher
+    was started to ignore, such as SIGHUP under ``nohup``."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event] = SimpleQueue()

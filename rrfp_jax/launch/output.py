@@ -16,7 +16,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _FRAME = re.compile(r"\s*(@|#\d|\*\*\*|File |Fatal Python error|Thread 0x)")
-"""Lines of a stack, which say where and not why."""
+"""Pattern of the lines of a stack, which say where an error happened and not why."""
 _GONE = (errno.EPIPE, errno.EIO)
 """What writing ends with once a pipe has no reader, or a terminal has hung up."""
 
@@ -37,7 +37,7 @@ class Output:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._last_errors: dict[str, deque[bytes]] = {}
-        """The last lines that each process wrote to its errors."""
+        """The last lines that each process wrote to its standard error."""
 
     def follow(self, name: str, stdout: IO[bytes], stderr: IO[bytes], *, is_main: bool) -> None:
         """Copy both pipes of a process until they close; ``is_main`` for rank 0."""
@@ -50,7 +50,8 @@ class Output:
         self._copy(stderr, self._stderr, mark, kept)
 
     def last_error(self, name: str) -> str | None:
-        """The last line in which a process told of something that went wrong, shortened; None: there is none."""
+        """Returns the last line in which a process told of something that went wrong, shortened; None if there is
+        none."""
         for line in reversed(self._last_errors.get(name, ())):
             text = "".join(c for c in line.decode(errors="replace").strip() if c.isprintable())
             if _TELLING.search(text) and not _FRAME.match(text):

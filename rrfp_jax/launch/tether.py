@@ -1,4 +1,4 @@
-"""Run as a script, by a launcher that nothing may outlive: become a rank that dies with it, or bury what it leaves.
+"""A script for a launcher that nothing may outlive: become a rank that dies with it, or kill the processes it leaves.
 
 ``python -I -S tether.py PARENT_PID CORES COMMAND...``, CORES being numbers with commas between them, or ``-``: tie this
 process to the life of its parent, bind it, then become the command. Linux kills the process when its parent dies,
@@ -7,8 +7,8 @@ between fork and exec is unsafe in a process that has threads, as the launcher h
 
 ``python -I -S tether.py guardian``: kill the process groups of a launcher that died without doing so itself. The
 launcher says on a pipe ``+PGID`` for each group that it starts and ``-PGID`` for each that it has ended; when the pipe
-closes, what is left belongs to a dead launcher. Ranks die with it anyway, but not the processes that they have started,
-such as workers that load data. The signals that ask a run to end are held back from it.
+closes, the groups that are left belong to a dead launcher. Ranks die with it anyway, but not the processes that they
+have started, such as workers that load data. The signals that ask a run to end are held back from it.
 """
 
 import ctypes

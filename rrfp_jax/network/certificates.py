@@ -52,9 +52,9 @@ def service_security() -> str:
 
 
 def service_warning(coordinator: str, own_host: str) -> str | None:
-    """What is to be said once, at the start, of a service that others than the run's ranks may reach; None: nothing.
+    """Returns the warning for the start if others than the run's ranks may reach the service; None: there is none.
 
-    Where this rank listens on loopback, so does the service.
+    If this rank listens on loopback, so does the service.
     """
     if service_security() == SECURED or ipaddress.ip_address(own_host.partition("%")[0]).is_loopback:
         return None

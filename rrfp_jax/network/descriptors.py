@@ -8,7 +8,7 @@ _MOST = 1 << 20
 _SPARE = 64
 """What the run's program opens beside: devices, data, logs, checkpoints."""
 _UNPROVEN = 256
-"""How many connections may be open that have proven nothing, where descriptors are plenty."""
+"""Largest number of open connections that have proven nothing, if descriptors are plenty."""
 FILES_OF_NETWORK = 30
 """What sockets and threads need before anything is connected."""
 FILES_FOR_MESSAGES = 4
@@ -44,10 +44,10 @@ def require_descriptors(num_more: int, what: str) -> None:
 
 
 def unproven_allowed(num_ranks: int) -> int:
-    """How many connections of one kind may be open whose other ends have proven nothing.
+    """Returns how many connections of one kind may be open whose other ends have proven nothing.
 
-    At most an eighth of the descriptors that are left: there are three kinds, ZeroMQ's and those for arrays and for
-    messages, and what comes while one is being closed must find room, too.
+    The number is at most an eighth of the descriptors that are left: there are three kinds, ZeroMQ's and those for
+    arrays and for messages, and a connection that comes while one is being closed must find room, too.
     """
     left = raise_descriptor_limit() - _num_open()
     return min(max(_UNPROVEN, 4 * num_ranks), max(1, left // 8))

@@ -31,7 +31,7 @@ _PROOF_BYTES = _NAME_BYTES + TAG_BYTES
 """The name, sealed."""
 _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
-"""How many connections may be open at most that have not proven themselves; the oldest makes room for one more."""
+"""Largest number of open connections that have not proven themselves; the oldest makes room for one more."""
 _PROOF_S = 10.0
 _CONNECT_S = 30.0
 _RETRY_S = 0.05

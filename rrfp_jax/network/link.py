@@ -46,9 +46,9 @@ class Link:
     """Carries messages, each a head and frames, in order per peer. Used on one thread.
 
     Args:
-        rank: this one.
-        interface: to listen on.
-        unproven: told of the connections over which others have greeted.
+        rank: the number of this rank.
+        interface: the interface to listen on.
+        unproven: is told of the connections over which others have greeted.
     """
 
     def __init__(self, context: Context, rank: int, key: RunKey, interface: str, unproven: Unproven) -> None:

@@ -67,8 +67,8 @@ class Liveness:
     """One rank's heartbeat and its view of the others.
 
     Args:
-        link: for heartbeats alone; closed here.
-        gate: answered on this thread, for all connections of its context.
+        link: carries heartbeats alone; this object closes it.
+        gate: the gate that this thread answers, for all connections of its context.
         data: carries messages; its connections are watched too.
         unproven: the connections that have come to both links.
         deadline_s: see :class:`~rrfp_jax.network.pulse.Pulse`.

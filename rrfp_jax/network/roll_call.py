@@ -29,7 +29,7 @@ class Member:
     address: dict[str, str]
     """Where its sockets listen (``PeerAddress.as_dict()``)."""
     boot: str = ""
-    """The identifier of its host's boot; empty where the system has none."""
+    """Identifier of the boot of the member's host; empty if the system has none."""
     token: str = _TOKEN
     """Random, of this process alone: containers may share a host name, and call each of their first processes 1."""
 
@@ -38,9 +38,9 @@ class Member:
 
 
 def name_hosts(members: Sequence[Member]) -> tuple[str, ...]:
-    """The host of each member, by its name; hosts that have one name get their addresses and boots added.
+    """Returns the name of each member's host; hosts that share a name get their addresses and boots added.
 
-    Containers and images often share a name, so two ranks share a host where name, boot and address are all equal.
+    Containers and images often share a name, so two ranks share a host if name, boot and address are all equal.
     """
     places = [
         (m.host, m.address.get("messages", "").rpartition(":")[0].removeprefix("tcp://"), m.boot) for m in members

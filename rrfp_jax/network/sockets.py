@@ -15,7 +15,7 @@ Socket = zmq.Socket[bytes]
 
 LOOPBACK = "127.0.0.1"
 _HANDSHAKE_MS = 10_000
-"""How long who has connected may take to prove itself."""
+"""Time within which a process that has connected must prove itself."""
 WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
 _OUTCOMES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -112,7 +112,8 @@ def watch(socket: Socket) -> Socket:
 
 
 def watch_listener(socket: Socket) -> Socket:
-    """Begin to report who connects to a socket and whose connection ends, likewise."""
+    """Begin to report the connections that a socket accepts and those that end; the returned socket may be read by
+    another thread."""
     monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
     monitor.linger = 0
     return monitor

@@ -16,7 +16,7 @@ from rrfp_jax.planning.unit_axes import TENSOR, Axes, checked_axes, describe_axe
 
 
 def name_unit(unit: int, num_stages: int | None) -> str:
-    """A unit in words: ``stage 1, replica 0``; without replicas (None) units are stages, ``stage 1``."""
+    """Returns a unit in words: ``stage 1, replica 0``; without replicas (None) units are stages, ``stage 1``."""
     if num_stages is None:
         return f"stage {unit}"
     return f"stage {unit % num_stages}, replica {unit // num_stages}"
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def stages_of_replica(self) -> int | None:
-        """The stages of each of several replicas; None where there is one. For :func:`name_unit`."""
+        """Number of stages of each replica, for :func:`name_unit`; None if there is only one replica."""
         return self.num_stages if self.data > 1 else None
 
     def devices_of(self, unit: int) -> tuple[int, ...]:

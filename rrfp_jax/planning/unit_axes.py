@@ -65,7 +65,7 @@ def describe_axes(axes: Axes) -> str:
 
 
 def with_axes_in_order(pipeline: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain data of a section ``pipeline`` with its meshes as lists: two of other orders are other meshes, though
-    mappings of the same entries are equal."""
+    """Returns the plain data of a section ``pipeline`` with its meshes as lists: meshes with axes in another order are
+    other meshes, though mappings of the same entries are equal."""
     meshes = {name: mesh for name in ("mesh", "encoder_mesh") if (mesh := pipeline.get(name)) is not None}
     return {**pipeline, **{name: [list(axis) for axis in mesh.items()] for name, mesh in meshes.items()}}

@@ -19,5 +19,5 @@ with naming("orbax-checkpoint", NAMES):
     from orbax.checkpoint._src.serialization.tensorstore_utils import _DEFAULT_OCDBT_TS_CONTEXT, build_array_write_spec
 
 TENSORSTORE_SETTINGS: dict[str, Any] = _DEFAULT_OCDBT_TS_CONTEXT
-"""From these Orbax makes every context that it writes with."""
+"""The settings from which Orbax makes every context that it writes with."""
 __all__ = ["NAMES", "TENSORSTORE_SETTINGS", "build_array_write_spec"]

@@ -29,8 +29,8 @@ class StageReport:
     """What one stage contributes to the agreement of a step; no two stages report the same chunk."""
 
     squared_norms: tuple[tuple[int, float], ...] = ()
-    """(chunk, sum of its squared gradients), as ``reduce`` returns it: shared parameters are counted by their owner. A
-    negative sign, of a zero too, says that the chunk's next update cannot be finite."""
+    """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum: the owner of shared parameters counts
+    them. A negative sign, of a zero too, says that the chunk's next update cannot be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()
@@ -81,7 +81,8 @@ class Verdict:
     apply: bool
     """Whether the update happens; if not, parameters and optimizer state stay as they are."""
     fault: str | None = None
-    """What is wrong with the step, for people; None where nothing is. Without ``skip_nonfinite`` it is applied yet."""
+    """A sentence on the fault of the step; None if it has none. Without ``skip_nonfinite`` the step is applied all the
+    same."""
     stop: bool = False
     """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
     save: bool = False
@@ -132,7 +133,7 @@ def agree(
 
 
 def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) -> str | None:
-    """What is wrong with a step of these weights, in words that follow upon "because"; None where nothing is."""
+    """Returns the fault of a step with these weights, in words that follow upon "because"; None if it has none."""
     if weights.size and weights.min() < 0:
         return f"a microbatch has the negative weight {weights.min():.6g}"
     if weight == 0:
@@ -141,7 +142,7 @@ def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) ->
 
 
 def _fault_of_update(norms: np.ndarray) -> str | None:
-    # what is not a number may have any sign
+    # NaN may have any sign
     spoilt = norms["place"][np.signbit(norms["value"]) & ~np.isnan(norms["value"])]
     if not spoilt.size:
         return None

@@ -1,14 +1,14 @@
-"""What a chunk of a model is: the one interface on which models and programs agree.
+"""The chunk of a model: the one interface on which models and programs agree.
 
-A chunk is a pair of pure functions, ``init`` and ``apply``, and a few words on what they read. Model code knows
-nothing of pipelines; programs know nothing of models.
+A chunk is a pair of pure functions, ``init`` and ``apply``, and a few words on the data that they read. Model code
+knows nothing of pipelines; programs know nothing of models.
 
 Conventions
 -----------
 params
     A dictionary from layer name to an arbitrary pytree of arrays, all of which are parameters: floating, and reached by
     a gradient unless their layer is frozen. There is no other state, such as running statistics or counters; a pipeline
-    refuses what it finds of it. Layer names are unique over the whole model, except those in ``shared``, which name
+    refuses any that it finds. Layer names are unique over the whole model, except those in ``shared``, which name
     copies of one and the same parameter (tied embeddings): they start from the copy of the lowest chunk, their
     gradients are summed over the copies, and norms count them once.
 inputs
@@ -17,8 +17,8 @@ inputs
     or None, where the edge is optional (:class:`rrfp_jax.tasks.Edge`).
 leaves
     A dictionary from batch leaf name to the array of one microbatch: they are read where they are needed and never
-    travel from chunk to chunk. A microbatch without some leaf skips the chunks that read it, and what only they feed;
-    but a chunk runs without a leaf that it calls optional, which is then missing in the dictionary.
+    travel from chunk to chunk. A microbatch without some leaf skips the chunks that read it, and the chunks that only
+    these feed; but a chunk runs without a leaf that it calls optional, which is then missing in the dictionary.
 mesh
     ``apply`` is traced with the abstract mesh of the unit that will run it, if that has several devices, so that it may
     call ``jax.shard_map`` over axes that ``jax.sharding.get_abstract_mesh()`` has. Shapes are derived without any.
@@ -27,7 +27,7 @@ key
     so that the randomness of a layer does not depend on where the model is cut.
 kinds
     Chunks that compute the same function of parameters of the same shapes are of one kind, and share their programs.
-    What differs within a kind, such as names and numbers of layers, is given beside the function: see
+    Differences within a kind, such as names and numbers of layers, are given beside the function: see
     :mod:`rrfp_jax.programs.layers`.
 outputs
     Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
@@ -83,7 +83,7 @@ class Chunk:
     """For tables and errors, for example ``layers 0-1``."""
     init: Callable[[jax.Array], Params]
     """``init(key) -> params``, from a typed key. It is called once for every layer, with a key into which the layer's
-    name is folded, and gives that layer; but an :class:`rrfp_jax.programs.layers.InitLayers` gets the key as it is."""
+    name is folded, and returns that layer; but an :class:`rrfp_jax.programs.layers.InitLayers` gets the key itself."""
     apply: Callable[..., Any]
     """``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def param_specs(chunk: Chunk) -> dict[str, Any]:
     """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind of chunk."""
     try:
         specs: dict[str, Any] = chunk._param_specs
-    except TypeError as error:  # for a text, say; JAX names its place
+    except TypeError as error:  # for text, for example; JAX names its place
         raise ValueError(
             f"chunk {chunk.name!r} cannot be initialised: {error}; return arrays, and close over what is none"
         ) from error
@@ -170,10 +170,11 @@ def trained_specs(chunk: Chunk) -> dict[str, Any]:
 def microbatch_key(
     seed: jax.typing.ArrayLike, step: jax.typing.ArrayLike, microbatch: jax.typing.ArrayLike
 ) -> jax.Array:
-    """The typed key of one microbatch of one step; all arguments are unsigned 32-bit scalars.
+    """Returns the typed key of one microbatch of one step; all arguments are unsigned 32-bit scalars.
 
-    A function of what is computed, never of the order in which it happens to run: ``microbatch`` counts over the whole
-    step, not within a replica. Works inside and outside of jit, with equal bits. Raises ValueError for other numbers.
+    The key depends on the computation, never on the order in which it happens to run: ``microbatch`` counts over the
+    whole step, not within a replica. Works inside and outside of jit, with equal bits. Raises ValueError for other
+    numbers.
     """
     numbers = [_counter(*each) for each in (("seed", seed), ("step", step), ("microbatch", microbatch))]
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers[0]), numbers[1]), numbers[2])
@@ -189,7 +190,7 @@ def _counter(name: str, value: Any) -> jax.Array:
 
 
 def check_chunks(chunks: Any) -> tuple[Chunk, ...]:
-    """The chunks as a tuple; raises ValueError for anything else."""
+    """Returns the chunks as a tuple; raises ValueError for anything else."""
     given = tuple(chunks) if isinstance(chunks, Iterable) else (chunks,)
     if not all(isinstance(chunk, Chunk) for chunk in given):
         raise ValueError(f"chunks is {with_type(chunks)}: give a list of Chunks")

@@ -200,9 +200,10 @@ def plan_chunk(
 
 
 def _refuse_convolutions(plan: ChunkPlan, mesh: Mesh) -> None:
-    """XLA multiplies gradients of convolutions that it cuts over two axes, as plain ``jax.jit`` shows (JAX 0.10, 0.11).
+    """Raise ValueError for a convolution that XLA cuts over two axes: it multiplies the gradients (JAX 0.10, 0.11).
 
-    Of some kinds and axes only; but nothing shows which, since the outputs are right.
+    Plain ``jax.jit`` shows the same. Only some kinds and axes are concerned; but nothing shows which, since the outputs
+    are right.
     """
     axes = partitioned_axes(
         plan.split.traced_forward,
@@ -221,7 +222,7 @@ def check_reached(chunks: Sequence[Chunk], index: int, plans: Sequence[ChunkPlan
     """Raise ValueError for parameters of chunk ``index`` that train, but get a gradient in none of ``plans``.
 
     The optimizer would only let them decay. Shared layers are left out, since another holder may have their gradient.
-    Nothing is refused where every plan lacks a leaf or an input, for which the parameters may be there.
+    Nothing is refused if every plan lacks a leaf or an input, since the parameters may serve that one.
     """
     chunk = chunks[index]
     if not any(_is_complete(chunk, *plan.operands[:2]) for plan in plans):

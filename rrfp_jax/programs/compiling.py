@@ -51,7 +51,7 @@ class ProgramCount:
 
 
 def require_jit() -> None:
-    """Raise ValueError where JAX is told to compile nothing."""
+    """Raise ValueError if JAX is told to compile nothing."""
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
             "jax_disable_jit is on, and a pipeline runs compiled programs: switch it off (unset JAX_DISABLE_JIT, or "

@@ -72,7 +72,7 @@ class KeyedByLayer:
     """``init`` of a chunk that knows no numbers, with a random key of its own for every layer.
 
     All chunks get one key. So that layers of equal shapes do not start from equal values, ``function`` is called once
-    for every layer, with the layer's name folded into the key, and that layer of what it returns is taken. It is the
+    for every layer, with the layer's name folded into the key, and only that layer of its result is taken. It is the
     layer's name, not the chunk's, so the values do not depend on where the model is cut; for the same reason an
     ``init`` that calls those of other chunks hands them the key of the layer, into which they fold no name again.
     """
@@ -91,7 +91,7 @@ class KeyedByLayer:
 
 
 def name_number(name: str) -> int:
-    """The number that stands for a name in random keys.
+    """Returns the number that stands for a name in random keys.
 
     CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
     """

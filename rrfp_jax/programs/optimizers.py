@@ -14,10 +14,10 @@ loops are followed inside. Hence equal numbers mean equal values, whatever the n
 State is compared by bisimulation. At first two arrays of state count as equal if their initial values have one number.
 An update keeps apart those whose next values differ, and the rounds end when no class is divided any more. Then arrays
 of one class stay equal over any number of steps, and an update that has one number in the whole and in the group is the
-same in every step. What cannot be shown to be the same is refused.
+same in every step. An optimizer that cannot be shown to do the same is refused.
 
 Every number also carries the set of parameters on which the value depends, as the bits of an integer. So the same
-rounds show an update that depends on two arrays. What is unknown mixes everything: the answer may name too many
+rounds show an update that depends on two arrays. An unknown operation mixes everything: the answer may name too many
 dependencies, never too few.
 """
 
@@ -45,8 +45,8 @@ REMEDY = (
 
 
 def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer as it is meant, where JAX is told to be strict: that is for code of one's own, and optax is not
-    written so."""
+    """Returns the optimizer with JAX's standard promotion: strict promotion is for a user's own code, and optax is not
+    written for it."""
     config: Any = jax.config
     if (config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion) == ("standard", "allow"):
         return optimizer
@@ -82,7 +82,7 @@ def check_leafwise(
     coupling can go unseen. ``groups`` name the layers that are updated together.
     """
     whole = _trace(optimizer, params)
-    # a group that has all layers is the whole
+    # a group that has all layers is the whole model
     parts = [_trace_of_group(optimizer, pick(params, group)) for group in groups if len(group) < len(params)]
     traces = [whole, *parts]
     if len(jax.tree.leaves(whole.state)) == len(jax.tree.leaves(whole.new_state)):
@@ -133,9 +133,10 @@ def _check_state(trace: _Trace) -> None:
 
 
 def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
-    """The number of every parameter's update, by trace; ValueError where one depends on two parameters of the first.
+    """Returns the number of every parameter's update, by trace.
 
-    The first trace is of the whole model.
+    The first trace is of the whole model. Raises ValueError if one of its updates, or its state, depends on two
+    parameters.
     """
     names = traces[0].names
     bits = {name: 1 << index for index, name in enumerate(names)}
@@ -162,7 +163,7 @@ def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
         for each in grown[0]:
             _refuse_mixture("its state", each, names)
         before, (classes, labels) = labels, _classes(pairs, grown)
-        # equally many classes are the same classes, since an update only divides them
+        # an update only divides classes, so equally many classes are the same classes
         if len(labels) == len(before) and sum(labels.values()) == sum(before.values()):
             return updates
 
@@ -170,7 +171,7 @@ def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
 def _classes(
     values: Sequence[Sequence[Hashable]], labels: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], dict[int, int]]:
-    """Equal values as equal numbers from 0, and by number the labels that any of them carries."""
+    """Returns equal values as equal numbers from 0, and by number the labels that any of them carries."""
     numbers: dict[Hashable, int] = {}
     classes = [[numbers.setdefault(value, len(numbers)) for value in own] for own in values]
     union = dict.fromkeys(range(len(numbers)), 0)
@@ -199,7 +200,7 @@ def _refuse_mixture(what: str, labels: int, names: Sequence[str]) -> None:
 
 
 def output_labels(jaxpr: Any, labels: Sequence[int]) -> list[int]:
-    """The labels of the outputs of ``jaxpr`` when its inputs carry ``labels``; its constants carry none."""
+    """Returns the labels of the outputs of ``jaxpr`` when its inputs carry ``labels``; its constants carry none."""
     values = Values(max(map(int.bit_length, labels), default=0))
     inputs = [values.symbol(("input", index), label) for index, label in enumerate(labels)]
     return [values.labels[output] for output in values.outputs(jaxpr, inputs)]
@@ -210,17 +211,17 @@ class Values:
 
     def __init__(self, num_labels: int) -> None:
         self.labels: list[int] = []
-        """The labels of every value by its number."""
+        """The labels of every value, by its number."""
         self._numbers: dict[Hashable, int] = {}
         self._num_bits = num_labels
-        """Bits in use: the lowest are the labels of inputs, and loops take further ones."""
+        """Number of bits in use: the lowest are the labels of inputs, and loops take further ones."""
 
     def symbol(self, name: Hashable, labels: int) -> int:
-        """The number of an input of this name."""
+        """Returns the number of an input of this name."""
         return self._number(("symbol", name), labels)
 
     def outputs(self, jaxpr: Any, inputs: Sequence[int], depth: int = 0) -> list[int]:
-        """The numbers of the outputs of ``jaxpr`` for inputs of these numbers, within ``depth`` loops."""
+        """Returns the numbers of the outputs of ``jaxpr`` for inputs of these numbers, within ``depth`` loops."""
         parts = open_jaxpr(jaxpr)
         known: dict[Any, int] = dict(zip(parts.invars, inputs, strict=True))
         known |= {
@@ -259,7 +260,7 @@ class Values:
         called = called_jaxpr(eqn)
         if called is not None:
             return self.outputs(called, inputs, depth)
-        # what has an effect is the same as itself alone
+        # an operation with an effect is the same as itself alone
         what = Same(eqn) if eqn.effects else (Same(eqn.primitive), parameter_identity(eqn.params))
         labels = self._union(inputs)
         return [self._number((what, tuple(inputs), place), labels) for place in range(len(eqn.outvars))]
@@ -299,11 +300,11 @@ class Values:
         return results[num_stacked:] + results[:num_stacked]
 
     def _loop(self, what: Hashable, body: Any, start: list[int], depth: int, *, decides: bool = False) -> list[int]:
-        """The numbers of all that a loop returns.
+        """Returns the numbers of all results of a loop.
 
-        ``body`` gives, for the carry's numbers, those of its further results, and then those of the next carry.
-        ``decides``: the first result says whether the loop goes on. A result's number speaks of no more of the carry
-        than the result depends on: so it is the same in a loop over the whole model and in one over a part.
+        ``body`` gives, for the carry's numbers, those of its further results, and then those of the next carry. If
+        ``decides`` is set, the first result says whether the loop goes on. A result's number speaks of no more of the
+        carry than the result depends on: so it is the same in a loop over the whole model and in one over a part.
         """
         carry = [self._carried(depth, place) for place in range(len(start))]
         bits = [self.labels[value] for value in carry]
@@ -332,7 +333,8 @@ class Values:
     def _numbered(
         self, body: Any, start: list[int], places: tuple[int, ...], depth: int, num_further: int
     ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-        """The loop's results where the carry at ``places`` is counted from 0, and what tells how that carry evolves."""
+        """Returns the loop's results if the carry at ``places`` is counted from 0, and a key that tells how that carry
+        evolves."""
         rank = {place: number for number, place in enumerate(places)}
         carry = [
             self._carried(depth, rank[place]) if place in rank else self._number(("unneeded", depth), 0)
@@ -342,7 +344,7 @@ class Values:
         return results, tuple((start[place], results[num_further + place]) for place in places)
 
     def _carried(self, depth: int, place: int) -> int:
-        """The symbol of a part of the carry of a loop within ``depth`` others; a bit of its own stands for it."""
+        """Returns the symbol of a part of the carry of a loop within ``depth`` others; it has a bit of its own."""
         key = ("carried", depth, place)
         if key not in self._numbers:
             self._number(key, 1 << self._num_bits)
@@ -351,7 +353,7 @@ class Values:
 
 
 def _constant(const: Any) -> Hashable:
-    """Equal for constants of equal values, of any size."""
+    """Returns a key that is equal for constants of equal values, of any size."""
     if isinstance(const, jax.Array) and jnp.issubdtype(const.dtype, jax.dtypes.extended):
         const = jax.random.key_data(const)
     array = np.asarray(const)

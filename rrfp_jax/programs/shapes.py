@@ -104,7 +104,8 @@ def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
-    """The shapes of a chunk's parameters; ValueError, naming chunk and leaf, for what cannot be one."""
+    """Returns the shapes of a chunk's parameters; raises ValueError, naming chunk and leaf, for a leaf that cannot be
+    one."""
     who = describe_chunk(chunks, index)
     params: Any = param_specs(chunks[index])
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
@@ -143,8 +144,8 @@ _CHANGING_VARIABLES = ("BatchStat", "Cache", "Intermediate", "RngCount", "RngKey
 
 
 def _variables(params: Any) -> list[tuple[str, str]]:
-    """The paths of Flax NNX's variables in a tree, each with the name of its class there."""
-    nnx = sys.modules.get("flax.nnx")  # nobody can have made any before it is loaded
+    """Returns the paths of Flax NNX's variables in a tree, each with the name of its class there."""
+    nnx = sys.modules.get("flax.nnx")  # no variable can exist before it is loaded
     if nnx is None:
         return []
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -197,7 +198,7 @@ def _outputs(
 
 
 def _remedy(chunk: Chunk, apply: Callable[..., Any], read: tuple[Any, ...], error: Exception) -> str:
-    """What to do where an error has one of the usual causes; else nothing."""
+    """Returns the remedy for an error with one of the usual causes; otherwise an empty text."""
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     if isinstance(name, str) and name not in {*chunk.leaves, *read[0]}:
         return f"name {name!r} in `leaves` if it is a leaf of the batch, or let `init` make it"

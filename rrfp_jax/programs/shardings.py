@@ -220,11 +220,10 @@ def state_partition(state: Specs, params: Specs, partition: Any) -> Any:
 
 
 def shared_out(partition: Any, specs: Specs, num_parts: int, axis: str = DATA) -> Any:
-    """The partition where every array is cut over one more axis, along its first free dimension that divides.
+    """Returns the partition with every array cut over one more axis, along its first free dimension that divides.
 
     Arrays without such a dimension stay as they are, and so do those that are cut over the axis already. Over ``data``
-    this is what ZeRO-1 does to the optimizer state
-    (Rajbhandari et al. 2020).
+    this is the way in which ZeRO-1 cuts the optimizer state (Rajbhandari et al. 2020).
     """
 
     def cut(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:

@@ -12,7 +12,7 @@ Specs = Any
 
 
 def spec_of(tree: Any) -> Specs:
-    """The shapes of a pytree of arrays or specs, in the dtypes that JAX computes with; weak types are dropped.
+    """Returns the shapes of a pytree of arrays or specs, in the dtypes that JAX computes with, without weak types.
 
     Raises ValueError for typed random keys, which can neither be sent nor saved.
     """

@@ -151,13 +151,14 @@ class SplitBackward:
 
     @property
     def traced_forward(self) -> Any:
-        """The jaxpr of the forward, with what it hands to the backward."""
+        """The jaxpr of the forward, with the values that it hands to the backward."""
         return self._traced.forward
 
     @cached_property
     def is_reached(self) -> Any:
-        """A tree like the parameters, which says whether a leaf's gradient depends on that of the outputs; None for
-        leaves that have none. A gradient that does not is zero, since it is linear in that of the outputs."""
+        """A tree like the parameters that says whether a leaf's gradient depends on that of the outputs; None for
+        leaves without a gradient. A gradient that does not depend on it is zero, since it is linear in that of the
+        outputs."""
         return self._traced.params.unflatten_gradient([not is_fixed(grad) for grad in self._joined.params_grad])
 
     def prepare(self, params: Any) -> tuple[Any, ...]:

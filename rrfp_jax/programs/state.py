@@ -57,9 +57,9 @@ _PARTS = ("params", "optimizer_state", "accumulators")
 
 
 def fitting_states(expected: Sequence[tuple[str, ChunkState]], given: Iterable[ChunkState]) -> list[ChunkState]:
-    """The states given, where the specs have them to lie; ``expected`` has for each a name for messages and the specs.
+    """Returns the given states, moved to where the specs lie; ``expected`` has the specs, each with a name.
 
-    Raises ValueError, naming state and array, where number, names, shapes or dtypes differ, before anything is moved.
+    Raises ValueError, naming state and array, if number, names, shapes or dtypes differ, before anything is moved.
     """
     given_as: Any = given
     states = list(given_as) if isinstance(given_as, Iterable) else [given_as]

@@ -1,12 +1,12 @@
-"""Whether an optimizer's next update cannot be finite, whatever the gradients are: seen before anything is updated.
+"""Find out, before anything is updated, that an optimizer's next update cannot be finite, whatever the gradients are.
 
 A learning rate that is not a number, or a schedule that divides by zero at some step, spoils finite gradients. All
-stages have to leave such a step out together, so it must be known when they agree on a step, before the clip factor is
-known and without room for a second copy of the parameters. Hence the update is not computed but followed: what comes
-from the scalars of the optimizer's state alone, such as a count and all that a schedule makes of it, is computed, and
-of every other value it is known at most that none of its elements is finite. Sums and products keep that, and a
-division by zero makes it; operations that are not listed forget it. So nothing is called a fault that is none. An
-update that overflows because of its gradients is not seen.
+stages have to leave such a step out together, so the fault must be known when they agree on a step, before the clip
+factor is known and without room for a second copy of the parameters. Hence the update is not computed but followed:
+values that come from the scalars of the optimizer's state alone, such as a count and everything that a schedule makes
+of it, are computed, and of every other value it is known at most that none of its elements is finite. Sums and products
+keep that, and a division by zero makes it; operations that are not listed forget it. So no update that may be finite is
+called a fault. An update that overflows because of its gradients is not seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from rrfp_jax.programs.splitting.operations import Apply
 from rrfp_jax.programs.splitting.versions import called_jaxpr, open_jaxpr
 
 _LARGEST = 64
-"""Elements of the largest array that is computed."""
+"""Number of elements of the largest array that is computed."""
 _ANY = {"add", "sub", "mul", "add_any", "dot_general"}
-"""No element of the result is finite if so it is with any operand."""
+"""Operations whose result has no finite element if any operand has none."""
 _SAME = {"neg", "abs", "sqrt", "copy", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _SAME |= {"reduce_sum", "expand_dims", "stop_gradient"}
 
 Flag = Any
-"""False, or a traced truth value: whether surely no element of an array is finite."""
+"""False, or a traced truth value that says whether surely no element of an array is finite."""
 
 
 class _Unknown:
@@ -40,12 +40,13 @@ class _Unknown:
 
 
 def scalars_of(state: Any) -> list[Any]:
-    """The scalars of an optimizer's state."""
+    """Returns the scalars of an optimizer's state."""
     return [leaf for leaf in jax.tree.leaves(state) if not leaf.shape]
 
 
 def update_fault(optimizer: optax.GradientTransformation, params: Specs) -> Callable[[Sequence[Any]], Flag]:
-    """``fault(scalars)``, of an optimizer's state: whether its next update of some of ``params`` cannot be finite."""
+    """Returns ``fault(scalars)``, which tells from the scalars of an optimizer's state whether its next update of some
+    of ``params`` cannot be finite."""
     state = jax.eval_shape(optimizer.init, params)
     update = jax.make_jaxpr(optimizer.update)(params, state, params)
     num_params = len(jax.tree.leaves(params))
@@ -102,7 +103,7 @@ def _flag_of_result(name: str, inputs: list[Any]) -> Flag:
 
 
 def _chosen(which: Any, choices: Sequence[Any]) -> Flag:
-    """Of one of some values, which an index or a truth value says."""
+    """Returns the flag of the value that an index or a truth value chooses."""
     flags = [_flag(each) for each in choices]
     if all(flag is False for flag in flags):
         return False

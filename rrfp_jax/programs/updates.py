@@ -89,9 +89,10 @@ class _Updates:
         return place(partition, self._scalar)
 
     def _fault_of_update(self) -> tuple[Callable[[Any, Any], Any], Specs]:
-        """``signed(squared_norm, scalars)``: negative where the next update cannot be finite, and the scalars' shapes.
+        """Returns ``signed(squared_norm, scalars)`` and the shapes of the scalars.
 
-        The scalars are those of the optimizer's state, a list for each group of layers; none where no fault can be.
+        The result of ``signed`` is negative if the next update cannot be finite. The scalars are those of the
+        optimizer's state, a list for each group of layers; there are none if no fault can be.
         """
         groups = [pick(self._params, group) for group in layer_groups(self._chunk, self._params)]
         scalars = spec_of([scalars_of(jax.eval_shape(self.optimizer.init, params)) for params in groups])
@@ -108,7 +109,7 @@ class _Updates:
         return (_unchanged, ()) if all(flag is False for flag in found) else (signed, scalars)
 
     def _scalars_of(self, states: Sequence[Any] | None) -> Any:
-        """Those of an optimizer state; of one that is not given, zeros."""
+        """Returns the scalars of an optimizer state, or zeros if no state is given."""
         if states is None or not self._scalars:
             return jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._scalars)
         return [scalars_of(state) for state in states]
@@ -193,7 +194,7 @@ class UnitUpdates(_Updates):
     ) -> tuple[Any, Any]:
         """Sum shared gradients; return the accumulators and their squared norm (float32 scalar). Consumes nothing.
 
-        The norm has a negative sign where the next update from ``optimizer_state`` cannot be finite
+        The norm has a negative sign if the next update from ``optimizer_state`` cannot be finite
         (:mod:`rrfp_jax.programs.update_faults`).
 
         ``shared`` has, for every chunk of ``graph.sharing(index)`` in ascending order, its shared layers' accumulators;
@@ -242,7 +243,8 @@ class Reduced(NamedTuple):
     gradients: Any
     """With a sharded optimizer state, the sums on the whole stage, cut like the state, for ``update``; else None."""
     squared_norm: Any
-    """Of the sums, with the sign that says whether an update can be; a float32 scalar, the same in all processes."""
+    """Squared norm of the sums, with the sign that says whether an update can be finite; a float32 scalar, the same in
+    all processes."""
 
 
 class StageUpdates(_Updates):
@@ -314,9 +316,9 @@ class StageUpdates(_Updates):
         """Sum the gradients of all replicas, and of shared layers over the chunks that hold them.
 
         ``accumulators`` has those of every local replica, on its unit. ``optimizer_state`` is the one that the replicas
-        share, or that of every local replica, for the sign of the norm (:meth:`UnitUpdates.reduce`). ``shared`` has for
-        every local replica what ``UnitUpdates.reduce`` would take, on the unit's devices or in NumPy. Consumes the
-        accumulators, except those of shared layers, which other chunks may still be reading.
+        share, or that of every local replica, for the sign of the norm (:meth:`UnitUpdates.reduce`). ``shared`` has,
+        for every local replica, the layers that ``UnitUpdates.reduce`` would take, on the unit's devices or in NumPy.
+        Consumes the accumulators, except those of shared layers, which other chunks may still be reading.
         """
         if self._reduce is None:
             return Reduced(dict(accumulators), None, np.float32(0))

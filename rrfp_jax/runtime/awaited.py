@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from rrfp_jax.runtime.sleeping import sleep_exactly
 
 _FIRST_POLL_S, _LAST_POLL_S, _LONGER = 20e-6, 1e-3, 1.1
-"""An input that has not come is asked for after ever longer pauses, each about a tenth of the time waited so far: what
-makes it may take long, and the threads that do so want the core and the lock."""
+"""Pauses between the checks for an input that has not come. They grow longer, each to about a tenth of the time waited
+so far: the task that makes the input may take long, and its threads need the core and the lock."""
 Fetch = Callable[[], bool]
 """Takes an input, if it can be had; tells whether it is here now."""
 

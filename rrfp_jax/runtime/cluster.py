@@ -59,12 +59,12 @@ def join(
     """Meet all other ranks; returns when all have come with the same configuration.
 
     Args:
-        configuration: what must be the same on all ranks, as plain data, beside JAX's version, flags and settings.
-        key: the run's; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
+        configuration: plain data that must be the same on all ranks, beside JAX's version, flags and settings.
+        key: the key of the run; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
 
     Raises:
-        StartFailed: where ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
-        ValueError: where no usable key is given, the interface is none of this host, or the name of the head leads to
+        StartFailed: if ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
+        ValueError: if no usable key is given, the interface is none of this host, or the name of the head leads to
             loopback here and nothing else is named to listen on.
     """
     key = RunKey.from_environment() if key is None else key
@@ -105,13 +105,13 @@ def join(
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # no Linux
+    except OSError:  # the system is not Linux
         return ""
 
 
 def _about_jax() -> dict[str, Any]:
-    """Versions, flags and settings: ranks that differ may compile different programs, and then wait for each other, or
-    begin with different parameters."""
+    """Returns versions, flags and settings of JAX: ranks with other ones may compile different programs, and then wait
+    for each other, or begin with different parameters."""
     versions = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
     return {**versions, **flags_agreed(os.environ), **settings_agreed(os.environ)}
 

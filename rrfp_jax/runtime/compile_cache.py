@@ -1,4 +1,4 @@
-"""What was compiled once is loaded from then on: JAX's persistent compilation cache, for every process of a run.
+"""Load programs that were compiled before: JAX's persistent compilation cache, for every process of a run.
 
 JAX's own cache writes the entries of process 0 only, because writers could collide on some file systems. Here they
 cannot (:mod:`rrfp_jax.runtime.cache_directory`), so every process writes. Three private functions of JAX are replaced

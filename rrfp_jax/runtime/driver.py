@@ -75,7 +75,7 @@ class PipelineRuntime:
         just_in_time: choose a stage's next task when the running one may end within the host's latency.
         delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
         loop: the event loop that the transport's messages come in on; None: one of its own.
-        stages_of_replica: where the stages are those of several replicas, how many each of these has; for reports.
+        stages_of_replica: the number of stages of each replica, if there are several replicas; for reports.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
         on_failure: called on the loop when the run is given up, beside the futures that fail.
     """
@@ -266,8 +266,8 @@ class PipelineRuntime:
         return all(ended)
 
     def close_soon(self) -> None:
-        """Have it closed without waiting, on a thread of its own; called where objects are collected, which may be on
-        any thread and within any call, so that nothing here may take a lock."""
+        """Have the runtime closed without waiting, on a thread of its own. The caller is where objects are collected,
+        which may be on any thread and within any call, so that nothing here may take a lock."""
         if not self._is_closed:
             self._loop.call_soon_threadsafe(threading.Thread(target=self.close, name="rrfp-close", daemon=True).start)
 
@@ -405,7 +405,8 @@ class PipelineRuntime:
         self._ending.broken(text)
 
     def _transport_failed(self, error: Exception) -> None:
-        """Messages are missing from now on. It is a failure of this process, unless a rank turns out to be lost."""
+        """Give the run up: messages are missing from now on. It is a failure of this process, unless a rank turns out
+        to be lost."""
         self._turns.always(self._give_up, TaskFailed, f"a transport failed: {error}", error)
 
     # -- on the event loop: giving up --------------------------------------------------------------------------------
@@ -426,7 +427,7 @@ class PipelineRuntime:
     def _end_with(self, failure: RunFailed) -> None:
         self._turns.stop()
         for actor in self._actors.values():
-            actor.give_up()  # here and not at the close, which may be long after
+            actor.give_up()  # the close may come long after this
         self._turns.always(self._steps.fail, failure)
         if self._on_failure is not None:
             self._on_failure(failure)
@@ -479,7 +480,7 @@ class PipelineRuntime:
                     stages_of_replica=self._stages_of_replica,
                 )
                 states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
-            except Exception:  # the run ends with what it ends for, and not with what is wrong in the report of it
+            except Exception:  # a fault in the report must not replace the error that ends the run
                 _LOG.exception("stage %d cannot tell what it waits for", stage)
         return states
 

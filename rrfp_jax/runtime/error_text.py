@@ -15,7 +15,7 @@ def error_text(error: BaseException) -> str:
     """Type and message of the exception, of the innermost one where JAX tells it, and its last frames, one per line."""
     try:
         _, wrapped, told = str(error).rpartition(_TRACEBACK)
-    except Exception:  # an exception of the user's own, whose text cannot be made; the traceback's module says so
+    except Exception:  # a user's own exception may fail to make its text; the traceback module says so
         wrapped = told = ""
     if wrapped:
         frames, message = _told(told)

@@ -103,7 +103,7 @@ def _in_microbatches(
     windows = []
     for stage, chunks in enumerate(model.placement.chunks_of_stage):
         passed = [sizes[c] for c in chunks]
-        if _bounds_activations(ordering, graph):  # which admits so many activations, whichever chunks they are of
+        if _bounds_activations(ordering, graph):  # the window counts activations of any chunk
             passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
         windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
     in_microbatches = replace(ordering, window=tuple(windows))
@@ -116,10 +116,10 @@ def _in_microbatches(
 
 
 def _bounds_activations(ordering: Ordering, graph: PipelineGraph) -> bool:
-    """Whether the window bounds activations, each of one chunk, and not microbatches in flight."""
+    """Returns whether the window bounds activations, each of one chunk, and not microbatches in flight."""
     return ordering.has_footprint or (bool(graph.ops) and graph.operations.moves_memory)
 
 
 def _bounds_bytes(ordering: Ordering, graph: PipelineGraph) -> bool:
-    """Whether microbatches of several sizes may be admitted by what each of them takes."""
+    """Returns whether microbatches of several sizes may be admitted by the bytes that each of them takes."""
     return ordering.consume != STRICT and not _bounds_activations(ordering, graph)

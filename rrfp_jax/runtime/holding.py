@@ -1,13 +1,13 @@
-"""Who still uses a running pipeline, and how one ends that nobody closed.
+"""Close a running pipeline that nobody has closed, once nobody uses it any more.
 
 The threads of a runtime refer to it, so it is never collected by itself. The pipeline, its states and the results of
 its steps share a :class:`Hold`, to which nothing of the runtime refers: once the last of them is gone, the runtime is
-closed. What is open when the process ends is closed then, before JAX takes its clients down: a thread that comes back
-from a program while the interpreter goes away would abort the process. Closing waits for a limited time, so a program
-that hangs keeps no process alive.
+closed. A runtime that is open when the process ends is closed then, before JAX takes its clients down: a thread that
+comes back from a program while the interpreter goes away would abort the process. Closing waits for a limited time, so
+a program that hangs keeps no process alive.
 
-A child made by ``fork`` has all these objects and none of the threads, so whatever it waits for never comes. It is told
-so, and closes nothing.
+A child made by ``fork`` has all these objects and none of the threads, so it would wait for ever. The child is told so,
+and closes nothing.
 """
 
 import atexit
@@ -18,13 +18,13 @@ from rrfp_jax.runtime.driver import PipelineRuntime
 
 _open: "weakref.WeakSet[PipelineRuntime]" = weakref.WeakSet()
 _makers: set[int] = set()
-"""The process that has made pipelines, and those that it was forked from and had made some."""
+"""Ids of the process that has made pipelines, and of those that it was forked from and that had made some."""
 
 
 class Hold:
     """One start of a pipeline, by ``init`` or ``restore``; raises RuntimeError in the child of a process with others.
 
-    It is what states of this start are known by.
+    It identifies the states of this start.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Hold:
             )
 
     def keep_open(self, runtime: PipelineRuntime) -> None:
-        """Have the runtime closed when the hold is gone, or the process ends."""
+        """Have the runtime closed when the hold is gone, or when the process ends."""
         _open.add(runtime)
-        # its own hook at the exit may come after JAX's clean-up
+        # the finalizer's own hook at the exit may come after JAX's clean-up
         weakref.finalize(self, _close_unused, runtime).atexit = False
 
     def check_process(self) -> None:
-        """Raise RuntimeError in another process than the one that this was made in."""
+        """Raise RuntimeError in any process other than the one that made this object."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the pipeline was made in process {self._pid}, and process {os.getpid()} was forked from it, without "
@@ -61,5 +61,5 @@ def _close_all() -> None:
         runtime.close()
 
 
-atexit.register(_close_all)  # after JAX, whose clean-up was registered as the driver imported it, and so runs last
+atexit.register(_close_all)  # after JAX's own, which the driver's import registered: JAX's runs last
 os.register_at_fork(after_in_child=_open.clear)

@@ -155,7 +155,7 @@ class HostedModel:
         ]
 
     def from_chunks(self, states: Sequence[ChunkState], graph: PipelineGraph) -> HostedState:
-        """The way back, from the states alone, in the same order.
+        """Returns the hosted state made of these states alone, in the order of :meth:`by_chunk`.
 
         Optimizer state that is a spec starts anew, from the parameters. All processes call it alike. Raises ValueError
         for states that are not as ``state_specs`` says.
@@ -167,7 +167,7 @@ class HostedModel:
             is_shared = base in specs.shared
             if is_shared:
                 state.shared.setdefault(base, held.optimizer_state)
-            # an operation may have cut them when they were asked for
+            # an operation may have cut the parameters when the states were asked for
             params = jax.tree.map(_lying_as, held.params, specs.chunks[number].params)
             optimizer_state = () if is_shared else held.optimizer_state
             state.chunks[number] = replace(held, params=params, optimizer_state=optimizer_state)
@@ -404,7 +404,7 @@ def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> 
 
 
 def _lying_as(array: Any, spec: jax.ShapeDtypeStruct) -> Any:
-    """The array where the spec says."""
+    """Returns the array, moved to where the spec says."""
     if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(spec.sharding, array.ndim):
         return array
     return jax.device_put(array, spec.sharding)

@@ -77,7 +77,7 @@ def check_operations(graph: PipelineGraph, process: Process) -> None:
 
 
 def check_evaluation(graph: PipelineGraph) -> None:
-    """Raise ValueError where an evaluation would find parameters that an operation has cut."""
+    """Raise ValueError if an evaluation would find parameters that an operation has cut."""
     for op in graph.ops:
         if getattr(op.run, "cuts_parameters", False):
             raise ValueError(

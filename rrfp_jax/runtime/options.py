@@ -19,8 +19,8 @@ class UpdateRules:
     clip_norm: float | None = None
     """Largest global norm of the gradient of the mean loss; None: gradients stay as they are."""
     skip_nonfinite: bool = True
-    """Leave out a step, on all stages, whose loss or gradients are not finite, whose update cannot be because of the
-    learning rate (:mod:`rrfp_jax.programs.update_faults`), or which has no weight at all, or a negative one."""
+    """Leave out, on all stages, a step whose loss or gradients are not finite, whose update cannot be finite because of
+    the learning rate (:mod:`rrfp_jax.programs.update_faults`), or which has no weight at all, or a negative one."""
     deterministic: bool = False
     """The same bits whatever the order of tasks, at the price of accumulating in microbatch order. Refused where the
     machine's own sums are not reproducible."""

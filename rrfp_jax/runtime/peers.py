@@ -71,7 +71,7 @@ class Peers:
         """Say something to a member of a unit's group, which a task there may wait for."""
         ranks = self.layout.ranks_of(unit)
         header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
-        # in its turn, on the loop too: what was said before it on another thread goes first (see Wishes.decide)
+        # queue it even on the loop: a note from another thread that came before goes first (see Wishes.decide)
         self.network.call_soon(partial(self.network.send, ranks[member], _NOTE, header))
 
     def announce_task(self, unit: int, step: int, message: Message) -> None:

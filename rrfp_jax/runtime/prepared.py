@@ -1,10 +1,10 @@
 """From a model and a batch's shapes to running stages: one sequence, in which each value is made of those before it.
 
 1. the graph of one replica, with this batch's microbatches;
-2. the state, refused where its copies differ;
+2. the state, refused if its copies differ;
 3. the programs of the chunks that this process hosts;
 4. the sizes of all chunks, which the processes tell each other, and from them the windows;
-5. the order of all replicas, and the memory that it needs, refused where that is too much;
+5. the order of all replicas, and the memory that it needs, refused if that is too much;
 6. the connections behind collectives;
 7. the stages, each with its arbiter, running.
 """
@@ -90,14 +90,14 @@ def prepare(
     """Compile and start everything; the stages take ``state`` over.
 
     Args:
-        graph: of one replica; its number of microbatches counts only where it is a schedule's.
+        graph: the graph of one replica; its number of microbatches counts only if it is a schedule's.
         buckets: the shapes that microbatches may have.
-        num_microbatches: of a step, over all replicas.
+        num_microbatches: the number of microbatches of a step, over all replicas.
         step: how many steps the state has been trained.
-        progress: told how many programs are compiled, and of how many.
+        progress: is told how many programs are compiled, and out of how many.
         evaluation: the shapes of steps that evaluate; None: no step will.
 
-    Raises ValueError where chunks, graph, batch and memory do not fit, before anything runs.
+    Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, data = model.process, model.process.layout.data
     if evaluation is not None:

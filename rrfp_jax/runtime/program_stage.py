@@ -227,7 +227,7 @@ class ProgramStage:
     def _wait(self, step: int, task: Task, enqueued: _Enqueued) -> None:
         """Wait for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
-            # also what is ready: an array whose program has failed says that it is, and raises here alone
+            # wait for ready arrays too: an array whose program has failed says that it is ready, and raises here alone
             jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
                 for message, value in enqueued.posts:
@@ -376,7 +376,7 @@ class ProgramStage:
             self._steps[step].shared_layers[chunk] = programs.shared_layers(held.accumulators)
             shared = tuple(self._shared_layers(step, other, chunk) for other in tied)
         if self._replicas is None:
-            state = (held.optimizer_state,) if held.optimizer_state else ()  # what does not train has none
+            state = (held.optimizer_state,) if held.optimizer_state else ()  # a chunk that does not train has none
             held.accumulators, norm = programs.updates.reduce(held.accumulators, shared, *state)
         else:
             base = self._copies.base(chunk)

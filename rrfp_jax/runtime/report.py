@@ -10,7 +10,7 @@ from rrfp_jax.tasks import Placement
 _MAX_TASKS_SHOWN = 3
 _MAX_MESSAGES_SHOWN = 8
 _FRAMES = '\n  File "'
-"""Where the lines of code begin in the text of an error."""
+"""Text with which each line of code begins in the text of an error."""
 _MAX_TEXT = 4096
 """Characters of an error's text that a report keeps; the error itself stays whole where it was raised."""
 
@@ -33,7 +33,8 @@ class StageState:
     rank: int | None = None
     """The process that tells this; None where there is only one."""
     stages_of_replica: int | None = None
-    """Where there are replicas, ``stage`` numbers the stages of all of them, replica by replica, so many to each."""
+    """Number of stages of each replica, if there are several: ``stage`` then numbers the stages of all of them, replica
+    by replica."""
 
     @property
     def name(self) -> str:
@@ -80,11 +81,11 @@ class WaitForReport:
     lost_stages: tuple[int, ...] = ()
     """The stages that they hosted."""
     origin: int | None = None
-    """The rank whose task failed, where that is another one."""
+    """The rank whose task failed, if that is another rank."""
 
     def __str__(self) -> str:
         summary = self.summary
-        if self.origin is not None:  # it prints the lines of code itself: once is enough
+        if self.origin is not None:  # that rank prints the lines of code itself: once is enough
             summary, *frames = summary.split(_FRAMES, maxsplit=1)
             summary += f" (rank {self.origin} tells where in the code)" if frames else ""
         lines = [summary, *(f"  {stage}" for stage in self.stages)]

@@ -1,13 +1,13 @@
-"""Before the first step: do all copies of a parameter, and of an optimizer state, hold the same bits?
+"""Check before the first step that all copies of a parameter, and of an optimizer state, hold the same bits.
 
-Replicas of a stage add up their gradients and are not brought together otherwise, so what differs as they start differs
-for ever, without a word. Whatever devices hold the same part of the same array must agree: in other replicas, in other
+Replicas of a stage add up their gradients and are not brought together otherwise, so a difference at the start stays
+for ever, without a word. All devices that hold the same part of the same array must agree: in other replicas, in other
 processes of a unit, and on other stages where layers are tied.
 
-Each device adds up a hash of every element that it holds, of the element's bits and its place, so only numbers go
+Each device adds up a hash of every element that it holds, made of the element's bits and its place, so only numbers go
 through the host and the network. That is one pass over an accelerator's memory; on CPU devices a core takes about 2.5 s
-for a gigabyte. The processes tell a digest of each group of parts, and the sums themselves only where two of these
-differ.
+for a gigabyte. The processes tell each other a digest of each group of parts, and the sums themselves only if two
+digests differ.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.transports.edges import is_on_host
 
 _BLOCK = 1 << 20
-"""About so many elements are hashed at a time on the host: what comes up between takes several times their bytes."""
+"""Approximate number of elements that the host hashes at a time: the values in between take several times their
+bytes."""
 _REMEDY = (
     "all copies must start from the same bits: let init depend on its key alone (a generator of NumPy needs a seed), "
     "and give all processes the same settings of JAX and the same state to go on from"
@@ -40,20 +41,20 @@ for each of its arrays it has the sum of this part."""
 
 
 class _Part(NamedTuple):
-    """What one device holds of an array."""
+    """The part of an array that one device holds."""
 
     owner: str
     """The stage and chunk, or the tied layer, that the array belongs to."""
     array: str
     data: jax.Array | np.ndarray
     where: str
-    """Which part of the array, in a form that is the same for arrays of any shape that are cut alike."""
+    """The place of the part in the array, in a form that is the same for arrays of any shape that are cut alike."""
 
 
 def check_same_state(model: HostedModel, state: HostedState, step: int) -> None:
-    """Raise ValueError, in every process, where copies differ, or processes have counted other numbers of steps.
+    """Raise ValueError, in every process, if copies differ, or if processes have counted different numbers of steps.
 
-    All processes call it. Waits for the state's arrays.
+    All processes call this function. It waits for the state's arrays.
     """
     process = model.process
     own = _sums(model, state)
@@ -70,15 +71,15 @@ def check_same_state(model: HostedModel, state: HostedState, step: int) -> None:
 
 
 def _differing(places: Iterator[Mapping[str, Any]]) -> set[str]:
-    """The groups of which two places hold other values."""
+    """Returns the groups for which two places hold different values."""
     first: dict[str, Any] = {}
     return {name for groups in places for name, value in groups.items() if first.setdefault(name, value) != value}
 
 
 def _refuse_differences(told: Mapping[int, Mapping[str, Sums]]) -> None:
-    """Raise ValueError with the first array of which two places hold other bits, and how many more there are.
+    """Raise ValueError with the first array of which two places hold different bits, and the number of further ones.
 
-    There need not be one: units of several processes may hold the same part of some arrays, and not of all.
+    There need not be such an array: units of several processes may hold the same part of some arrays, and not of all.
     """
     first: dict[tuple[str, str], tuple[str, int]] = {}
     found: dict[tuple[str, str], str] = {}
@@ -100,7 +101,7 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def _sums(model: HostedModel, state: HostedState) -> dict[str, Sums]:
-    """By place (a chunk of a replica, on this rank), the sums of all parts of which there may be copies elsewhere."""
+    """Returns the sums of all parts that may have copies elsewhere, by place (a chunk of a replica, on this rank)."""
     layout, rank = model.process.layout, model.process.rank
     found: dict[str, Sums] = {}
     for number, held in state.chunks.items():
@@ -126,14 +127,15 @@ def _sums(model: HostedModel, state: HostedState) -> dict[str, Sums]:
 
 
 def _parts(owner: str, name: str, tree: Any) -> Iterator[_Part]:
-    """What this process holds of the arrays of a tree; where several of its devices hold the same, once."""
+    """Yields the parts of a tree's arrays that this process holds; a part that several of its devices hold comes
+    once."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = f"{name} {jax.tree_util.keystr(path)}".rstrip()
-        if not isinstance(leaf, jax.Array):  # states that are restored may be of NumPy
+        if not isinstance(leaf, jax.Array):  # restored states may hold NumPy arrays
             yield _Part(owner, array, np.asarray(leaf), "whole")
             continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)  # noqa: PLW2901 - the numbers behind it
+            leaf = jax.random.key_data(leaf)  # noqa: PLW2901 - the numbers behind the keys
         known = set[str]()
         for shard in shards_of(leaf):
             where = _where(shard.index, leaf.shape)
@@ -156,7 +158,7 @@ def _where(index: Sequence[slice], shape: Sequence[int]) -> str:
 
 
 def _sums_of(parts: Sequence[_Part]) -> list[int]:
-    """The sum of each part; on the device where that computes apart from the host."""
+    """Returns the sum of each part, computed on the device if that computes apart from the host."""
     sums: list[Any] = [None] * len(parts)
     by_device: dict[jax.Device, list[int]] = {}
     for index, part in enumerate(parts):
@@ -177,19 +179,19 @@ def _lies_on_host(sharding: jax.sharding.Sharding) -> bool:
 
 @jax.jit
 def sums_on_device(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The sum of each array: one pass over it, without memory of its own."""
+    """Returns the sum of each array: one pass over it, without memory of its own."""
     return jnp.stack([_sum(array, 0, jnp) for array in arrays])
 
 
 def sum_on_host(array: np.ndarray) -> int:
-    """The same by NumPy, which compiles nothing."""
+    """Returns the sum of an array by NumPy, which compiles nothing; equal to that of :func:`sums_on_device`."""
     flat = array.reshape(-1)
     blocks = (_sum(flat[begin : begin + _BLOCK], begin, np) for begin in range(0, flat.size, _BLOCK))
     return sum(map(int, blocks)) & 0xFFFFFFFF
 
 
 def _sum(values: Any, begin: int, xp: Any) -> Any:
-    """A hash of each element's bits and of its place, counted from ``begin``, added up modulo 2**32.
+    """Returns the sum modulo 2**32 of a hash of each element's bits and of its place, counted from ``begin``.
 
     ``xp`` is NumPy or its namesake of JAX; all is wrapping 32-bit arithmetic.
     """
@@ -207,7 +209,7 @@ def _sum(values: Any, begin: int, xp: Any) -> Any:
 
 
 def _words(values: Any, xp: Any) -> tuple[Any, Any]:
-    """The bits of numbers as one or two 32-bit words."""
+    """Returns the bits of numbers as one or two 32-bit words."""
     dtype = np.dtype(values.dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         halves = _words(values.real, xp), _words(values.imag, xp)
@@ -220,7 +222,7 @@ def _words(values: Any, xp: Any) -> tuple[Any, Any]:
 
 
 def _mix(words: Any, xp: Any) -> Any:
-    """The finalizer of MurmurHash3: every bit of the result depends on every bit of the word."""
+    """Returns the finalizer of MurmurHash3: every bit of the result depends on every bit of the word."""
     words = (words ^ (words >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
     words = (words ^ (words >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
     return words ^ (words >> xp.uint32(16))

@@ -39,9 +39,9 @@ class StageReplicas:
     def reduce(
         self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...], *, optimizer_state: Any
     ) -> tuple[Any, Any]:
-        """R of a chunk: what this replica holds from now on, and the squared norm of the sums (float32 scalar).
+        """Run R of a chunk; returns the accumulators from now on, and the squared norm of the sums (float32 scalar).
 
-        ``optimizer_state`` is the replica's own, where they do not share one.
+        ``optimizer_state`` is the replica's own, if the replicas do not share one.
         """
         with self._barrier.meet((step, "R", base), replica, (accumulators, shared, optimizer_state)) as meeting:
             if meeting.is_launching:

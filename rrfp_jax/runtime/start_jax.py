@@ -32,7 +32,7 @@ from rrfp_jax.runtime.plugins import idle_plugin
 
 _CPU, _TPU = "cpu", "tpu"
 _MARGIN_S = 10
-"""How much later than this process JAX gives up."""
+"""Seconds that JAX waits longer than this process before it gives up."""
 _NOT_STARTED = "Unable to initialize backend"
 _REASON = 300
 """Characters of JAX's reason that are shown."""
@@ -76,8 +76,8 @@ def start_jax(
 
 
 def allow_promotions() -> None:
-    """Have JAX promote dtypes and ranks as it does by itself, which our models rely on; strict settings of the
-    environment are for code of one's own."""
+    """Let JAX promote dtypes and ranks as it does by itself, which our models rely on; strict settings of the
+    environment are for a user's own code."""
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
 
@@ -153,13 +153,13 @@ def visible_devices(
 
 
 def _neighbours(rank: int, hosts: Sequence[str]) -> list[int]:
-    """The ranks on the host of this one, which is one of them."""
+    """Returns the ranks on the host of this one, which is one of them."""
     return [other for other, host in enumerate(hosts) if host == hosts[rank]]
 
 
 @contextmanager
 def naming_neighbours(rank: int, hosts: Sequence[str], platform: str | None) -> Iterator[None]:
-    """Around JAX's start: an error says with which ranks this one was taken to share its host's GPUs."""
+    """Add to an error at JAX's start the ranks with which this one was taken to share its host's GPUs."""
     neighbours = [] if platform in (_CPU, _TPU) else _neighbours(rank, hosts)
     try:
         yield
@@ -223,7 +223,7 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
             init_timeout=max(1, round(timeout_s)) + _MARGIN_S,
             use_compression=True,
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
-            shutdown_on_destruction=False,  # else a process that ends waits for all others, which may have died
+            shutdown_on_destruction=False,  # else a process would wait at its end for all others, which may have died
             **rank_credentials(key, rank),
         )
         client.connect()
@@ -247,7 +247,7 @@ def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[None]:
-    """End the process with a sentence where the block takes too long; JAX would abort it a moment later."""
+    """End the process with a sentence if the block takes too long; JAX would abort it a moment later."""
 
     def end() -> None:
         say_last_words(

@@ -39,7 +39,7 @@ class StepResult:
     tables_planned: int = field(default=0, repr=False)
     """How often an adaptive schedule's table had been planned anew before the step."""
     fault: str | None = field(default=None, repr=False)
-    """What is wrong with the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
+    """The fault of the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
     means: dict[str, float] = field(default_factory=dict, repr=False)
     """What the last chunk summed beside the loss, by name, over the total weight."""
     forwards_skipped: int = field(default=0, repr=False)

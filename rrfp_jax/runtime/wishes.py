@@ -1,13 +1,13 @@
-"""What processes of a run ask of all: to stop after the next step or the one after it, and to save the state then.
+"""Wishes of single processes for the whole run: to stop after the next step or the one after it, and to save the state.
 
-A wish to stop is told once along the control tree, so every process soon knows of it. When it is time to save, by the
-minute, is for one clock to say. Neither is acted upon before the process that works out a step's verdict has put it
-there: the verdict is what all processes read alike, at the same step.
+A wish to stop is told once along the control tree, so every process soon knows of it. One clock decides when it is time
+to save by the minute. Neither is acted upon before the process that works out a step's verdict has put it into the
+verdict, which all processes read alike, at the same step.
 
-**Where that stage spans several processes**, each of them works the verdict out, and all must find the same. So the
-first of them decides what goes into the *next* step's verdict, and tells the others. That has arrived when they need
-it: it is handed to the event loop before the first process has any part in choosing that step's tasks, as are all notes
-by which it chooses; the loop sends in that order, and messages to a rank keep theirs.
+**If the stage of that process spans several processes**, each of them works the verdict out, and all must find the
+same. So the first of them decides the wishes in the *next* step's verdict, and tells the others. The message has
+arrived when they need it: it is handed to the event loop before the first process has any part in choosing that step's
+tasks, as are all notes by which it chooses; the loop sends in that order, and messages to a rank keep their order.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,12 @@
 """Flags of XLA that a configuration gives, put where XLA reads them before it starts.
 
-The compiler reads ``XLA_FLAGS`` once, and that of TPUs ``LIBTPU_INIT_ARGS`` for what is its own (``--xla_tpu_...``). It
-ends the process, without a traceback, where it does not know one. So each is looked for in the libraries that will
-read it: a name that none of them holds as a string is refused beforehand.
+The compiler reads ``XLA_FLAGS`` once, and that of TPUs reads ``LIBTPU_INIT_ARGS`` for its own flags
+(``--xla_tpu_...``). It ends the process, without a traceback, if it does not know a flag. So each flag is looked for in
+the libraries that will read it: a name that none of them holds as a string is refused beforehand.
 
-What the user's environment already says goes before what a configuration says. Both are part of the key under which
-compiled programs are kept (:mod:`rrfp_jax.runtime.compile_cache`), and processes of a run compare them at the start, as
-they do JAX's own settings.
+The flags of the user's environment go before those of a configuration. Both are part of the key under which compiled
+programs are kept (:mod:`rrfp_jax.runtime.compile_cache`), and processes of a run compare them at the start, as they do
+JAX's own settings.
 """
 
 import importlib.util
@@ -33,7 +33,8 @@ _OF_A_PROCESS = re.compile(
     "|address|coordinator|process_id|num_processes|transfer_size|options|default_device|num_cpu_devices|async_dispatch"
     "|captured_constants|url_schema"
 )
-"""JAX's settings that change neither programs nor numbers, or say what a process finds on its host: they may differ."""
+"""JAX's settings that may differ, because they change neither programs nor numbers, or describe the host of a
+process."""
 
 
 def name_of(flag: str) -> str:
@@ -81,10 +82,10 @@ def flags_agreed(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_agreed(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings of JAX, from its variables or ``jax.config``, that must be the same in all processes of a run.
+    """Returns JAX's settings, from its variables or ``jax.config``, that must be the same in all processes of a run.
 
     Ranks whose settings differ draw other initial values from the same key, or compile other programs for one
-    collective. All settings count but those that are known to be harmless, so that new ones of JAX do too. Where JAX is
+    collective. All settings count but those that are known to be harmless, so that new ones of JAX do too. If JAX is
     not loaded yet, they are the variables that it will read.
     """
     jax = sys.modules.get("jax")

@@ -78,7 +78,7 @@ def from_csv(
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
     for what, largest in (("chunk", max(t.chunk for t in tasks)), ("microbatch", max(t.microbatch for t in tasks))):
-        if largest >= len(tasks):  # all of them have a task, so that lists of this length may be made
+        if largest >= len(tasks):  # each number has a task, so that lists of this length may be made
             raise ValueError(
                 f"table {name!r} names {what} {shown(largest)} and holds {len(tasks)} tasks: number them from 0 "
                 "without gaps"

@@ -12,7 +12,8 @@ from rrfp_jax.tasks.kinds import Task, TaskKind
 from rrfp_jax.tasks.operations import COMPUTE, Op
 
 MOST_PAIRS = 1 << 20
-"""Of a chunk and a microbatch, in one step. A pair takes about a kilobyte and 50 microseconds to plan."""
+"""Largest number of pairs of a chunk and a microbatch in one step. A pair takes about a kilobyte and 50 microseconds to
+plan."""
 
 Absences = tuple[tuple[int, int], ...]
 """(chunk, microbatch) pairs that do not exist, as (chunk, mask) by ascending chunk; bit ``m`` of a mask, which is never
@@ -76,7 +77,7 @@ class PipelineGraph:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
             )
-        if self.num_chunks * self.num_microbatches > MOST_PAIRS:  # before anything is made for each of them
+        if self.num_chunks * self.num_microbatches > MOST_PAIRS:  # refuse before anything is made for each pair
             raise ValueError(
                 f"{shown(self.num_chunks)} chunks of {shown(self.num_microbatches)} microbatches are more than the "
                 f"{MOST_PAIRS} pairs that a step may have: give fewer of either"

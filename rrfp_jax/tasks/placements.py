@@ -29,7 +29,7 @@ class Placement:
             )
         used = set(self.stage_of_chunk)
         gaps = (stage for stage in range(self.num_stages) if stage not in used)
-        unused = list(islice(gaps, _MOST_TOLD))  # a few of them: the largest number may be any
+        unused = list(islice(gaps, _MOST_TOLD))  # only a few: the largest number may be any
         if unused:
             raise ValueError(
                 f"placement {shown(self.stage_of_chunk)} leaves stages {unused} without a chunk: "

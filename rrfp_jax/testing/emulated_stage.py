@@ -88,7 +88,7 @@ class EmulatedStage:
         for message in self._present(step, self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)
         result = self._program(value)
-        result.block_until_ready()  # also where it is ready: so is what has failed
+        result.block_until_ready()  # even if it is ready: so is a failed one
         if duration_ms := self._duration_ms(step, task):
             self._sleeper.until(begun_s + duration_ms * 1e-3)
         outputs = self._present(step, self._outputs.get(task, ()))

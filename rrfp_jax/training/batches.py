@@ -1,11 +1,11 @@
 """The batches of a run: read with patience, and taken or refused by all processes alike.
 
-Each process reads its own share of a batch. Where one cannot, the others must not begin the step: they would wait for
-it, and the state before the step could not be saved any more. So all tell each other how their reading went before any
-of them begins, which takes a moment while the step before runs.
+Each process reads its own share of a batch. If one cannot, the others must not begin the step: they would wait for it,
+and the state before the step could not be saved any more. So all tell each other how their reading went before any of
+them begins, which takes a moment while the step before runs.
 
-A sample that one process cannot read is left out by all of them, if the configuration lets so many go: it keeps its
-place, and counts nothing in the loss.
+A sample that one process cannot read is left out by all of them, if the configuration lets so many go: the sample keeps
+its place, and counts nothing in the loss.
 """
 
 import logging
@@ -19,17 +19,18 @@ from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import Batch, Reads, prefetched
 
 Gather = Callable[[str, Any], dict[int, Any]]
-"""(name, own plain data) -> everybody's, by rank."""
+"""A function of a name and the process's own plain data that returns the data of all processes, by rank."""
 _PAUSES_S = (0.2, 1.0, 3.0)
-"""Before each further try, where the system failed: file servers that are restarted, handles that are stale."""
+"""Pauses before each further try after a failure of the system: file servers that are restarted, handles that are
+stale."""
 _LOG = logging.getLogger(__name__)
 
 
 class Reading(NamedTuple):
-    """How a process's reading of its share went."""
+    """The outcome of a process's reading of its share."""
 
     batch: Batch | None
-    """None: it could not be read."""
+    """The batch; None: it could not be read."""
     left_out: frozenset[int]
     """Samples of the step that could not be read."""
     problem: str | None = None
@@ -39,7 +40,7 @@ class AgreedBatches:
     """The batches of a data set, as all processes agree on them.
 
     Args:
-        gather: tells all processes how each of them has fared.
+        gather: tells all processes how the reading of each of them went.
         max_bad: how many samples may be left out.
         num_bad: how many were left out before.
     """
@@ -47,14 +48,15 @@ class AgreedBatches:
     def __init__(self, dataset: Any, gather: Gather, *, max_bad: int = 0, num_bad: int = 0) -> None:
         self._dataset, self._gather, self._max_bad = dataset, gather, max_bad
         self.num_bad = num_bad
-        """Samples that were left out so far."""
+        """Number of samples that were left out so far."""
 
     def read(self, step: int, reads: Reads | None, left_out: frozenset[int] = frozenset()) -> Reading:
-        """This process's share, without these samples and others that turn out bad; from any thread."""
+        """Returns this process's share, without the samples ``left_out`` and others that turn out bad; from any
+        thread."""
         while True:
             try:
                 return Reading(_patiently(partial(self._read, step, reads, left_out)), left_out)
-            except Exception as error:  # a defect of ours too is no reason to lose the state
+            except Exception as error:  # not even a defect of ours is a reason to lose the state
                 sample = getattr(error, "sample", None)
                 if sample is None or sample in left_out or not self._max_bad:
                     told = error if isinstance(error, BrokenData) else f"{type(error).__name__}: {error}"
@@ -70,7 +72,8 @@ class AgreedBatches:
         return self._dataset.batch(step, reads)  # type: ignore[no-any-return]
 
     def agreed(self, step: int, reads: Reads | None, reading: Reading) -> Batch:
-        """The batch of a step that all have read; raises BrokenData in all processes where one of them cannot."""
+        """Returns the batch of a step once all have read it; raises BrokenData in all processes if one of them
+        cannot."""
         while True:
             told = self._gather("batch", {"problem": reading.problem, "left out": sorted(reading.left_out)})
             problems = {rank: each["problem"] for rank, each in told.items() if each["problem"] is not None}
@@ -92,11 +95,11 @@ class AgreedBatches:
         return reading.batch
 
     def batch(self, step: int, reads: Reads | None) -> Batch:
-        """The batch of one step."""
+        """Returns the batch of one step."""
         return self.agreed(step, reads, self.read(step, reads))
 
     def shown(self, step: int, reads: Reads | None) -> Batch:
-        """One as this process alone reads it, for its shapes; raises BrokenData."""
+        """Returns a batch as this process alone reads it, for its shapes; raises BrokenData if it cannot be read."""
         reading = self.read(step, reads)
         if reading.batch is None:
             raise BrokenData(reading.problem)
@@ -104,7 +107,8 @@ class AgreedBatches:
 
     @contextmanager
     def ahead(self, start_step: int, reads: Reads, num_threads: int) -> Iterator[Iterator[Batch]]:
-        """Those of ``start_step`` and all later steps, read ahead; see :func:`prefetched`."""
+        """Yields an iterator over the batches of ``start_step`` and all later steps, read ahead; see
+        :func:`prefetched`."""
         with prefetched(_Readings(self), start_step, reads=reads, num_threads=num_threads) as readings:
             yield (
                 self.agreed(step, reads, reading)  # type: ignore[arg-type]
@@ -133,7 +137,7 @@ def _patiently(read: Callable[[], Batch]) -> Batch:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the operating system refused something, which libraries for files that are damaged do not say."""
+    """Returns whether the operating system refused something; errors of libraries on damaged files do not say so."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return True

@@ -56,10 +56,10 @@ class Evaluator:
     """Evaluates a pipeline; all processes call the same methods alike.
 
     Args:
-        sets: by name; their batches have as many microbatches as those of training.
-        batches: of each set.
-        num_microbatches: of a batch.
-        max_bad: how many samples of a set may be left out as they cannot be read.
+        sets: the data sets by name; their batches have as many microbatches as those of training.
+        batches: the number of batches of each set.
+        num_microbatches: the number of microbatches of a batch.
+        max_bad: how many samples of a set may be left out because they cannot be read.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Evaluator:
         )
 
     def run(self, state: PipelineState) -> list[EvaluationRow] | None:
-        """Evaluate all sets; None where a process has asked to end the run meanwhile.
+        """Evaluate all sets; returns None if a process has asked to end the run meanwhile.
 
-        Raises BrokenData in all processes where one of them cannot read a batch.
+        Raises BrokenData in all processes if one of them cannot read a batch.
         """
         rows = []
         for name, dataset in self._sets.items():

@@ -45,8 +45,8 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
 
 
 def rates_changed(config: OptimizerConfig, before: int, now: int, step: int, update: int) -> str:
-    """What becomes of the learning rates of a run of so many steps that goes on at ``step``, with its update number
-    ``update``, and now has another number of them; in words."""
+    """Returns in words how the learning rates of a run change if it had ``before`` steps in all, now has ``now`` of
+    them, and goes on at ``step`` with its update number ``update``."""
     if config.schedule == CONSTANT or (config.decay_steps is not None and config.schedule != STABLE):
         return "its learning rates stay as they are"
     was, becomes = (float(learning_rate_schedule(config, num_steps)(update)) for num_steps in (before, now))

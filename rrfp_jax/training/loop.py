@@ -63,11 +63,11 @@ class StepRow:
     skipped: bool
     """Whether the update was left out; ``fault`` says why."""
     fault: str | None = None
-    """What is wrong with the step: loss or gradients that are not finite, no weight at all, or a negative one."""
+    """The fault of the step: loss or gradients that are not finite, no weight at all, or a negative one."""
     num_skipped: int
     """How many updates this run has left out so far."""
     bad_samples: int
-    """How many samples this run has left out so far, as they could not be read."""
+    """Number of samples that this run has left out so far, because they could not be read."""
     peak_memory_bytes: tuple[int, ...]
     """The most that each stage held during the step, in bytes."""
     peak_host_bytes: tuple[int, ...]
@@ -84,11 +84,11 @@ class TrainingLoop:
         timeline_steps: how many of the last steps ``timeline`` keeps.
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
-        speed: what operations of the model are counted by; None: they are not.
+        speed: counts operations of the model; None: they are not counted.
         profile: starts and stops a trace between steps; None: there is none.
         num_skipped: updates that were left out before the first step of this loop.
         evaluations: evaluates between steps; None: nothing does.
-        on_evaluation: called with every row of theirs.
+        on_evaluation: called with every row of the evaluations.
         max_skipped_in_row: so many skipped steps one after another end the loop; None: any number goes on.
         num_bad: tells how many samples were left out so far.
     """
@@ -121,17 +121,18 @@ class TrainingLoop:
         self._last_end_s = 0.0
         self._wishes = pipeline.process.wishes
         self._stop = self._asked_to_save = False
-        """What the steps recorded so far have asked for; the same in all processes."""
+        """The requests of the steps recorded so far, to stop and to save; the same in all processes."""
         self.was_stopped = False
         """Whether the loop ended before its last step because it was told to stop."""
         self._max_skipped_in_row, self._num_bad = max_skipped_in_row, num_bad
         self.skipped_in_row = self.num_skipped = self.num_recorded = 0
-        """How many steps were skipped since the last one that was not; how many were in all; how many steps this loop
-        has run."""
+        """Numbers of steps that were skipped since the last one that was not, that were skipped in all, and that this
+        loop has run."""
         self.last_fault: str | None = None
-        """Why the last step that was skipped was."""
+        """The reason why the last skipped step was skipped."""
         self.unreadable: BrokenData | None = None
-        """Why the loop ended before its last step, with the state saved, where it was for the data."""
+        """The error in the data for which the loop ended before its last step, with the state saved; None: there was
+        none."""
         if saver is not None:
             self._wishes.is_time_to_save = saver.is_time
 
@@ -182,12 +183,13 @@ class TrainingLoop:
         return state
 
     def _save_what_was_trained(self, state: PipelineState) -> None:
-        """After a step that is no boundary, as nobody knew that it would be the last one."""
+        """Save after a step that is no boundary, if the data ended the loop: nobody knew that it would be the last
+        step."""
         if self.unreadable is not None and self._saver is not None:
             self._save(state)
 
     def _next(self, batches: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """None where the batch cannot be read."""
+        """Returns the next batch, or None if it cannot be read."""
         try:
             return next(batches) if self.unreadable is None else None
         except BrokenData as error:

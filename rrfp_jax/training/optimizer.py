@@ -44,7 +44,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 def check_groups(config: OptimizerConfig, params: Any) -> None:
     """Raise ValueError for a group that no parameter is in, and for a pattern that matches none.
 
-    ``params`` are all that train, or their shapes.
+    ``params`` are all parameters that train, or their shapes.
     """
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     example = next((path for path in paths if path.count(".") > 1), paths[0])
@@ -57,7 +57,7 @@ def check_groups(config: OptimizerConfig, params: Any) -> None:
             raise ValueError(f"all that {name} matches is in groups before it: move it up, or leave it out")
         raise ValueError(f"{name} matches no parameter that is trained: paths are such as {example}")
     patterns = [(f"groups[{number}].match", p) for number, group in enumerate(config.groups) for p in group.match]
-    # the defaults are for all models
+    # the default patterns are for all models, so they need not match
     own = set(config.adam_parameters or ()) - set(OPTIMIZERS[MUON]["adam_parameters"])
     for field, pattern in [*patterns, *(("adam_parameters", p) for p in sorted(own))]:
         if not any(matches(pattern, path) for path in paths):

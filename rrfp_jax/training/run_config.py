@@ -124,7 +124,7 @@ class PipelineConfig:
     skip_nonfinite: bool = True
     """Leave out steps whose loss or gradients are not finite."""
     max_skipped_in_row: int | None = 50
-    """How many steps may be left out one after another before the run saves and ends with exit code 9; None: any
+    """Number of steps that may be left out one after another before the run saves and ends with exit code 9; None: any
     number."""
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""

@@ -2,14 +2,14 @@
 
 ``config.yaml``       the resolved configuration
 ``metrics.jsonl``     one object per step
-``metrics.jsonl.damaged``   lines of it that were none
+``metrics.jsonl.damaged``   lines of it that were no objects
 ``metrics.csv``, ``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``   what trackers keep
 ``timeline.png``      picture of the last steps
 ``trace.json``        the same for ui.perfetto.dev
 ``profile/``          traces of chosen steps, a folder for each rank that takes one
 ``checkpoints/``      the newest committed steps
-``tokenizer/``        its tokenizer, and what else came with the model that it began with
-``run.lock``          who is at work here; removed at the end
+``tokenizer/``        its tokenizer, and other files that came with the model that it began with
+``run.lock``          the process that is at work here; removed at the end
 ``failure.json``      the wait-for report, if the run had to be given up
 ``events*.json.gz``   the last events of each process then, for ``rrfp replay``
 """

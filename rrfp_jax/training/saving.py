@@ -10,7 +10,7 @@ from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 
 _AGAIN_S = 60.0
-"""How long after a save that failed it is time for the next one."""
+"""Seconds after a failed save until it is time for the next one."""
 
 
 class RunSaver:
@@ -89,7 +89,7 @@ class RunSaver:
         of ``keep_also`` stay beside the newest ones."""
         if state.step == self._last_step:
             last = self.checkpoints.wait()
-            if last is None or last.failure is None:  # it was restored from there, or is saved
+            if last is None or last.failure is None:  # the state was restored from there, or is saved
                 return
         held = self._pipeline.chunk_states(state)
         states = [(self._layers[chunk], each) for chunk, each in held]

@@ -22,7 +22,7 @@ from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
-from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, PEER_LOST, PREEMPTED
+from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models.presets import MODELS
@@ -388,7 +388,7 @@ def test_a_job_set_starts_one_launcher_on_each_node(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOB_SETS)
-def test_a_job_set_restarts_as_a_whole_except_on_bad_input(name: str) -> None:
+def test_a_job_set_restarts_as_a_whole_except_where_it_would_end_alike(name: str) -> None:
     spec = yaml.safe_load((CONFIGS / "kubernetes" / name).read_text())["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert spec["failurePolicy"]["maxRestarts"] > 0
@@ -397,7 +397,7 @@ def test_a_job_set_restarts_as_a_whole_except_on_bad_input(name: str) -> None:
     assert job["backoffLimit"] == 0
     (pod_rule,) = job["podFailurePolicy"]["rules"]
     assert pod_rule["action"] == "FailJob"
-    assert pod_rule["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [BAD_INPUT]}
+    assert pod_rule["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [BAD_INPUT, NOT_FINITE]}
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "a failure policy of pods demands it"
     assert pod["terminationGracePeriodSeconds"] >= 60

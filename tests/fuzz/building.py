@@ -1,4 +1,4 @@
-"""The pipeline that a composition asks for, with what is compiled already for others of its setup."""
+"""The pipeline that a composition asks for, with the programs that are compiled already for others of its setup."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ from tests.fuzz.models import model_of
 from tests.fuzz.plain import optimizer_of
 
 _MOST_BASES = 3
-"""How many setups keep their compiled programs."""
+"""Number of setups that keep their compiled programs."""
 _bases: dict[Composition, Pipeline] = {}
 
 
 def placement_of(composition: Composition) -> Placement:
-    """Which stage owns which chunk."""
+    """Returns the placement, which says which stage owns which chunk."""
     stages, number = composition.stages, composition.num_chunks
     made = {
         LINEAR: lambda: linear(stages),
@@ -43,7 +43,7 @@ def forget() -> None:
 
 
 def pipeline_of(composition: Composition) -> Pipeline:
-    """A pipeline for this composition, with what is compiled for its setup already."""
+    """Returns a pipeline for this composition, with the programs that are compiled for its setup already."""
     setup, ordering = composition.setup, ordering_of(composition)
     if setup not in _bases:
         while len(_bases) >= _MOST_BASES:
@@ -75,7 +75,7 @@ def _first_of(setup: Composition, ordering: Ordering) -> Pipeline:
 
 
 def ordering_of(composition: Composition) -> Ordering:
-    """The order of tasks that a composition asks for."""
+    """Returns the order of tasks that a composition asks for."""
     table = _table(composition) if composition.schedule else None
     follows = table is not None and not composition.hint
     ops: tuple[Any, ...] = ()

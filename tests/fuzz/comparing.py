@@ -1,4 +1,4 @@
-"""How a pipeline's results are compared with those of the plain loop."""
+"""Compare a pipeline's results with those of the plain loop."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from tests.fuzz.plain import Step
 
 
 class Difference(Exception):
-    """The pipeline gave something else than the plain loop."""
+    """The pipeline gave another result than the plain loop."""
 
 
 def _tolerances(composition: Composition) -> tuple[float, float, float]:
-    """Of losses and norms, of how far parameters move, and of parameters themselves, all relative.
+    """Returns relative tolerances: of losses and norms, of how far parameters move, and of parameters themselves.
 
     Sums of some thousand float32 terms are exact to about 1e-6 of their largest part, and gradients of microbatches
     cancel each other in part. Where values are rounded to bfloat16 on the way, a term that lies between two of its
@@ -52,7 +52,7 @@ def compare_evaluation(composition: Composition, result: Any, expected: tuple[fl
 
 
 def compare(composition: Composition, start: Any, params: Any, expected: Any) -> None:
-    """Each array by the norm of what it moved, and by its own."""
+    """Raise Difference for an array that is too far off, by the norm of its movement and by its own norm."""
     _, of_moved, of_size = _tolerances(composition)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if jax.tree.structure(params) != jax.tree.structure(expected):
@@ -78,7 +78,7 @@ def _wide(leaf: Any) -> np.ndarray:
 
 
 def check_start(composition: Composition, params: Any) -> None:
-    """Layers that draw their values from the key alone must not start equal."""
+    """Raise Difference if layers that draw their values from the key alone start equal."""
     drawn = {name: _wide(layer["w"]) for name, layer in params.items() if name.startswith("layers") and "w" in layer}
     for name, value in drawn.items():
         for other, beside in drawn.items():
@@ -87,7 +87,7 @@ def check_start(composition: Composition, params: Any) -> None:
 
 
 def compare_bits(losses: list[list[float]], params: list[Any]) -> None:
-    """Two deterministic runs in different orders."""
+    """Raise Difference if two deterministic runs in different orders do not give the same bits."""
     if not np.array_equal(*losses, equal_nan=True):
         raise Difference(f"losses {losses[0]} of a deterministic run are {losses[1]} in another order")
     for (path, one), two in zip(jax.tree.leaves_with_path(params[0]), jax.tree.leaves(params[1]), strict=True):

@@ -2,8 +2,8 @@
 
 A composition follows from a seed and a number alone. It prints as the fields that differ from their defaults, and every
 default is the simplest value of its field, so that a composition shrinks by returning one field after another to its
-default. Consecutive numbers share their *setup* (the model, the devices, the optimizer): what is compiled for one of
-them serves the others, which differ in order, data and what happens between steps.
+default. Consecutive numbers share their *setup* (the model, the devices, the optimizer): programs that are compiled for
+one of them serve the others, which differ in order, data and the events between steps.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 GROUP = 12
-"""How many consecutive numbers share a setup."""
+"""Number of consecutive compositions that share a setup."""
 RAW, LANGUAGE, EXPERTS, VISION = "raw", "language", "experts", "vision"
 LINEAR, LOOPED, V, WAVE, BIDIRECTIONAL, GRAPH = "linear", "looped", "v", "wave", "bidirectional", "graph"
 STRICT, READY = "strict", "ready"
@@ -26,7 +26,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     BIDIRECTIONAL: ("chimera", "asymmetric-chimera", "greedy-chimera"),
     GRAPH: OF_ANY_GRAPH,
 }
-"""By placement, the schedules whose tables fit it."""
+"""The schedules whose tables fit a placement, by placement."""
 _SPLIT = {"1f1b-split", "zb-h1", "zb-h2", "zb-auto", "interleaved-1f1b-split", "gis", "zb-v", "v-half", "v-min"}
 _SPLIT |= {"dualpipe-v"}
 """Schedules whose backward is two tasks."""
@@ -47,19 +47,20 @@ class Composition:
     carry: str = "array"
     """The tree that travels between the layers of a raw model."""
     params: str = "f32"
-    """The dtypes of a raw model's parameters: ``f32``, ``bf16`` or ``mixed``; for library models of the computation."""
+    """The dtypes of a raw model's parameters, ``f32``, ``bf16`` or ``mixed``; for library models those of the
+    computation."""
     own_keys: bool = True
     """Whether initial values depend on the layer's own number; otherwise only on the key that ``init`` gets."""
     dropout: bool = False
     named_sums: bool = False
     tied: bool = False
     frozen: str = ""
-    """``first``, ``middle``, ``last``, ``most`` or ``decoder``."""
+    """The frozen layers: ``first``, ``middle``, ``last``, ``most`` or ``decoder``."""
     packed: bool = False
     ragged: bool = False
     """Whether microbatches differ in length."""
     depth: int = 4
-    """Layers, where there are not more chunks."""
+    """Number of layers, if there are not more chunks."""
     stages: int = 1
     placement: str = LINEAR
     graph: str = "skip"
@@ -73,11 +74,11 @@ class Composition:
     shard_optimizer: bool = False
     remat: str = "none"
     seed: int = 0
-    """Of the pipeline's random keys."""
+    """Seed of the pipeline's random keys."""
     data_seed: int = 0
-    """Of batches and initial parameters. Here the setup ends."""
+    """Seed of batches and initial parameters. Here the setup ends."""
     microbatches: int = 1
-    """Of each replica."""
+    """Number of microbatches of each replica."""
     steps: int = 3
     schedule: str = ""
     consume: str = READY
@@ -90,17 +91,18 @@ class Composition:
     adaptive: bool = False
     dispatch: int | str = "auto"
     operation: str = ""
-    """``recompute``, ``offload`` or ``gathered``."""
+    """The operation, if any: ``recompute``, ``offload`` or ``gathered``."""
     weights: str = "random"
-    """``random``, ``zero`` (of some microbatches), ``none`` (of a whole step) or ``negative`` (of a whole step)."""
+    """The weights: ``random``, ``zero`` (of some microbatches), ``none`` (of a whole step) or ``negative`` (of a whole
+    step)."""
     absent: bool = False
     """Whether some microbatches lack an encoder."""
     nonfinite: bool = False
     """Whether the second step's data are not finite."""
     evaluates: bool = False
     restore: str = ""
-    """What happens after the second step: ``states`` go on in another pipeline, or are ``saved`` and restored where
-    the model lies in another way."""
+    """The change after the second step: ``states`` go on in another pipeline, or are ``saved`` and restored where the
+    model lies in another way."""
 
     def __str__(self) -> str:
         told = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -108,7 +110,7 @@ class Composition:
 
     @property
     def setup(self) -> "Composition":
-        """The composition with only its setup left, which says what has to be compiled."""
+        """The composition with only its setup left, which decides the programs that have to be compiled."""
         return replace(self, **{name: default for name, default in _DEFAULTS.items() if name not in SETUP})
 
     @property
@@ -119,7 +121,7 @@ class Composition:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the model, without the copies of bidirectional pipelines."""
+        """Number of chunks of the model, without the copies of bidirectional pipelines."""
         if self.placement == GRAPH:
             return 3 if self.model == VISION else 4
         return self.stages * {LOOPED: 2, V: 2, WAVE: 4}.get(self.placement, 1)
@@ -130,7 +132,7 @@ SETUP = frozenset(list(_DEFAULTS)[: list(_DEFAULTS).index("data_seed") + 1])
 
 
 def simpler(composition: Composition) -> Iterator[Composition]:
-    """The compositions that differ in one field, which has its default, or where that is far a value between."""
+    """Yields the compositions that differ in one field, which has its default or, if that is far, a value between."""
     for name, default in _DEFAULTS.items():
         value = getattr(composition, name)
         if value == default:
@@ -144,10 +146,10 @@ def simpler(composition: Composition) -> Iterator[Composition]:
 
 
 def drawn(seed: int, number: int) -> Composition:
-    """Composition ``number`` of a seed."""
+    """Returns composition ``number`` of a seed."""
     shared = Random(f"{seed} setup {number // GROUP}")
     setup = _draw_setup(shared)
-    # Programs of a backward in one task and in two are other programs: a setup has mostly one of them.
+    # A backward in one task and a backward in two are different programs: a setup has mostly one of them.
     is_split = shared.random() < 0.4
     random = Random(f"{seed} order {number}")
     return _draw_order(random, setup, is_split=is_split if random.random() < 0.9 else not is_split)
@@ -245,7 +247,7 @@ def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Compos
 
 
 def _draw_microbatches(random: Random, schedule: str, stages: int) -> int:
-    """A number that the schedule accepts, often less than there are stages."""
+    """Returns a number of microbatches that the schedule accepts, often less than the number of stages."""
     if schedule in ("interleaved-1f1b", "interleaved-1f1b-split"):
         return stages * random.randint(1, 2)
     if schedule == "gis":
@@ -260,7 +262,7 @@ def _draw_microbatches(random: Random, schedule: str, stages: int) -> int:
 def _draw_window(random: Random, setup: Composition, microbatches: int, *, follows: bool) -> Any:
     if random.random() < 0.25:
         return random.choice(("1MiB", "64MiB"))
-    if follows:  # a table wants as much as it holds itself
+    if follows:  # a table needs as much as it holds itself
         return 2 * microbatches
     if random.random() < 0.3:
         return tuple(random.randint(1, 4) for _ in range(setup.stages))

@@ -36,18 +36,18 @@ class Model:
     """A model, cut into chunks."""
 
     chunks: tuple[Chunk, ...]
-    """Those of the pipeline, frozen layers marked; without the copies of bidirectional pipelines."""
+    """The chunks of the pipeline, frozen layers marked; without the copies of bidirectional pipelines."""
     plain: tuple[Chunk, ...]
-    """Those of the plain loop, which know no mesh."""
+    """The chunks of the plain loop, which know no mesh."""
     edges: tuple[Edge, ...] | None
-    """None: a chain."""
+    """The edges between the chunks; None: a chain."""
     frozen: frozenset[str]
     """Names of layers that never change."""
 
 
 @lru_cache(maxsize=16)
 def model_of(setup: Composition) -> Model:
-    """The model of a setup."""
+    """Returns the model of a setup."""
     number = setup.num_chunks
     edges: tuple[Edge, ...] | None = None
     if setup.model == RAW:
@@ -91,12 +91,13 @@ def _decoder(setup: Composition, num_chunks: int) -> LanguageModelConfig:
 
 
 def is_exact(setup: Composition) -> bool:
-    """Whether nothing in the model is rounded to 16 bits."""
+    """Returns whether nothing in the model is rounded to 16 bits."""
     return setup.params == "f32" and setup.carry not in ("bf16", "f16")
 
 
 def microbatches(composition: Composition, step: int) -> list[Microbatch]:
-    """The microbatches of a step, over all replicas. The second step is the one with strange weights or numbers."""
+    """Returns the microbatches of a step, over all replicas. The second step is the one with strange weights or
+    numbers."""
     number = composition.microbatches * composition.data
     rng = np.random.default_rng((composition.data_seed, step))
     made = [_microbatch(composition, rng, place, step) for place in range(number)]
@@ -151,7 +152,7 @@ def _tokens(composition: Composition, rng: np.random.Generator, shape: Any, weig
 
 
 def absent_pairs(composition: Composition, step: int) -> tuple[tuple[int, int], ...]:
-    """The (chunk, microbatch) pairs that a step is told to leave out, beside those whose leaves are lacking."""
+    """Returns the (chunk, microbatch) pairs that a step is told to leave out, beside those whose leaves are lacking."""
     if not composition.absent or composition.graph != "towers":
         return ()
     number = composition.microbatches * composition.data
@@ -159,7 +160,7 @@ def absent_pairs(composition: Composition, step: int) -> tuple[tuple[int, int], 
 
 
 def as_batch(made: Sequence[Microbatch]) -> dict[str, Any]:
-    """The leaves of a step: arrays where microbatches are alike, else lists."""
+    """Returns the leaves of a step: arrays if microbatches are alike, else lists."""
     names = list(dict.fromkeys(name for each in made for name in each))
     alike = len({tuple((name, each[name].shape) for name in sorted(each)) for each in made}) == 1
     if alike:
@@ -169,7 +170,7 @@ def as_batch(made: Sequence[Microbatch]) -> dict[str, Any]:
 
 @cache
 def buckets(composition: Composition) -> list[Microbatch] | None:
-    """A microbatch of each shape; None where all are alike."""
+    """Returns a microbatch of each shape; None if all are alike."""
     if composition.model == VISION:
         return drawn_words.drawn().buckets
     lacking = composition.placement == GRAPH and composition.graph == "optional" and composition.absent

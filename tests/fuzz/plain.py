@@ -1,7 +1,7 @@
 """The plain loop that compositions are compared with: one process, one device, the whole model, sums in float64.
 
 It is written apart from the library: gradients are ``jax.grad`` of a whole microbatch, and sums, norms, clipping, keys
-and what is skipped are worked out here, as the documents say. Of the library it uses only the functions of the chunks.
+and skipped steps are worked out here, as the documents say. Of the library it uses only the functions of the chunks.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tests.fuzz.models import Microbatch, absent_pairs, microbatches, model_of
 
 
 class Step(NamedTuple):
-    """What a step gives."""
+    """The results of a step."""
 
     loss: float
     weight: float
@@ -30,9 +30,9 @@ class Step(NamedTuple):
 
 
 def optimizer_of(composition: Composition) -> optax.GradientTransformation:
-    """The optimizer by its name.
+    """Returns the composition's optimizer by its name.
 
-    Those that divide by moments do so with a large epsilon: an update must not turn rounding into a step.
+    Optimizers that divide by moments do so with a large epsilon: an update must not turn rounding into a step.
     """
 
     def labels(params: Any) -> Any:
@@ -107,7 +107,7 @@ class PlainLoop:
         return Step(loss, weight, norm, not finite and self.composition.skip_nonfinite, means)
 
     def evaluate(self, number: int) -> tuple[float, float]:
-        """Loss sum and weight of a step's microbatches, where nothing is random."""
+        """Returns loss sum and weight of a step's microbatches, with nothing random."""
         found = [
             self._programs.evaluate(self.trained, self.frozen, microbatch)
             for microbatch in microbatches(self.composition, number)
@@ -116,7 +116,7 @@ class PlainLoop:
 
 
 class _Programs(NamedTuple):
-    """What is compiled for a setup."""
+    """The compiled programs of a setup."""
 
     optimizer: optax.GradientTransformation
     frozen: frozenset[str]
@@ -174,5 +174,5 @@ def programs_of(setup: Composition) -> _Programs:
 
 
 def _zeros(leaf: np.ndarray) -> np.ndarray:
-    """To sum gradients in."""
+    """Returns zeros to sum gradients in."""
     return np.zeros(leaf.shape, np.complex128 if np.iscomplexobj(leaf) else np.float64)

@@ -1,8 +1,9 @@
 """Raw models: chunks of one's own, with layers of several kinds and any tree that travels between them.
 
-A model is a list of named layers, so every cut computes the same: what travels is packed and unpacked behind every
-layer, also where two layers are in one chunk. Each microbatch has ``x`` ``[rows, positions, 4]``, token ids ``ids``,
-targets ``y`` and weights ``w``, one for each position; with two towers ``z`` besides, which the second one reads.
+A model is a list of named layers, so every cut computes the same: the values that travel are packed and unpacked after
+every layer, also where two layers are in one chunk. Each microbatch has ``x`` ``[rows, positions, 4]``, token ids
+``ids``, targets ``y`` and weights ``w``, one for each position; with two towers ``z`` besides, which the second one
+reads.
 """
 
 import zlib
@@ -30,7 +31,7 @@ EDGES = {
 
 
 def layer_names(composition: Composition, num_layers: int) -> list[list[str]]:
-    """The layers of the model, chunk by chunk, for graphs; for chains all in one list."""
+    """Returns the layers of the model: for graphs chunk by chunk, for chains all in one list."""
     names = [f"layers.{index}" for index in range(num_layers)]
     if composition.placement != GRAPH:
         return [[EMBED, *names, HEAD]]
@@ -40,7 +41,7 @@ def layer_names(composition: Composition, num_layers: int) -> list[list[str]]:
 
 
 def edges_of(composition: Composition) -> tuple[Edge, ...] | None:
-    """The edges of a graph; None for a chain."""
+    """Returns the edges of a graph; None for a chain."""
     if composition.placement != GRAPH:
         return None
     return tuple(
@@ -55,7 +56,7 @@ def edges_of(composition: Composition) -> tuple[Edge, ...] | None:
 
 
 def raw_chunks(composition: Composition, num_chunks: int, num_layers: int) -> list[Chunk]:
-    """The model in so many chunks, or in those of its graph."""
+    """Returns the model in so many chunks, or in those of its graph."""
     parts = layer_names(composition, num_layers)
     if composition.placement != GRAPH:
         embed, *names, head = parts[0]
@@ -202,7 +203,7 @@ def _pack(carry: str, hidden: Any, aux: Any, first: Any, total: Any) -> Any:
 
 
 def _unpack(carry: str, packed: Any) -> tuple[Any, Any, Any, Any]:
-    """What travelled; the rest is zeros."""
+    """Returns the values that travelled; the others are zeros."""
     hidden = packed if carry == "array" else packed["hidden"] if isinstance(packed, dict) else packed[0]
     hidden = hidden.astype(jnp.float32)
     aux, first, total = jnp.zeros_like(hidden[..., :2]), jnp.zeros_like(hidden), jnp.float32(0)
@@ -224,7 +225,7 @@ def _unpack(carry: str, packed: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _partition(params: Any, axes: Any) -> Any:
-    """Matrices are cut at their last dimension over ``tensor``."""
+    """Returns a partition that cuts matrices at their last dimension over ``tensor``."""
     from jax.sharding import PartitionSpec
 
     def cut(leaf: Any) -> PartitionSpec:

@@ -15,15 +15,15 @@ from tests.fuzz.worker import MOST_S, environment_of_workers, serve
 
 FOLDER = Path("runs/fuzz")
 HANG_S = 120.0
-"""A composition that takes longer hangs: its process is ended, and the stacks of its threads are kept."""
+"""Seconds after which a composition hangs: its process is ended, and the stacks of its threads are kept."""
 MOST_REFUSED = 0.05
-"""The share of compositions above which a sentence that refuses them is shown: the drawing, or the rule, is wrong."""
+"""The share of compositions above which a refusing sentence is shown: the drawing, or the rule, is wrong."""
 _FIRST_S = 240.0
-"""What a worker may take to start and for its first composition, beside ``HANG_S``."""
+"""Seconds that a worker may take to start and for its first composition, beside ``HANG_S``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 where something was found."""
+    """Try compositions; returns 0, or 1 if something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=600, help="numbers 0 to CASES - 1 of every seed")
     parser.add_argument("--seed", type=int, nargs="+", default=[1], help="one seed or several")
@@ -70,15 +70,15 @@ class Results:
 
 
 class Worker:
-    """One process, the numbers that it is to try, and what it is doing."""
+    """One process, the numbers that it is to try, and the state of its work."""
 
     def __init__(self, results: Results, place: int, hang_s: float = HANG_S) -> None:
         self._results, self._hang_s = results, hang_s
         self._stacks = results.path.with_suffix(f".stacks-{place}")
         self.numbers: list[int] = []
-        """What it tries next, one after the other."""
+        """The numbers that the process tries next, one after the other."""
         self._told: dict[str, Any] | None = None
-        """What is known of a finding that is being shrunk."""
+        """The facts about a finding that is being shrunk."""
         self._start()
 
     def _start(self) -> None:
@@ -91,7 +91,7 @@ class Worker:
         self._allowed_s = self._hang_s + _FIRST_S
 
     def begin(self) -> bool:
-        """Let it try its next number; returns whether there is one."""
+        """Let the process try its next number; returns whether there is one."""
         if not self.numbers:
             return False
         self._number = self.numbers.pop(0)
@@ -101,7 +101,7 @@ class Worker:
         return True
 
     def take(self, known: set[str]) -> bool:
-        """Keep what it has to say, or that it hangs or has died; returns whether it is done with its number.
+        """Keep the process's answer, or that it hangs or has died; returns whether it is done with its number.
 
         A finding whose sentence is not ``known`` is shrunk first.
         """
@@ -133,7 +133,7 @@ class Worker:
         return True
 
     def _restart(self) -> str:
-        """End the process, start another one, and return what is known of its end."""
+        """End the process, start another one, and return the facts about its end."""
         code = self._process.exitcode
         self.end()
         self.connection.close()
@@ -179,7 +179,7 @@ def _run(results: Results, numbers: list[int], *, num_workers: int, shrinks: boo
 
 
 class _Everything(set[str]):
-    """Holds every sentence."""
+    """A set that holds every sentence."""
 
     def __contains__(self, sentence: object) -> bool:
         return True
@@ -194,7 +194,7 @@ def _words(result: dict[str, Any]) -> str:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> int:
-    """Print counts, findings and refusals; returns 1 where something was found."""
+    """Print counts, findings and refusals; returns 1 if something was found."""
     counts = Counter(result["kind"] for result in results)
     bad = [result for result in results if result["kind"] in ("found", "hung")]
     by_sentence: dict[str, list[dict[str, Any]]] = defaultdict(list)

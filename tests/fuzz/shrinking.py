@@ -1,4 +1,4 @@
-"""The simplest composition that shows the same finding, found greedily: one field at a time."""
+"""Find the simplest composition that shows the same finding, greedily: one field at a time."""
 
 import time
 from collections.abc import Callable
@@ -14,8 +14,8 @@ def shrunk(
     attempt: Callable[[Composition], Outcome] = tried,
     most_s: float = 60.0,
 ) -> Composition:
-    """A composition of which no single field can be made simpler without losing the finding, or the simplest
-    until ``most_s`` have passed."""
+    """Returns a composition of which no single field can be made simpler without losing the finding, or the simplest
+    one until ``most_s`` have passed."""
     end_s = time.monotonic() + most_s
     found, goes_on = composition, True
     refused: set[Composition] = set()

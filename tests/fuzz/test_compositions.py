@@ -1,4 +1,4 @@
-"""Some random compositions beside the plain loop, and what draws, replays and shrinks them."""
+"""Tests of some random compositions beside the plain loop, and of the code that draws, replays and shrinks them."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -90,7 +90,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Callable[[Composition], bool]]] = [
     (a_norm_that_misses_a_replica, lambda c: c.data > 1),
     (a_stash_of_the_wrong_microbatch, lambda c: c.microbatches > 1),
 ]
-"""Each with the compositions that it can touch: the others would only pass."""
+"""Faults, each with the compositions that it can touch: the others would only pass."""
 
 
 @pytest.fixture(autouse=True)

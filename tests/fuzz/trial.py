@@ -1,4 +1,4 @@
-"""One composition tried: the pipeline beside the plain loop."""
+"""Try one composition: the pipeline beside the plain loop."""
 
 import re
 import tempfile
@@ -32,17 +32,17 @@ _RAW_MESSAGE = re.compile(
     r"^$|Traceback|object is not|got an unexpected|has no attribute|not supported between|unsupported operand"
     r"|list index|is shorter than|argument \d|XLA|Unable to|tracer|pytree|INVALID_ARGUMENT|is not a valid JAX",
 )
-"""Words of messages that come from Python or JAX, not from the library."""
+"""Pattern of messages that come from Python or JAX, not from the library."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a composition."""
+    """The outcome of a composition."""
 
     kind: str
-    """``passed``, ``refused``, ``found`` or ``hung``."""
+    """The kind of outcome: ``passed``, ``refused``, ``found`` or ``hung``."""
     text: str = ""
-    """Why it was refused, or what differs."""
+    """The reason of a refusal, or the difference that was found."""
 
     @property
     def sentence(self) -> str:
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def tried(composition: Composition) -> Outcome:
-    """Run a composition; nothing is raised.
+    """Run a composition and return its outcome; raises nothing.
 
     It is refused by a ValueError of the library that comes before the first step, in words of the library; any other
     error is a finding.
@@ -71,7 +71,7 @@ def tried(composition: Composition) -> Outcome:
 
 
 def _is_raised_in_library(error: BaseException) -> bool:
-    """Whether the library's own code raised it, not JAX or Python underneath."""
+    """Returns whether the library's own code raised the error, not JAX or Python underneath."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -82,11 +82,11 @@ class _Trial:
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
         self.results: list[Any] = []
-        """Of all steps that were enqueued."""
+        """The results of all steps that were enqueued."""
         self._expected: list[Step] = []
 
     def run(self) -> None:
-        """Raises Difference, and whatever the library raises."""
+        """Run the pipeline beside the plain loop; raises Difference, and any error that the library raises."""
         composition = self.composition
         with pipeline_of(composition) as pipeline:
             state = pipeline.init(jax.random.key(composition.data_seed))
@@ -147,7 +147,7 @@ class _Trial:
             return _copied(other.params(state))
 
     def _check_bits(self, params: Any) -> None:
-        """In deterministic mode another order gives the same bits."""
+        """Check that another order gives the same bits in deterministic mode."""
         hint, backward = ("f-priority", "split") if self.composition.is_split else ("fb", "")
         is_two_way = self.composition.placement == BIDIRECTIONAL
         order = {"window": None} if is_two_way else {"window": 1, "schedule": ""}
@@ -162,9 +162,9 @@ class _Trial:
 
 
 def _elsewhere(composition: Composition) -> dict[str, Any]:
-    """The same model on another layout: one stage, no mesh, and other replicas."""
+    """Returns the changes that put the model on another layout: one stage, no mesh, and other replicas."""
     order = {"schedule": "", "consume": READY, "hint": "fb", "window": None, "backward": "", "operation": ""}
-    if composition.placement == BIDIRECTIONAL:  # which has no other layout without a table for it
+    if composition.placement == BIDIRECTIONAL:  # it has no other layout without a table for it
         return {"mesh": (), "cuts_params": False}
     data = 2 if composition.data == 1 and composition.microbatches % 2 == 0 else 1
     share = composition.microbatches * composition.data // data

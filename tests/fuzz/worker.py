@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 MOST_MAPPINGS = 20_000
-"""Of the 65,530 pieces of memory that Linux lets a process map; each compiled program takes several."""
+"""Largest number of memory mappings before programs are dropped: Linux lets a process map 65,530 pieces of memory, and
+each compiled program takes several."""
 COMPILED_BYTES = 4 << 30
 
 MOST_S = 60.0
-"""How long shrinking goes on; the simplest composition until then is the result."""
+"""Seconds that shrinking goes on; the simplest composition until then is the result."""
 
 
 def prepare() -> None:
@@ -33,7 +34,7 @@ def serve(connection: Any, stacks: str, hang_s: float) -> None:
     from tests.fuzz.shrinking import shrunk
     from tests.fuzz.trial import FOUND, tried
 
-    # Where the parent has gone, so does this process.
+    # If the parent has gone, this process ends too.
     with Path(stacks).open("w") as file, suppress(EOFError, BrokenPipeError):
         while (composition := connection.recv()) is not None:
             file.seek(0)
@@ -50,7 +51,7 @@ def serve(connection: Any, stacks: str, hang_s: float) -> None:
 
 
 def drop_programs() -> None:
-    """Forget what is compiled where this process holds much of it."""
+    """Forget the compiled programs if this process holds many of them."""
     mappings = Path("/proc/self/maps")
     if not mappings.exists() or mappings.read_bytes().count(b"\n") < MOST_MAPPINGS:
         return
@@ -64,7 +65,7 @@ def drop_programs() -> None:
 
 
 def environment_of_workers(folder: Path) -> None:
-    """Set what JAX reads when it is imported, for this process and those that it starts."""
+    """Set the variables that JAX reads when it is imported, for this process and those that it starts."""
     from tests import environment
 
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -32,7 +32,7 @@ class _Console(Console):
         super().print(*objects, **{"crop": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """What a line, or a table's cell, is made of: names that others gave are among them."""
+        """Returns the text of a line or a table's cell, made printable because it may hold names that others gave."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
@@ -40,12 +40,12 @@ class _Console(Console):
 
 
 def say(text: str) -> None:
-    """Print a report of several lines, in which names and words of others may stand."""
+    """Print a report of several lines, which may hold names and words of others."""
     print(printable(text))
 
 
 def show_text(text: str) -> None:
-    """Print a text that others wrote, as it is, unless a terminal would obey what stands in it."""
+    """Print a text that others wrote; on a terminal, escape the characters that the terminal would obey."""
     print(printable(text) if sys.stdout.isatty() else text)
 
 
@@ -56,7 +56,7 @@ def make_console(*, is_quiet: bool = False) -> Console:
 
 
 class _Forgiving(io.RawIOBase):
-    """A standard stream from which nothing comes back: what cannot be written is lost, as one line on stderr says."""
+    """A standard stream that never fails: output that cannot be written is lost, and one line on stderr says so."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._has_told = descriptor, False
@@ -85,13 +85,13 @@ _replaced: dict[str, io.TextIOWrapper] = {}
 
 
 def go_on_without_output() -> None:
-    """From now on output that cannot be written costs the output only, not the work that it tells of.
+    """From now on, lose output that cannot be written, instead of ending the work that it tells of.
 
-    A reader may go away (``| head``), a terminal hang up, and the disk of a log be full.
+    A reader may go away (``| head``), a terminal may hang up, and the disk of a log may be full.
     """
     for name, descriptor in (("stderr", 2), ("stdout", 1)):
         stream = getattr(sys, name)
-        # and nobody has put another one there
+        # Replace a stream only if nobody else has.
         if type(stream) is io.TextIOWrapper and stream.fileno() == descriptor and stream is not _replaced.get(name):
             with suppress(OSError):
                 stream.flush()

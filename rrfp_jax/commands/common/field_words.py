@@ -19,7 +19,7 @@ _MANY = {int: "whole numbers", float: "numbers", bool: "true or false", str: "te
 _PLACES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 _NARROW = 24
 FOLDERS = r"(path|_dir|folder)$"
-"""How the names of fields end that hold a file or a folder."""
+"""Pattern of the names of fields that hold a file or a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

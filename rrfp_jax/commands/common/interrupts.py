@@ -1,12 +1,12 @@
 """Signals that ask a command to end are heard whenever they come, and lead to one ending.
 
-**Ctrl-C.** Python raises KeyboardInterrupt in whatever the main thread runs just then. Within what cannot fail, such as
-a callback of the garbage collector, it is told to ``sys.unraisablehook`` and lost: the command would go on. Within
-libraries of C++ that are being loaded it may end the process with an abort.
+**Ctrl-C.** Python raises KeyboardInterrupt in the code that the main thread runs just then. Inside code that cannot
+fail, such as a callback of the garbage collector, it is passed to ``sys.unraisablehook`` and lost: the command would go
+on. While C++ libraries are being loaded it may end the process with an abort.
 
-**The others** (``STOP_SIGNALS``) ask a run to save and end. The main thread may be within a compiler for minutes, where
-Python calls no handler. So a thread of its own reads the number of each signal from a pipe, into which Python writes it
-at once. The first one counts; later ones change nothing, until the process is gone.
+**The others** (``STOP_SIGNALS``) ask a run to save and end. The main thread may be inside a compiler for minutes, where
+Python calls no handler. So a separate thread reads the number of each signal from a pipe, into which Python writes it
+at once. The first signal counts; later ones change nothing, until the process is gone.
 """
 
 import gc
@@ -61,11 +61,12 @@ def _end(*_: object) -> None:
 
 
 def hear_no_more() -> None:
-    """The command has done its work, and ends with the code that it has: no signal changes that any more.
+    """Ignore all signals from now on: the command has done its work, and ends with the code that it has.
 
-    Handlers of Python would be taken down while the interpreter ends, which may take seconds; what is ignored stays so.
+    Python would remove its handlers while the interpreter ends, which may take seconds; an ignored signal stays
+    ignored.
     """
-    gc.freeze()  # else the end looks for cycles among all objects of JAX, which is half a second of work for nothing
+    gc.freeze()  # else the end looks for cycles among all objects of JAX, which wastes half a second
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, *STOP_SIGNALS):
             signal.signal(number, signal.SIG_IGN)
@@ -75,53 +76,55 @@ def hear_no_more() -> None:
 
 
 def let_held_signals_in() -> None:
-    """Have this process hear the signals that a launcher holds back until its ranks have their handlers."""
+    """Unblock the signals that a launcher holds back until its ranks have their handlers."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *STOP_SIGNALS})
 
 
 def end_when_told_to_stop() -> None:
-    """Until somebody else takes the signals, a request to stop ends the process at once, and says so.
+    """Let a request to stop end the process at once, with a message, until other code takes the signals.
 
-    For a launcher, whose main thread waits for nothing but its imports before it catches signals itself.
+    This is for a launcher, whose main thread waits for nothing but its imports before it catches signals itself.
     """
     _handle(lambda number, _: end_stopped(number, _NOT_BEGUN))
 
 
 def end_stopped(number: int, told: str) -> None:
-    """End the process at once, as one that was told to stop before it had anything to save."""
+    """End the process at once, because it was told to stop before it had anything to save."""
     say_last_words(f"told to stop ({signal.Signals(number).name}): {told}")
     os._exit(PREEMPTED)
 
 
 class StopRequests:
-    """The requests to stop a training run; made on the main thread, once in a process.
+    """Receives the requests to stop a training run. Make it on the main thread, once in a process.
 
-    ``action`` is called with the first signal's number, on a thread of its own; None: nothing is to be done any more.
+    A separate thread calls ``action`` with the first signal's number. If ``action`` is None, the request changes
+    nothing.
     """
 
     def __init__(self) -> None:
         self.action: Callable[[int], None] | None = lambda number: end_stopped(number, _NOT_BEGUN)
         source, self._target = os.pipe()
-        os.set_blocking(self._target, False)  # so that a storm of signals stops nobody
+        os.set_blocking(self._target, False)  # many signals at once must not block the process
         threading.Thread(target=self._watch, args=(source,), name="stop requests", daemon=True).start()
         os.register_at_fork(after_in_child=self._forget)
         self.take_signals()
 
     def take_signals(self) -> None:
-        """Catch the signals, again where a library has taken them for itself."""
+        """Catch the signals; call it again after a library has taken them for itself."""
         signal.set_wakeup_fd(self._target, warn_on_full_buffer=False)
         _handle(lambda *_: None)
 
     def _watch(self, source: int) -> None:
         number = 0
-        while number not in STOP_SIGNALS:  # Ctrl-C is written there too
+        while number not in STOP_SIGNALS:  # Python writes Ctrl-C into the pipe too
             number = os.read(source, 1)[0]
         if self.action is not None:
-            with suppress(RuntimeError):  # the run ends by itself just now, and its event loop is closed
+            with suppress(RuntimeError):  # the run is just ending by itself, and its event loop is closed
                 self.action(number)
 
     def _forget(self) -> None:
-        """In a process that was forked: it ends when it is told to, and the pipe is its parent's."""
+        """Restore the default handlers in a forked process: it ends when it is told to, and the pipe is its
+        parent's."""
         if signal.set_wakeup_fd(-1) != self._target:
             return
         for number in STOP_SIGNALS:
@@ -133,7 +136,7 @@ _REQUESTS: list[StopRequests] = []
 
 
 def stop_requests() -> StopRequests:
-    """Those of this process."""
+    """Returns the requests to stop of this process."""
     if not _REQUESTS:
         _REQUESTS.append(StopRequests())
     return _REQUESTS[0]
@@ -141,7 +144,7 @@ def stop_requests() -> StopRequests:
 
 def _handle(handler: Callable[[int, Any], None]) -> None:
     for number in STOP_SIGNALS:
-        # whoever starts a command under nohup, or with a signal ignored, means it; a batch script that ignores TERM
-        # means itself alone
+        # A command started under nohup, or with a signal ignored, goes on ignoring that signal on purpose. TERM is the
+        # exception: a batch script that ignores TERM means only itself.
         if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)

@@ -28,7 +28,7 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, name: str, doc: str | None, *, closing: str = "", **options: Any) -> None:
         in_checkout = Path(sys.argv[0]).parent.name == "experiments"
-        doc = doc or ""  # python -OO leaves docstrings out
+        doc = doc or ""  # python -OO removes docstrings
         examples = examples_in(doc)
         ending = [closing, "examples:\n" + re.sub("^", "  ", examples, flags=re.MULTILINE) if examples else ""]
         super().__init__(
@@ -45,7 +45,7 @@ class CommandParser(ArgumentParser):
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._not_known(unknown[0]))
-        for action in filter(takes_file, self._actions):  # in quotes, or behind =, no shell has done so
+        for action in filter(takes_file, self._actions):  # no shell expands ~ in quotes or after =
             match getattr(arguments, action.dest, None):
                 case str(path):
                     setattr(arguments, action.dest, os.path.expanduser(path))

@@ -62,7 +62,7 @@ def check_host_name() -> Finding:
 
 
 def check_proxies(environ: Mapping[str, str]) -> Finding:
-    """The variables that send programs to a proxy; ranks reach each other without."""
+    """Report the variables that send programs to a proxy; ranks reach each other without a proxy."""
     names = sorted(name for name in environ if name in GRPC_PROXIES or name.lower() in _PROXIES)
     text = f"{', '.join(names)}: for trackers and downloads; ranks reach each other without" if names else "none is set"
     return ok(text, variables=names)

@@ -48,7 +48,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
         _check_encoder_mesh(arguments, config)
     book = given_costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
     asked = other_axes(None if config is None else config.pipeline.mesh)
-    if config is not None and tuple(asked.items()) != tuple(book.mesh.items()):  # their order counts
+    if config is not None and tuple(asked.items()) != tuple(book.mesh.items()):  # the order of axes counts
         raise ValueError(
             f"the costs know nothing of {describe_axes(tuple(asked.items()))} in mesh: work them out (--device, not "
             "--costs), compile them here (--compile), or leave mesh out"

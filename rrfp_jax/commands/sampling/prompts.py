@@ -29,11 +29,11 @@ def prompt_with_images(
     model: VisionLanguageConfig,
     writer: TextWriter | None = None,
 ) -> TokenPrompt:
-    """A prompt of bytes, or of the tokens of ``writer``, with images where the text says ``<image>``, or before it.
+    """Returns a prompt of bytes or of ``writer``'s tokens, with images at ``<image>`` in the text, or before it.
 
     The images become patches as in training: those of ``rendered_text`` are grey, dark on light, and a line ends behind
     each. Raises ValueError, with the remedy, for files that are no images, images that the encoder has no positions
-    for, and where text and images do not fit together.
+    for, and for text and images that do not fit together.
     """
     grids = [_grid(data, image) for image in images]
     parts = _parts(text, grids, data, writer)

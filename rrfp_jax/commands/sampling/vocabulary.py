@@ -112,13 +112,13 @@ def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
     section = None if folder.is_import else next(filter(None, map(folder.config.get, _OF_ROWS)), None)
     if section is None:
         return Tokenizer(_existing(kind.file), stops=kind.ends, opens=knows_openings(folder))
-    # Rows that go on across documents show a document's beginning behind the end of the one before.
+    # Rows that go on across documents show the beginning of a document after the end of the one before.
     start = None if section.get("pack") else kind.ends[0]
     return Tokenizer(_existing(kind.file), stops=kind.ends, start=start, opens=False)
 
 
 def knows_openings(folder: ModelFolder) -> bool:
-    """Whether the model was imported, and so knows the tokens that its tokenizer has texts open with."""
+    """Returns whether the model was imported, and so knows the tokens with which its tokenizer opens a text."""
     files = folder.files()
     return files is not None and (files / "config.json").is_file()
 

@@ -19,7 +19,7 @@ from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, absences, bi
 from rrfp_jax.timeline import Span, Timeline
 
 _MOST_NUMBERS = 1 << 25
-"""Of a file: 256 MB of them."""
+"""Largest number of durations in a file: 256 MB of them."""
 Durations = NDArray[np.float64]
 Profile = tuple[float, float, float]
 
@@ -159,7 +159,7 @@ def load_durations(path: str) -> GivenDurations:
     missing, is not one array of real numbers, or holds no such durations.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)  # whose head is compared with the file's size first
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # a map checks the file's size against its head
     except OSError as error:
         raise ValueError(f"cannot read durations {path}: {error.strerror or 'it is not an .npy file'}") from error
     except (ValueError, EOFError) as error:

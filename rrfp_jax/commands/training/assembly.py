@@ -138,20 +138,20 @@ class Run:
             self.directory.clear()
         self.directory.start(self._saved, from_step=self.state.step)
         self._keep_files()
+        self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
 
     def _keep_files(self) -> None:
-        """Let the run have its own copies of what it needs from elsewhere; raises ValueError where it cannot."""
+        """Give the run its own copies of the files that it needs from elsewhere; raises ValueError if it cannot."""
         known, kind, path = self._known, self.dataset.token_kind, self.directory.path
         is_other = kind is not None and known.tokens is not None and not kind.is_same(known.tokens)
         if files_are_kept(path) and not is_other:
             return
         if known.has_begun and known.files is None and self.config.run.init_from is not None:
-            return  # a run of an earlier version, whose import is gone
+            return  # an earlier version began this run, and its import is gone
         try:
             keep_files(path, known.files, kind or known.tokens)
         except OSError as error:
             raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
-        self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:
         """Rank 0 does it, the others wait; a ValueError is raised by all."""
@@ -232,7 +232,7 @@ class Run:
         self.finish()
 
     def describe_saved(self, *, is_last: bool = False) -> str:
-        """What of the steps so far is on the disk, in one sentence; ``is_last``: all that were trained."""
+        """Returns a sentence on which of the steps so far are on the disk; ``is_last``: all that were trained."""
         step = None if self._saver is None else last_committed(self.directory.checkpoints)
         if step is None:
             return "nothing was saved: the same command starts over"

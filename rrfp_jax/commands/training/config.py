@@ -1,9 +1,9 @@
 """Load the configuration of a run: a YAML file of sections, overridden from the command line.
 
-Each section is a record that lives beside its owner; this file only composes them. A command-line option is the
-field's name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``). What holds text takes the argument as it
-stands; other values are read as YAML, and ``4,4,3,3`` as a list. Nothing here imports JAX, so that what does not fit is
-refused at once.
+Each section is a record that lives beside its owner; this file only composes them. A command-line option is the field's
+name with dashes (``--num-stages 2``, or ``--pipeline.num-stages 2``). A field for text takes the argument as it stands;
+other values are read as YAML, and ``4,4,3,3`` as a list. Nothing here imports JAX, so that a configuration that does
+not fit is refused at once.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ class TrainConfig:
         return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
 
     def as_saved(self) -> dict[str, Any]:
-        """Plain data with whole paths, which mean the same wherever they are read."""
+        """Returns plain data with whole paths, which mean the same wherever they are read."""
         return whole_paths(self.as_dict(), self.data_section)
 
     def as_yaml(self) -> str:
@@ -192,7 +192,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
 def load_train_config(path: str, overrides: Mapping[str, Any], *, trust: bool = False) -> TrainConfig:
     """Read the configuration of a run that is to begin, as :func:`read_train_config` does.
 
-    Raises ValueError also where the file names code, and neither ``overrides`` do nor is the file to be trusted.
+    Raises ValueError also if the file names code that ``overrides`` do not name, unless ``trust`` is True.
     """
     config = read_train_config(path, overrides)
     if not trust:
@@ -203,7 +203,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any], *, trust: bool = 
 def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     """Read ``path``, a file or the name of a preset, and apply ``overrides``, from ``section.field`` to a value.
 
-    Nothing that it names may be run then, see :mod:`rrfp_jax.commands.training.trust`.
+    The caller must not run code that the file names, see :mod:`rrfp_jax.commands.training.trust`.
 
     Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
     type, and values that the records refuse.
@@ -267,14 +267,14 @@ def _parse(name: str, text: str) -> Any:
 
 
 def _text(text: str, key: str, *, is_optional: bool) -> str | None:
-    """A name or a path, whatever YAML would make of it: ``try #2``, ``2026-11-26``, ``no``. ``null`` is None where a
-    field may be left out, and yet a folder's name."""
+    """Returns a name or a path as it is, whatever YAML would make of it: ``try #2``, ``2026-11-26``, ``no``. ``null``
+    is None for an optional field, except for a field that names a folder."""
     names_folder = re.search(FOLDERS, key) is not None
     return None if is_optional and (not text or (text in _NULLS and not names_folder)) else text
 
 
 def _texts(text: str, *, is_optional: bool) -> list[str] | None:
-    """The items of a list of texts; one that holds a comma stands in quotes."""
+    """Returns the items of a list of texts; an item that holds a comma stands in quotes."""
     if is_optional and text in ("", *_NULLS):
         return None
     listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
@@ -311,7 +311,8 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _nothing_below(path: str, name: str) -> dict[str, Any] | None:
-    """The keys of a section that has none: no settings, unless leaving it out means something else."""
+    """Returns the keys of a section that has none: no settings. Raises ValueError if leaving the section out means
+    something else."""
     if name in _OPTIONAL and name not in ("cluster", "tracking"):
         raise ValueError(f"{path}: the section {name} is empty: give it its keys, or take it out")
     return {} if name in SECTIONS else None
@@ -356,10 +357,10 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
 
 
 def _check_is_kept(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ValueError for a value that would not come back from a checkpoint, or from another process, as it is.
+    """Raise ValueError for a value that a checkpoint, or another process, would not give back as it is.
 
-    YAML knows more than that: dates, bytes, sets, numbers as keys. Where a section is free in form they would pass all
-    other checks, and the first save would fail, or the same command not go on from it.
+    YAML has more kinds of values: dates, bytes, sets, numbers as keys. In a section of free form they would pass all
+    other checks, and then the first save would fail, or the same command could not go on from it.
     """
     if isinstance(value, dict | list | tuple):
         if depth == _MOST_NESTED:
@@ -413,7 +414,7 @@ def _sentence(section: str, error: ValidationError) -> str:
         return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
     # a field of several types gives one entry per type
     wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
-    if [*wanted] == ["text"] and isinstance(first["input"], bool | int | float | date):  # YAML takes a name for these
+    if [*wanted] == ["text"] and isinstance(first["input"], bool | int | float | date):  # YAML reads some names so
         return f"{section}.{field} is {first['input']}: give text, in quotes"
     return f"{section}.{field} is {shown(first['input'])}: give {' or '.join(wanted)}"
 

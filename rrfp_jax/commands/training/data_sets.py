@@ -38,15 +38,15 @@ _ORIGINS = {"path", "object", "arguments"}
 def make_data_set(
     config: TrainConfig, part: Part = TRAIN, *, known: KnownModel | None = None, force: bool = False
 ) -> RunData:
-    """What a run trains on, or the part of it that is held out for evaluation.
+    """Returns the data that a run trains on, or the part of it that is held out for evaluation.
 
-    ``known`` is the model that the run begins with (None: by its configuration). Raises ValueError, with the remedy,
-    where the data cannot be read, or not by this model, or has no such part, or, unless ``force`` says that it is
-    meant, where its tokens are not the model's.
+    ``known`` is the model that the run begins with (None: by its configuration). Raises ValueError, with the remedy, if
+    the data cannot be read, if this model cannot read it, or if it has no such part; and also, unless ``force`` says
+    that it is meant, if its tokens are not the model's.
     """
     known = known_model(config) if known is None else known
     if not force and config.data_section in ("data", "rendered_text"):
-        check_tokens(config.data_section, BYTE_TOKENS, known)  # before all of it is read
+        check_tokens(config.data_section, BYTE_TOKENS, known)  # refuse before reading all of it
     make = _text_with_images if config.data_section in _WITH_IMAGES else _text
     data: RunData = make(config, part, known)
     if not force:
@@ -80,7 +80,7 @@ def make_evaluation_sets(
             found = sets[name] = make_data_set(of_set, part, known=known, force=force)
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
-        if not isinstance(found, RenderedText):  # which never ends
+        if not isinstance(found, RenderedText):  # rendered text never ends
             found.counts_once = True
     return sets
 
@@ -161,7 +161,7 @@ def _check_sees(
     wanted["projector.patches_per_feature"] = (projector.patches_per_feature, data.merge**2)
     if isinstance(data, ImageTextConfig) and data.merge > 1:  # a patch that is a feature by itself has no order
         wanted["projector.row_order"] = (projector.row_order, data.row_order)
-    # Where the model is given, what describes it cannot be changed: the data must be shown as it wants it.
+    # The settings of a given model cannot be changed, so the remedies change how the data is shown.
     of_data = {
         "vision.patch_dim": "another patch_size or channels",
         "projector.patches_per_feature": f"merge {isqrt(projector.patches_per_feature)}",

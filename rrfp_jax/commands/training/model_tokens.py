@@ -1,7 +1,7 @@
-"""Whether a run's data speaks the tokens of the model that it trains further.
+"""Check that a run's data uses the tokens of the model that the run trains further.
 
-The model is that of the run directory once it holds checkpoints, else that of ``run.init_from``. Its tokens are what
-data without a tokenizer of its own is written in, and what all other data is compared with.
+The model is that of the run directory once it holds checkpoints, else that of ``run.init_from``. Data without a
+tokenizer of its own is written in the model's tokens, and all other data is compared with them.
 """
 
 from contextlib import suppress
@@ -33,22 +33,22 @@ class KnownModel:
     where: Path | None = None
     """The folder of an import or a run; None: the run begins at random."""
     tokens: TokenKind | None = None
-    """The tokens that it knows; None: nothing tells."""
+    """The tokens that the model knows; None: nothing tells."""
     files: Path | None = None
-    """The folder of files that go along with it; None: there are none."""
+    """The folder of files that belong to the model; None: there are none."""
     has_begun: bool = False
-    """Whether the run directory itself holds it."""
+    """Whether the run directory itself holds the model."""
 
     @property
     def is_of_hub(self) -> bool:
-        """Whether it began with an import, which knows how texts open and what stands for images."""
+        """Whether the model began with an import, which knows how texts open and which tokens stand for images."""
         return self.files is not None and (self.files / CONFIG).is_file()
 
 
 def known_model(config: TrainConfig, directory: Path | None = None, *, fresh: bool = False) -> KnownModel:
-    """Find the model that a run in ``directory`` goes on with; ``fresh``: the directory's own does not count.
+    """Find the model that a run in ``directory`` goes on with; ``fresh``: ignore the directory's own model.
 
-    Raises ValueError, with the remedy, where there is no such folder, or it does not fit together.
+    Raises ValueError, with the remedy, if there is no such folder, or if its files do not fit together.
     """
     if directory is not None and not fresh and any((directory / CHECKPOINTS).glob("step_*/commit.json")):
         return _begun(directory)
@@ -59,32 +59,33 @@ def known_model(config: TrainConfig, directory: Path | None = None, *, fresh: bo
 
 
 def _begun(directory: Path) -> KnownModel:
-    """The model of a run that goes on."""
+    """Returns the model of a run that goes on."""
     try:
         folder = open_model(directory, "run_dir")
-    except ValueError:  # whether the run can go on is told elsewhere
+    except ValueError:  # other code says whether the run can go on
         return KnownModel(where=directory, has_begun=True)
     if files_are_kept(directory):
         return KnownModel(where=directory, tokens=folder.tokens(), files=folder.files(), has_begun=True)
     files = tokens = None
-    with suppress(ValueError):  # of an earlier version, whose import is gone, or whose data has moved
+    with suppress(ValueError):  # an earlier version began it: its import may be gone, or its data moved
         files = folder.files()
         tokens = folder.tokens()
     return KnownModel(where=directory, tokens=tokens, files=files, has_begun=True)
 
 
 def with_tokenizer(data: JsonlConfig | ParquetConfig, known: KnownModel) -> JsonlConfig | ParquetConfig:
-    """The same files with the tokenizer that is meant: where none is given that of the model, else bytes."""
+    """Returns the same files with the tokenizer to use: the given one, else that of the model, else bytes."""
     return replace(data, tokenizer=_tokenizer_of(data.tokenizer, known))
 
 
 def with_kept_tokenizer(data: TokensConfig, known: KnownModel) -> TokensConfig:
-    """The same token sets with the tokenizer that a run has kept, where the one that is named is gone."""
+    """Returns the same token sets with the tokenizer that a run has kept, if the named one is gone."""
     return data if data.tokenizer is None else replace(data, tokenizer=_tokenizer_of(data.tokenizer, known))
 
 
 def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> TextWriter | None:
-    """Make the writer of text with images; None: tokens are bytes. Raises ValueError where there can be none."""
+    """Returns the writer of text with images, or None if tokens are bytes. Raises ValueError if there can be no
+    writer."""
     name = _tokenizer_of(data.tokenizer, known)
     if name == BYTES.name:
         return None
@@ -105,12 +106,12 @@ def _tokenizer_of(given: str | None, known: KnownModel) -> str:
     if given is None:
         return BYTES.name if file is None else str(file)
     if file is not None and known.has_begun and given != BYTES.name and not Path(given).expanduser().exists():
-        return str(file)  # the run keeps what it was trained with
+        return str(file)  # the run keeps the tokenizer that it was trained with
     return given
 
 
 def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> None:
-    """Raise ValueError where the tokens of data, ``kind``, are not those of the model."""
+    """Raise ValueError if the tokens of the data, ``kind``, are not those of the model."""
     if known.where is None or kind is None:
         return
     tokens = known.tokens
@@ -136,7 +137,7 @@ def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> Non
 
 
 def token_notes(section: str, data: "RunData", known: KnownModel) -> list[str]:
-    """Sentences about tokens that cannot be compared, and about ends that differ."""
+    """Returns sentences about tokens that cannot be compared, and about tokens that end texts and differ."""
     notes = []
     kind, tokens = data.token_kind, known.tokens
     if known.where is not None and not known.has_begun:

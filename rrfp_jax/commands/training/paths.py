@@ -1,7 +1,7 @@
-"""Paths in a configuration: which fields are paths, what ``~`` means in them, and in which form they are saved.
+"""Paths in a configuration: the fields that hold them, the meaning of ``~``, and the form in which they are saved.
 
-``~`` is the home of whoever starts the run, expanded where the configuration is read. What a run saves has whole paths,
-so that it can be exported, sampled and evaluated from any folder.
+``~`` is the home of the user who starts the run, expanded when the configuration is read. A run saves whole paths, so
+that it can be exported, sampled and evaluated from any folder.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _WORDS = ("bytes", "train")
-"""In place of a tokenizer's file."""
+"""Words that may stand in place of a tokenizer's file."""
 _FILES = ("path", "tokenizer", "cache")
 _PATHS: dict[str, tuple[str, ...]] = {
     "data": ("path",),
@@ -21,17 +21,17 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "parquet": _FILES,
     "run": ("init_from",),
 }
-"""Fields, by section, that are whole paths where they are saved."""
+"""Fields, by section, that are saved as whole paths."""
 _AT_HOME: dict[str, tuple[str, ...]] = {
     **_PATHS,
     "run": ("init_from", "run_dir", "compile_cache"),
     "pipeline": ("costs", "schedule", "hint"),
 }
-"""Fields, by section, in which ``~`` is somebody's home."""
+"""Fields, by section, in which ``~`` stands for somebody's home."""
 
 
 def at_home(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a section with ``~`` expanded; raises ValueError where it names nobody's folder."""
+    """Returns the fields of a section with ``~`` expanded; raises ValueError if a ``~`` names nobody's folder."""
     return {
         name: _each(value, lambda path, name=name: _expanded(f"{section}.{name}", path))
         if name in _AT_HOME.get(section, ())
@@ -41,7 +41,8 @@ def at_home(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_paths(config: Mapping[str, Mapping[str, Any]], data_section: str) -> dict[str, Any]:
-    """A configuration, as plain data, with whole paths; ``data_section`` is what its evaluation sets are of."""
+    """Returns a configuration, as plain data, with whole paths; ``data_section`` is the section of its evaluation
+    sets."""
     saved = {section: _whole(section, values) for section, values in config.items()}
     sets = (saved.get("evaluation") or {}).get("sets")
     if sets:
@@ -56,14 +57,14 @@ def _whole(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(value: Any, change: Any) -> Any:
-    """A path, or each of several, changed; anything else as it is."""
+    """Returns a path, or each of several paths, changed; anything else as it is."""
     if isinstance(value, str):
         return value if value in _WORDS else change(value)
     return type(value)(_each(each, change) for each in value) if isinstance(value, list | tuple) else value
 
 
 def _absolute(path: str) -> str:
-    # Not os.path.abspath, which would take ".." out: behind a link that is another folder.
+    # Do not use os.path.abspath, which would take ".." out: behind a link, ".." leads to another folder.
     return str(Path(os.path.expanduser(path)).absolute())
 
 

@@ -46,7 +46,7 @@ class PlannedRun:
     saved: Mapping[str, Any] = field(default_factory=dict)
     """The configuration as the run saves it, with whole paths."""
     known: KnownModel = field(default_factory=KnownModel)
-    """The model that it begins or goes on with."""
+    """The model that the run begins or goes on with."""
     cut: "CutModel | None" = None
     """Of a vision-language model; a language model is cut later."""
 
@@ -70,7 +70,7 @@ class PlannedRun:
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
         agreed = self.config.as_dict()
-        agreed[self.config.data_section]["text"] = self.dataset.fingerprint  # nodes may have it at other places
+        agreed[self.config.data_section]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
         agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
         for name, dataset in self.evaluation_sets.items():
             agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
@@ -80,10 +80,10 @@ class PlannedRun:
 
 
 def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: bool = False) -> PlannedRun:
-    """Resolve what the configuration asks for; ``path`` becomes the run directory.
+    """Resolve the configuration into a planned run; ``path`` becomes the run directory.
 
-    ``fresh``: what the directory holds does not count; ``force``: data in other tokens than the model's is meant.
-    Raises ValueError, with the remedy, on whatever does not fit.
+    ``fresh``: ignore the contents of the directory; ``force``: data in other tokens than the model's is meant. Raises
+    ValueError, with the remedy, for anything that does not fit.
     """
     RunDirectory(path).check()
     known = known_model(config, path, fresh=fresh)

@@ -18,8 +18,8 @@ _LAYOUT_ONLY = {
     "parquet": _OF_FILES,
     "own_data": ("num_microbatches", "max_bad_samples"),
 }
-"""How a batch is cut and padded changes neither its gradient nor what comes next; which text, tokens and tokenizer it
-is, wherever they lie, the digest of the data says."""
+"""Fields that may change when a run goes on. The way in which a batch is cut and padded changes neither its gradient
+nor the data that comes next; the digest of the data covers text, tokens and tokenizer, wherever they lie."""
 _ONLY_IF_SAVED = "data.text"
 """Earlier checkpoints do not tell the text."""
 _EARLIER = {"optimizer.name": "adamw", "optimizer.schedule": "cosine", "projector.bias": True}

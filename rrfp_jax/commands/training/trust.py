@@ -1,7 +1,7 @@
-"""Code that a configuration names: it runs where the command line names it too, or says that the file is trusted.
+"""Run code that a configuration names only if the command line names it too, or says that the file is trusted.
 
-A configuration, and the ``config.yaml`` of a run's folder, may come from somebody else. Read as data they do no harm,
-so whatever would load code for them asks first.
+A configuration, and the ``config.yaml`` of a run's folder, may come from somebody else. Reading them as data does no
+harm, so every function that would load code for them asks first.
 """
 
 from argparse import ArgumentParser
@@ -12,11 +12,12 @@ from rrfp_jax.schedules.user_file import is_in_file
 
 FLAG = "--trust"
 _OF_PATHS = ("_dir", "_directory", "_file", "_files", "_path", "_paths", "_to")
-"""How the names of XLA's flags end whose values are files or folders, such as that of the compiler which it calls."""
+"""Endings of the names of XLA's flags whose values are files or folders, such as that of the compiler which XLA
+calls."""
 
 
 def add_trust_argument(parser: ArgumentParser) -> None:
-    """Add the option that has a command run the code that its configuration names."""
+    """Add the option that lets a command run the code that its configuration names."""
     parser.add_argument(
         FLAG,
         action="store_true",
@@ -26,7 +27,7 @@ def add_trust_argument(parser: ArgumentParser) -> None:
 
 
 def refuse_code(path: str, sections: Mapping[str, Mapping[str, Any]], given: Container[str]) -> None:
-    """Raise ValueError where the file ``path`` names code; ``given`` are the keys that options have given."""
+    """Raise ValueError if the file ``path`` names code; ``given`` are the keys that options have given."""
     for key, value in _code_in(sections):
         if key not in given:
             flag = f"--{key.replace('_', '-')}"
@@ -39,7 +40,7 @@ def refuse_code(path: str, sections: Mapping[str, Mapping[str, Any]], given: Con
 
 
 def _code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The keys of a configuration's plain data that name code, with their values."""
+    """Yields the keys of a configuration's plain data that name code, with their values."""
     if (own := sections.get("own_data")) is not None:
         yield "own_data.object", own["object"]
     for name, differences in ((sections.get("evaluation") or {}).get("sets") or {}).items():

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 SEGMENT_BYTES = 1 << 20
 LONGEST_DOCUMENT_BYTES = 1 << 25
-"""Of a document that is one line or one row of a file, which is held as a whole; plain text has no such bound."""
+"""Largest size of a document that is one line or one row of a file, which is held as a whole; plain text has no such
+bound."""
 _NEAR_BYTES = 1 << 16
 _PLACES = (re.compile(rb"(?<=\S)\n(?=\S)"), re.compile(rb"\n(?=\S)"), re.compile(rb"(?<=\S)(?=\s)"))
 _CHARACTER = re.compile(rb"[^\x80-\xbf]")

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     text: str
     is_last: bool
     place: int = 0
-    """Where the document begins in its source: bytes of lines, or the number of a row."""
+    """The place in its source where the document begins: a number of bytes for lines, or the number of a row."""
 
 
 def parts_in(span: Span, column: str) -> Iterator[Part]:
@@ -52,7 +52,8 @@ def parts_in(span: Span, column: str) -> Iterator[Part]:
 
 
 def name_of(source: Source, place: int) -> str:
-    """A document, for messages, by where it begins; the number of a line is looked up only now."""
+    """Returns the name of a document for messages, by the place where it begins; only here is the number of a line
+    looked up."""
     if source.kind == TEXT:
         return source.path
     if source.kind == ROWS:
@@ -94,7 +95,7 @@ def _of_file(span: Span) -> Iterator[Part]:
 
 
 def _of_lines(span: Span, column: str) -> Iterator[tuple[int, str]]:
-    """The texts of all lines that begin in the span, and where they do."""
+    """Yields the place and the text of each line that begins in the span."""
     source, start, stop, _ = span
     stream = bytes_of(source.path, source.compression)
     begin = max(start - 1, 0)
@@ -115,7 +116,7 @@ def _of_lines(span: Span, column: str) -> Iterator[tuple[int, str]]:
 
 
 def _rest_of_line(source: Source, read: Any, position: int, begin: int) -> bytes:
-    """The bytes from ``position`` to the end of the line, which begins at ``begin``."""
+    """Returns the bytes from ``position`` to the end of the line, which begins at ``begin``."""
     blocks = []
     while block := read(position, BLOCK_BYTES):
         if position - begin > LONGEST_DOCUMENT_BYTES:

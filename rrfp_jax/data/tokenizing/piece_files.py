@@ -28,22 +28,23 @@ _VERSION = 3
 
 
 class Damaged(ValueError):
-    """A piece that is not there, or not as it was written."""
+    """A piece that is missing, or not as it was written."""
 
 
 class TokenBlock(NamedTuple):
-    """Some tokens of a span of a piece; a piece is a row of blocks, so that no one holds all of it."""
+    """Some tokens of a span of a piece; a piece is a sequence of blocks, so that no process holds all of it."""
 
     tokens: NDArray[Any]
     """``[tokens]``, those that close documents included."""
     ends: NDArray[np.int64]
     """Where documents end in them, ``[documents]``; behind the last may come the beginning of another."""
     span: int
-    """Which of the piece's spans they are of."""
+    """The number of the piece's span that the tokens belong to."""
 
 
 _HEAD = struct.Struct("<QQQI")
-"""Of a block in a file: tokens, ends, span and the CRC-32 of what follows. A head without tokens ends the file."""
+"""Head of a block in a file: number of tokens, number of ends, span, and CRC-32 of the data behind it. A head without
+tokens ends the file."""
 
 
 @contextmanager
@@ -91,7 +92,7 @@ class PieceFiles:
         return self._folder / f"{digest}.piece"
 
     def write(self, key: str, blocks: Iterable[TokenBlock]) -> int:
-        """Keep a piece, whose blocks are written as they come; the number of its tokens."""
+        """Keep a piece, whose blocks are written as they come; returns the number of its tokens."""
         num_tokens = 0
         target = self.path_of(key)
         temporary = target.with_suffix(f".{secrets.token_hex(4)}.part")
@@ -108,7 +109,7 @@ class PieceFiles:
         return num_tokens
 
     def read(self, key: str) -> Iterator[TokenBlock]:
-        """The blocks of a piece that is kept; raises Damaged, at whichever of them, where it is not, or not whole."""
+        """Yields the blocks of a kept piece; raises Damaged, at any of them, if the piece is missing or not whole."""
         try:
             with self.path_of(key).open("rb") as file:
                 left = os.fstat(file.fileno()).st_size
@@ -129,7 +130,7 @@ class PieceFiles:
             raise Damaged(f"{self.path_of(key)} is not whole")
 
     def holds(self, key: str) -> bool:
-        """Whether a piece is kept, and whole."""
+        """Returns whether a piece is kept, and whole."""
         try:
             for _ in self.read(key):
                 pass

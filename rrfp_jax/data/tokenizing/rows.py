@@ -10,11 +10,12 @@ from rrfp_jax.data.tokenizing.streams import unreadable
 
 _BATCH_ROWS, _FEW_ROWS = 1024, 16
 _SMALL_CHUNK_BYTES = 64 << 20
-"""Of a column in a row group: so much may be decoded at once, whatever its rows are."""
+"""Bytes of a column in a row group that may be decoded at once, however long its rows are."""
 _OF_DICTIONARIES, _FOLDED = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}, {"DELTA_BYTE_ARRAY"}
-"""Encodings that have equal values once, and that have of each value what differs from the one before."""
+"""Encodings that store equal values once, and encodings that store only the difference of a value from the one
+before."""
 _MOST_UNFOLDED = 100
-"""How many times the text that a file says it has its rows may hold, where they are repeated."""
+"""Largest ratio of the text in repeated rows to the text that the file says they have."""
 
 
 class RowCounts(NamedTuple):
@@ -45,16 +46,16 @@ def count_rows(path: str, column: str) -> RowCounts:
 
 
 def _chunks(metadata: Any, column: str) -> Iterator[Any]:
-    """What the foot says of a column, for each row group."""
+    """Yields the foot's entry for a column, for each row group."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
     return (chunk for chunk in chunks if chunk.path_in_schema == column)
 
 
 def texts_of_rows(path: str, column: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The numbers and texts of rows ``start`` to ``stop - 1``.
+    """Yields the numbers and texts of rows ``start`` to ``stop - 1``.
 
-    Raises BrokenData, with file and row, for what is no text, or has no bounds.
+    Raises BrokenData, with file and row, for a row that is no text, or for text without bounds.
     """
     rows = rows_of(path, column)
     left = rows.most_bytes(start, stop)
@@ -80,9 +81,9 @@ def texts_of_rows(path: str, column: str, start: int, stop: int) -> Iterator[tup
 
 
 class _ForwardRows:
-    """The values of one column; the batch that was read last is kept.
+    """Reads the values of one column, and keeps the batch that was read last.
 
-    Equal texts are decoded once and kept once, as the file has them: so its rows may be many times as large as it, and
+    Equal texts are decoded once and kept once, as in the file. So the rows may be many times as large as the file, and
     a value becomes a string only when its turn has come.
     """
 
@@ -104,12 +105,12 @@ class _ForwardRows:
         self._values: Any = ()
 
     def most_bytes(self, start: int, stop: int) -> int:
-        """How much text some rows may have, by the file's foot."""
+        """Returns the most bytes of text that some rows may have, by the file's foot."""
         told = self._num_bytes * (stop - start) // max(self._file.metadata.num_rows, 1)
         return max(_SMALL_CHUNK_BYTES, _MOST_UNFOLDED * told)
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Numbers and values of some rows, the latter as buffers."""
+        """Yields the numbers and values of some rows, the values as buffers."""
         if start < self._first:
             self._begin()
         while start < stop:

@@ -33,12 +33,12 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[str]) -> tuple[list[Source], list[Path]]:
-    """The sources in files and folders, and the files of folders that were left out, for their suffixes.
+    """Returns the sources in files and folders, and the files of folders that were left out for their suffixes.
 
     ``suffixes`` are those of plain text. Hidden files and folders are skipped, links to folders not followed. Of
-    several folders, names begin with that of the folder. Raises ValueError, with the remedy, where an input is missing,
-    of no known kind, or holds nothing, and for a link in a folder to a file outside of it. Links to folders, and what
-    is no file, are among those that were left out.
+    several folders, names begin with that of the folder. Raises ValueError, with the remedy, if an input is missing, of
+    no known kind, or holds nothing, and for a link in a folder to a file outside of it. The files that were left out
+    include links to folders, and anything that is no file.
     """
     if not inputs:
         raise ValueError("there is no input: name files or folders of text, JSON lines or Parquet")

@@ -108,7 +108,7 @@ def _decompressed(path: str, compression: str) -> Any:
 
 
 class _Gzip:
-    """A gzip file that may be filled up with zeros, as tapes do; pyarrow knows none behind the last member."""
+    """Reads a gzip file that may be padded with zeros, as on tapes; pyarrow accepts no zeros after the last member."""
 
     def __init__(self, path: str, stream: Any) -> None:
         self._path, self._stream, self._position = path, stream, 0
@@ -122,9 +122,9 @@ class _Gzip:
         return block
 
     def _read_anew(self, num_bytes: int, error: OSError) -> bytes:
-        """Read by Python's own reader, which is slower; raises ``error`` where that finds damage as well."""
+        """Read with Python's own reader, which is slower; raises ``error`` if that reader finds damage as well."""
         try:
-            other = gzip.open(self._path)  # noqa: SIM115 - it is read on
+            other = gzip.open(self._path)  # noqa: SIM115 - later reads go on with it
             for start in range(0, self._position, BLOCK_BYTES):
                 other.read(min(BLOCK_BYTES, self._position - start))
             block = other.read(num_bytes)

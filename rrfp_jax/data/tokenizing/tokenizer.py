@@ -74,17 +74,17 @@ class FileEncoder:
 
 
 def raise_unless_of_library(error: BaseException) -> None:
-    """Raise an error again that a library in Rust cannot have raised.
+    """Raise an error again if a library in Rust cannot have raised it.
 
-    Such a library raises Exception, and PanicException, which is none, where its own code has given up: for example a
-    pattern on a text for which it takes too many steps.
+    Such a library raises Exception, or PanicException, which is no Exception, if its own code has given up: for example
+    a pattern that takes too many steps on a text.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, in one line."""
+    """Returns the first line of a library's message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -97,7 +97,7 @@ class TokenizerFile(NamedTuple):
     end_of_document: int
     vocab_size: int
     unknown: int | None = None
-    """The token that stands for what has none; None: there is no such token."""
+    """The token that stands for text without a token; None: there is no such token."""
 
 
 PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
@@ -105,7 +105,8 @@ PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The tokenizer.json that a path names: the file, or the folder of a model, an import or a run that has one."""
+    """Returns the tokenizer.json that a path names: the file, or the folder of a model, an import or a run that has
+    one."""
     named = Path(path).expanduser()
     if not named.is_dir():
         return named
@@ -113,11 +114,11 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
-    """The tokenizer in a file, or in a folder that has a tokenizer.json.
+    """Returns the tokenizer in a file, or in a folder that has a tokenizer.json.
 
     ``end_of_document`` is the token that closes documents; None: the ``eos_token`` of tokenizer_config.json beside,
     else the one that the model's own files beside name, else a usual one that the tokenizer has. Raises ValueError,
-    with the remedy, where there is no such file or token.
+    with the remedy, if there is no such file or token.
     """
     file = tokenizer_file(path)
     try:
@@ -155,7 +156,7 @@ def load(data: bytes, name: str) -> Any:
 
 
 def _growth(tokenizer: Any) -> int:
-    """How many letters a tokenizer may put in the place of one; a few lines of its file make millions."""
+    """Returns the most letters that a tokenizer may put in the place of one; a few lines of its file make millions."""
     growth = 1
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
     waiting = [parse_json(part.__getstate__()) for part in parts if part is not None]
@@ -207,7 +208,8 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
 
 
 def ends_of_model(folder: Path) -> tuple[int, ...]:
-    """The tokens at which the model in ``folder`` ends a text, by its own files; none where they do not say."""
+    """Returns the tokens at which the model in ``folder`` ends a text, by its own files; none if the files do not
+    say."""
     ends: dict[int, None] = {}
     for told in (_object(folder / name) for name in MODEL_FILES):
         text = told.get("text_config")
@@ -217,7 +219,7 @@ def ends_of_model(folder: Path) -> tuple[int, ...]:
 
 
 def unknown_of(tokenizer: Any) -> int | None:
-    """The token that stands for what has none; None where there is no such token."""
+    """Returns the token that stands for text without a token; None if there is no such token."""
     model = json.loads(tokenizer.to_str())["model"]
     name = model.get("unk_token")
     number: int | None = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
@@ -225,13 +227,13 @@ def unknown_of(tokenizer: Any) -> int | None:
 
 
 def may_lose(tokenizer: Any) -> bool:
-    """Whether characters can vanish without a trace: nothing stands for what has no token, and bytes do not either."""
+    """Returns whether characters can vanish without a trace: neither an unknown token nor bytes stand for them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     parts = json.loads(tokenizer.to_str())
     model, before = parts["model"], json.dumps([parts["pre_tokenizer"], parts["normalizer"]])
     if model["type"] != "BPE" or model.get("unk_token") is not None:
-        return False  # the others raise, or have a token for the unknown
+        return False  # other models raise, or have a token for the unknown
     names = model["vocab"]
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in names for byte in range(256)):
         return False
@@ -239,7 +241,8 @@ def may_lose(tokenizer: Any) -> bool:
 
 
 def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> str | None:
-    """The first part of a text that its tokens do not tell; what the tokenizer leaves out on purpose is not lost."""
+    """Returns the first part of a text that its tokens do not tell; text that the tokenizer leaves out on purpose is
+    not lost."""
     is_told = [character.isspace() for character in text]
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
         if token == unknown and start < end:
@@ -248,19 +251,19 @@ def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> s
     lost = next((text[at] for at, told in enumerate(is_told) if not told and _is_kept(tokenizer, text[at])), None)
     if lost is None:
         return None
-    # The library counts on behind a character that it drops: the places tell that one is lost, and not which.
+    # The library counts on past a character that it drops: the offsets tell that one is lost, but not which.
     alone = (each for each in dict.fromkeys(text) if _is_kept(tokenizer, each))
     return next((each for each in alone if not tokenizer.encode(each, add_special_tokens=False).ids), lost)
 
 
 def _is_kept(tokenizer: Any, character: str) -> bool:
-    """Whether anything is left of a character before it becomes tokens: accents, for one, may be stripped."""
+    """Returns whether anything is left of a character before it becomes tokens: accents, for one, may be stripped."""
     normal = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
     return bool(normal.strip())
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON; empty where it is missing, or nothing that tells."""
+    """Returns the object in a file of JSON; empty if the file is missing or tells nothing."""
     try:
         told = parse_json(read_record(path)[0])
     except (OSError, ValueError):

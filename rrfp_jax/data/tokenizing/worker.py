@@ -19,7 +19,7 @@ from rrfp_jax.data.tokens.header import dtype_for
 _BATCH_CHARACTERS, _BATCH_TEXTS = 1 << 20, 1024
 """Of the texts that the tokenizer is given at once."""
 _BLOCK_TOKENS = 1 << 20
-"""About so many are held before they are written."""
+"""Approximate number of tokens that are held before they are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class Worker:
 
 
 def blocks_of(piece: Piece, column: str, encoder: Encoder, end_of_document: int) -> Iterator[TokenBlock]:
-    """The tokens of a piece, each document closed, some megabytes at a time.
+    """Yields the tokens of a piece, each document closed, some megabytes at a time.
 
-    Raises BrokenData, with file and row, for what is no text, or none for this tokenizer.
+    Raises BrokenData, with file and row, for data that is no text, or no text for this tokenizer.
     """
     close = np.array([end_of_document], np.uint32)
     for number, span in enumerate(piece.spans):
@@ -88,7 +88,7 @@ def _encoded(batch: list[Part], encoder: Encoder, span: Span) -> list[NDArray[An
     try:
         return encoder.encode([part.text for part in batch])
     except BrokenData:
-        for part in batch:  # which of them it is
+        for part in batch:  # find the one to blame
             try:
                 encoder.encode([part.text])
             except BrokenData as error:

@@ -98,7 +98,8 @@ class TokenSetHeader:
     text_column: str | None
     """The field of JSON lines and Parquet rows that held the text; None: the sources were plain text."""
     num_unknown: int | None = None
-    """Tokens that stand for what the tokenizer does not know; None: it is not said, mostly as there are none."""
+    """Number of tokens that stand for text that the tokenizer does not know; None: it is not said, mostly because there
+    are none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -125,7 +126,7 @@ class TokenSetHeader:
 
     @property
     def unknown_note(self) -> str | None:
-        """How much of the text the tokenizer does not know, in one sentence; None where it knows all."""
+        """One sentence about how much of the text the tokenizer does not know; None if it knows all of it."""
         if self.num_unknown is None:
             return None
         share = self.num_unknown / max(self.num_tokens - self.num_documents, 1)
@@ -155,7 +156,7 @@ def dtype_for(vocab_size: int) -> str:
 def header_bytes(header: TokenSetHeader) -> bytes:
     """header.json, the same bytes for the same header."""
     plain = {"format": FORMAT, "version": VERSION, **to_plain(header)}
-    if header.num_unknown is None:  # as earlier versions write it, so that the digest of the same tokens is the same
+    if header.num_unknown is None:  # as in earlier versions, so that equal tokens have equal digests
         del plain["num_unknown"]
     return (json.dumps(plain, indent=2) + "\n").encode()
 
@@ -196,7 +197,7 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
 
 
 class _OtherVersion(ValueError):
-    """A header that another program wrote."""
+    """A header that another version of this program wrote."""
 
 
 IS_LITTLE_ENDIAN = sys.byteorder == "little"

@@ -68,9 +68,9 @@ class TokenSetWriter:
     ) -> TokenSetHeader:
         """Close the files and write the header.
 
-        ``tokenizer`` is tokenizer.json (None: tokens are bytes) and ``name`` what people call it; ``sources`` is
-        sources.jsonl, ``text_column`` the field that held the text, ``num_unknown`` how many tokens stand for what the
-        tokenizer does not know.
+        ``tokenizer`` is tokenizer.json (None: tokens are bytes) and ``name`` its usual name; ``sources`` is
+        sources.jsonl, ``text_column`` the field that held the text, ``num_unknown`` the number of tokens that stand for
+        text that the tokenizer does not know.
         """
         header = TokenSetHeader(
             dtype=self.dtype,

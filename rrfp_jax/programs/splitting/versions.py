@@ -97,9 +97,9 @@ def replay(equation_context: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def partitioned_axes(jaxpr: Any, primitive: str, axes: frozenset[str]) -> frozenset[str]:
-    """Of these mesh axes those over which the compiler cuts some equation of a primitive, also within others.
+    """Returns those of ``axes`` over which the compiler cuts some equation of a primitive, also within others.
 
-    A shard map leaves the compiler fewer of them.
+    A shard map leaves fewer of the axes to the compiler.
     """
     found = frozenset[str]()
     for equation in open_jaxpr(jaxpr).equations:

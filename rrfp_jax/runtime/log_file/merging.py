@@ -69,7 +69,7 @@ class RunReplay:
 
 
 def replay_run(logs: Sequence[RunLog], *, rules_file: str | None = None) -> RunReplay:
-    """Replay the logs of one run's processes; raises ValueError where they cannot be of one run.
+    """Replay the logs of one run's processes; raises ValueError if they cannot be of one run.
 
     ``rules_file`` is as for :func:`replay_log`.
     """

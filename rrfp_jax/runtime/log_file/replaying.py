@@ -66,7 +66,7 @@ class StageReplay:
 def replay_log(log: RunLog, *, rules_file: str | None = None) -> list[StageReplay]:
     """Replay every stage of a log; raises ValueError for records that contradict each other.
 
-    ``rules_file`` defines the rule that was the run's hint, where that was a user's own.
+    ``rules_file`` defines the rule that was the run's hint, if that was a user's own.
     """
     return [_Replay(log, stage, rules_file).run() for stage in log.stages]
 

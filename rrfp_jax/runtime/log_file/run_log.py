@@ -28,11 +28,12 @@ FORMAT, VERSION = "rrfp-jax event log", 7
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 _MOST_BYTES = 1 << 28
-"""Of a log's text: some megabytes of zeros unfold to gigabytes."""
+"""Largest size of a log's text: some megabytes of zeros unfold to gigabytes."""
 _MOST_PAIRS = 1 << 18
-"""Of a chunk and a microbatch, on all stages of a log; their plans take a third of a gigabyte and fifteen seconds."""
+"""Largest number of pairs of a chunk and a microbatch on all stages of a log; their plans take a third of a gigabyte
+and fifteen seconds."""
 _LAST_S = 1e12
-"""Seconds: some thousands of years."""
+"""Latest time in a log, in seconds: some thousands of years."""
 
 Entry = tuple[Event, tuple[Instruction, ...]]
 """An event and the instructions that answered it."""
@@ -213,7 +214,7 @@ class _BeyondBounds(ValueError):
 
 
 def _check_sizes(log: RunLog) -> None:
-    """Raise before a replay makes anything as large, or as long, as numbers in the log say, and not its events."""
+    """Raise _BeyondBounds if numbers in the log, and not its events, would make a replay large or long."""
     if log.graph.num_chunks != log.placement.num_chunks:
         raise _BeyondBounds(
             f"the graph has {log.graph.num_chunks} chunks and the placement {log.placement.num_chunks} of them"
