@@ -77,7 +77,9 @@ class PipelineGraph:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
             )
-        if self.num_chunks * self.num_microbatches > MOST_PAIRS:  # refuse before anything is made for each pair
+        # refuse before anything is made for each pair; a replica's chunks have the pairs of its own microbatches alone
+        num_pairs = sum(stop - first for first, stop in self.owned) or self.num_chunks * self.num_microbatches
+        if num_pairs > MOST_PAIRS:
             raise ValueError(
                 f"{shown(self.num_chunks)} chunks of {shown(self.num_microbatches)} microbatches are more than the "
                 f"{MOST_PAIRS} pairs that a step may have: give fewer of either"
