@@ -94,7 +94,10 @@ def _init(composition: Composition, names: Sequence[str], key: jax.Array) -> dic
 
 def _init_layer(composition: Composition, name: str, key: jax.Array, number: int) -> dict[str, Any]:
     def normal(place: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-        return weights(key, 10 * number + place, *shape).astype(dtype)
+        # each takes sixteen bits of one half of the key: two layers must not come to the same values by chance
+        turned = jax.random.wrap_key_data(jax.random.key_data(key)[::-1])
+        halves = [weights(each, 10 * number + place, *shape) for each in (key, turned)]
+        return (0.7 * (halves[0] + halves[1])).astype(dtype)
 
     low = jnp.bfloat16 if composition.params == "bf16" else jnp.float32
     other = jnp.bfloat16 if composition.params != "f32" else jnp.float32
