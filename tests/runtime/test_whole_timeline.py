@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.tasks import Task
 from rrfp_jax.timeline import Span, Timeline
@@ -22,7 +23,7 @@ class Host:
     """A rank whose clock can be set."""
 
     def __init__(self, network: Any) -> None:
-        cluster: Any = SimpleNamespace(num_ranks=NUM_RANKS, rank=network.rank, network=network)
+        cluster = Mock(spec=Cluster, num_ranks=NUM_RANKS, rank=network.rank, network=network)
         self.process = Process(Layout(num_stages=NUM_RANKS, num_ranks=NUM_RANKS), cluster)
         assert self.process.peers is not None
         self.clocks = self.process.peers.clocks
