@@ -248,9 +248,7 @@ def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Compos
 
 def _draw_microbatches(random: Random, schedule: str, stages: int) -> int:
     """Returns a number of microbatches that the schedule accepts, often less than the number of stages."""
-    if schedule in ("interleaved-1f1b", "interleaved-1f1b-split"):
-        return stages * random.randint(1, 2)
-    if schedule == "gis":
+    if schedule in ("interleaved-1f1b", "interleaved-1f1b-split", "gis"):
         return stages * random.randint(1, 2)
     if schedule == "dualpipe-v":
         return 2 * stages
