@@ -199,13 +199,6 @@ def _refuse_mixture(what: str, labels: int, names: Sequence[str]) -> None:
         raise ValueError(f"the optimizer couples leaves: {what} depends on {mixed[0]} and {mixed[1]}; {REMEDY}")
 
 
-def output_labels(jaxpr: Any, labels: Sequence[int]) -> list[int]:
-    """Returns the labels of the outputs of ``jaxpr`` when its inputs carry ``labels``; its constants carry none."""
-    values = Values(max(map(int.bit_length, labels), default=0))
-    inputs = [values.symbol(("input", index), label) for index, label in enumerate(labels)]
-    return [values.labels[output] for output in values.outputs(jaxpr, inputs)]
-
-
 class Values:
     """Values of traced programs, numbered so that equal numbers mean equal values, with their labels."""
 
