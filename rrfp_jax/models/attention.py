@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.backend import get_backend
+
+from rrfp_jax.programs.target import Target, current_target
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -76,15 +77,17 @@ def segment_bias(segments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jnp.where(is_seen, 0.0, _UNSEEN).astype(dtype)
 
 
-def implementation(platform_version: str, dtype: jnp.dtype, head_dim: int) -> Implementation:
-    """What a backend should run that describes itself so, for example ``cuda 12080``."""
+def implementation(target: Target, dtype: jnp.dtype, head_dim: int) -> Implementation:
+    """Returns the implementation that a target should run."""
     fits = dtype in _CUDNN_DTYPES and head_dim <= _CUDNN_HEAD_DIM and not head_dim % 8
-    return "cudnn" if platform_version.startswith("cuda") and fits else "xla"
+    return "cudnn" if target.is_nvidia and fits else "xla"
 
 
 def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, **asked: Any) -> jax.Array:
-    choice = implementation(get_backend().platform_version, query.dtype, query.shape[-1])
-    problem = _refusal(query.shape, key.shape, query.dtype, bias is not None, **asked) if choice == "cudnn" else None
+    target = current_target()
+    choice = implementation(target, query.dtype, query.shape[-1])
+    asked_of_cudnn = (target, query.shape, key.shape, query.dtype, bias is not None)
+    problem = _refusal(*asked_of_cudnn, **asked) if choice == "cudnn" else None
     if problem is not None:
         _say_once(problem)
         choice = "xla"
@@ -111,9 +114,10 @@ def even_attention(
 
 @cache
 def _refusal(
-    query: tuple[int, ...], key: tuple[int, ...], dtype: jnp.dtype, is_biased: bool, **asked: Any
+    target: Target, query: tuple[int, ...], key: tuple[int, ...], dtype: jnp.dtype, is_biased: bool, **asked: Any
 ) -> str | None:
     """Why cuDNN does not take these shapes, if it does not: older GPUs and versions do less, and so does a backward."""
+    del target  # a key of the cache: JAX asks for its capability
     batch, length = query[:2]
     heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key)]
     bias = jax.ShapeDtypeStruct((batch, 1, length, length), dtype) if is_biased else None

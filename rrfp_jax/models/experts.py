@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.backend import get_backend
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.experts_config import ExpertsConfig
 from rrfp_jax.models.parts import learned, projection
 from rrfp_jax.models.routing import Routes, route, router_loss
+from rrfp_jax.programs.target import current_target
 
 
 class Experts(nnx.Module):
@@ -95,7 +95,7 @@ class MixtureOfExperts(nnx.Module):
             capacity = self.config.capacity(x.shape[1])
             y = by_places(x, routes, *matrices, capacity=capacity, is_token=is_token, order=order)
         else:
-            y = (by_runs if get_backend().platform == "tpu" else by_all)(x, routes, *matrices)
+            y = (by_runs if current_target().platform == "tpu" else by_all)(x, routes, *matrices)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, None if counts is None else router_loss(self.config, logits, routes, counts)

@@ -1,7 +1,8 @@
 """Accelerators by name: what one computes, holds and moves, and how much of that a program gets.
 
-Peaks are dense (no sparsity), in bfloat16. Memory is in decimal gigabytes, as vendors print it, so that a plan leaves a
-little room. Links are per device and direction.
+Peaks are dense (no sparsity), in bfloat16. The memory of an NVIDIA GPU is the share of it that a run lets JAX take
+(:data:`SHARE_OF_GPU`); that of a TPU is in decimal gigabytes, as its vendor prints it. Links are per device and
+direction.
 
 ====================  =====================================================================================
 A100                  NVIDIA A100 datasheet (SXM4): 312 TFLOP/s, 1555 GB/s with 40 GB and 2039 GB/s with 80 GB,
@@ -14,6 +15,9 @@ L40S                  NVIDIA L40S datasheet: 362 TFLOP/s, 864 GB/s, 48 GB; no NV
 TPU v4, v5e, v5p,     Cloud TPU documentation, a page for each: peaks, HBM, and the bandwidth between chips, here that
 v6e                   of one of the chip's 6, 4, 6 and 4 ports one way. That of v4 is Jouppi et al. 2023 (ISCA)
 ====================  =====================================================================================
+
+XLA compiles for a card that is not here from a description of it (:class:`Card`). Those are as CUDA reports them for
+such a card, which OpenXLA publishes beside its compiler (``xla/backends/gpu/target_config/specs``).
 
 Between hosts an adapter for each device is assumed: 200 Gbit/s for A100 and L40S, 400 Gbit/s for the newer ones. TPU
 chips of a slice are joined alike across hosts.
@@ -29,6 +33,67 @@ from rrfp_jax.planning.costs import LinkCosts
 
 _SHARE = Rule("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 CUDA, TPU = "cuda", "tpu"
+SHARE_OF_GPU = 0.92
+"""The part of a GPU's memory that a run lets JAX take. NCCL's buffers, CUDA's context, the code of programs and cuDNN's
+handles lie beside it: about 3 GiB of an H100 by others' reports, with some more to spare."""
+
+_DESCRIPTION = """gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_memory}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2_cache}
+  clock_rate_ghz: {clock_ghz}
+  device_memory_size: {num_bytes}
+  shared_memory_per_block_optin: {shared_memory_of_block}
+  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} {features}}}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{title}"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """An NVIDIA GPU as XLA must know it to compile for it."""
+
+    capability: tuple[int, int]
+    """The compute capability."""
+    cores: int
+    """Streaming multiprocessors."""
+    fpus: int = 128
+    """Units for float32 of each of them."""
+    shared_memory: int = 233_472
+    """Bytes of shared memory of each of them."""
+    l2_cache: int
+    """Bytes."""
+    clock_ghz: float
+    bandwidth: int
+    """Bytes of memory per second."""
+    num_bytes: int
+    """Memory in bytes, as CUDA reports it."""
+
+    def described(self, title: str) -> str:
+        """Returns the text of the protocol buffer ``GpuTargetConfigProto``; ``title`` names the kind of device."""
+        # Hopper's and Blackwell's own instructions are compiled for these cards alone, which the feature tells
+        features = "feature_extension: ACCELERATED_FEATURES " if self.capability >= (9, 0) else ""
+        return _DESCRIPTION.format(
+            **vars(self), features=features, title=title, shared_memory_of_block=self.shared_memory - 1024
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +118,8 @@ class Device:
     """To a device of another host."""
     per_host: int = 8
     """Devices that are near each other."""
+    card: Card | None = None
+    """The GPU in detail; None where programs are not compiled for it without it."""
 
     def __post_init__(self) -> None:
         check_fields(self, POSITIVE, "flops", "float32_flops", "memory_gb_per_s", "near_gb_per_s", "far_gb_per_s")
@@ -104,7 +171,16 @@ class Efficiencies:
 
 
 def _gpu(
-    name: str, title: str, *, tflops: float, tf32: float, tb_per_s: float, gb: int, near: float, far: float
+    name: str,
+    title: str,
+    *,
+    tflops: float,
+    tf32: float,
+    tb_per_s: float,
+    memory: int = 0,
+    near: float,
+    far: float,
+    card: Card | None = None,
 ) -> Device:
     return Device(
         name=name,
@@ -113,9 +189,10 @@ def _gpu(
         flops=tflops * 1e12,
         float32_flops=tf32 * 1e12,
         memory_gb_per_s=tb_per_s * 1e3,
-        num_bytes=gb * 10**9,
+        num_bytes=int((card.num_bytes if card else memory) * SHARE_OF_GPU),
         near_gb_per_s=near,
         far_gb_per_s=far,
+        card=card,
     )
 
 
@@ -133,15 +210,32 @@ def _tpu(version: str, *, tflops: float, gb_per_s: float, gb: int, link: float) 
     )
 
 
+_A100 = Card(
+    capability=(8, 0), cores=108, fpus=64, shared_memory=167_936, l2_cache=41_943_040, clock_ghz=1.41,
+    bandwidth=2_039_040_000_000, num_bytes=85_100_068_864,
+)  # fmt: skip
+_A100_40 = replace(_A100, bandwidth=1_555_200_000_000, num_bytes=42_331_013_120)
+_H100 = Card(
+    capability=(9, 0), cores=132, l2_cache=52_428_800, clock_ghz=1.98, bandwidth=3_352_320_000_000,
+    num_bytes=84_942_979_072,
+)  # fmt: skip
+_H200 = replace(_H100, bandwidth=4_800_000_000_000, num_bytes=151_397_597_184)
+_B200 = Card(
+    capability=(10, 0), cores=148, l2_cache=132_644_864, clock_ghz=1.965, bandwidth=7_672_320_000_000,
+    num_bytes=191_514_411_008,
+)  # fmt: skip
+
 DEVICES = {
     each.name: each
     for each in (
-        _gpu("a100", "NVIDIA A100 80GB SXM", tflops=312, tf32=156, tb_per_s=2.039, gb=80, near=300, far=25),
-        _gpu("a100-40gb", "NVIDIA A100 40GB SXM", tflops=312, tf32=156, tb_per_s=1.555, gb=40, near=300, far=25),
-        _gpu("h100", "NVIDIA H100 SXM", tflops=989.4, tf32=494.7, tb_per_s=3.35, gb=80, near=450, far=50),
-        _gpu("h200", "NVIDIA H200 SXM", tflops=989.4, tf32=494.7, tb_per_s=4.8, gb=141, near=450, far=50),
-        _gpu("b200", "NVIDIA B200", tflops=2250, tf32=1100, tb_per_s=8.0, gb=180, near=900, far=50),
-        _gpu("l40s", "NVIDIA L40S", tflops=362, tf32=183, tb_per_s=0.864, gb=48, near=32, far=25),
+        _gpu("a100", "NVIDIA A100 80GB SXM", tflops=312, tf32=156, tb_per_s=2.039, near=300, far=25, card=_A100),
+        _gpu(
+            "a100-40gb", "NVIDIA A100 40GB SXM", tflops=312, tf32=156, tb_per_s=1.555, near=300, far=25, card=_A100_40
+        ),
+        _gpu("h100", "NVIDIA H100 SXM", tflops=989.4, tf32=494.7, tb_per_s=3.35, near=450, far=50, card=_H100),
+        _gpu("h200", "NVIDIA H200 SXM", tflops=989.4, tf32=494.7, tb_per_s=4.8, near=450, far=50, card=_H200),
+        _gpu("b200", "NVIDIA B200", tflops=2250, tf32=1100, tb_per_s=8.0, near=900, far=50, card=_B200),
+        _gpu("l40s", "NVIDIA L40S", tflops=362, tf32=183, tb_per_s=0.864, memory=48 * 10**9, near=32, far=25),
         _tpu("v4", tflops=275, gb_per_s=1200, gb=32, link=50),
         _tpu("v5e", tflops=197, gb_per_s=819, gb=16, link=50),
         _tpu("v5p", tflops=459, gb_per_s=2765, gb=95, link=100),

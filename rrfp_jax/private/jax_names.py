@@ -1,5 +1,7 @@
 """Private names of JAX, as in 0.10.2 to 0.12."""
 
+from collections.abc import Callable
+
 from rrfp_jax.private.naming import Private, naming
 
 _CACHE = "a way to give jax.experimental.compilation_cache a cache of one's own, written by every process"
@@ -32,6 +34,10 @@ NAMES = {
         "a public name in jax.core that says whether a trace is under way",
     ),
     "CacheInterface": Private("the interface of such a cache", _CACHE),
+    "fused_attention_stablehlo": Private(
+        "the compute capability of a GPU that is not here, in place of the running backend's",
+        "jax.nn.dot_product_attention asking the devices that it is lowered for",
+    ),
 }
 
 with naming("jax", NAMES):
@@ -39,13 +45,37 @@ with naming("jax", NAMES):
     from jax._src.clusters import ClusterEnv
     from jax._src.compilation_cache_interface import CacheInterface
     from jax._src.core import trace_state_clean
+    from jax._src.cudnn import fused_attention_stablehlo
     from jax._src.distributed import global_state
     from jax._src.xla_bridge import backends_are_initialized, make_cpu_client, register_backend_factory
+
+
+def answer_cudnn(capability: Callable[[], tuple[int, int] | None]) -> None:
+    """Let JAX's fused attention ask this for the GPU's compute capability, and its own devices where that is None."""
+    own_at_least: Callable[[str], bool] = fused_attention_stablehlo.check_compute_capability
+    own_equal: Callable[[str], bool] = fused_attention_stablehlo.is_cuda_compute_capability_equal
+
+    def at_least(wanted: str) -> bool:
+        told = capability()
+        return own_at_least(wanted) if told is None else told >= _numbers(wanted)
+
+    def equal(wanted: str) -> bool:
+        told = capability()
+        return own_equal(wanted) if told is None else told == _numbers(wanted)
+
+    fused_attention_stablehlo.check_compute_capability = at_least
+    fused_attention_stablehlo.is_cuda_compute_capability_equal = equal
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
 
 __all__ = [
     "NAMES",
     "CacheInterface",
     "ClusterEnv",
+    "answer_cudnn",
     "backends_are_initialized",
     "compilation_cache",
     "compiler",

@@ -14,7 +14,8 @@ All calls return as soon as the work is enqueued. Arrays may be JAX arrays on th
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding
@@ -24,12 +25,23 @@ from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import Owed, Stash
 from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import all_passing, passing
-from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.tasks import PipelineGraph
 
 Prepare = Callable[[Params], tuple[Any, ...]]
 """Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""
+
+
+class Constants(NamedTuple):
+    """Arrays that all microbatches of a bucket share."""
+
+    inputs: tuple[Any, ...] | None
+    """Zeros in place of the outputs of predecessors that a microbatch skips; None where it can skip none."""
+    grads: tuple[Any, ...] | None
+    """Zeros in place of the gradients of successors that it skips, likewise."""
+    loss_grads: Any
+    """The gradient of the summed loss with respect to itself, for a chunk that computes the loss."""
 
 
 class MicrobatchPrograms:
@@ -69,13 +81,12 @@ class MicrobatchPrograms:
         """Where leaves are put, each process its parts, that are cut over several processes; programs place others."""
         self.is_sink = not graph.successors(index)
         """Whether the chunk computes the loss."""
-        self._absent_inputs, self._absent_grads = self._zeros_for_absent(graph, sharding)
-        self._loss_grads = full(self.plan.output_grads, sharding, 1) if self.is_sink else ()
+        self._sharding = sharding
+        self._of_absent = self._specs_of_absent(graph)
+        """The specs of inputs and of gradients that zeros stand for."""
 
-    def _zeros_for_absent(
-        self, graph: PipelineGraph, sharding: Sharding
-    ) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
-        """Zeros for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
+    def _specs_of_absent(self, graph: PipelineGraph) -> tuple[tuple[Specs, ...] | None, tuple[Specs, ...] | None]:
+        """Specs for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
 
         None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs;
         and in place of an optional predecessor, of which the chunk expects nothing where it does not run.
@@ -84,18 +95,35 @@ class MicrobatchPrograms:
         required = graph.required_predecessors(self._index)
         if len(required) > 1:
             inputs = tuple(
-                zeros(spec, all_passing(sharding, spec)) if p in required else None
+                spec if p in required else None
                 for p, spec in zip(graph.predecessors(self._index), self.shapes.inputs, strict=True)
             )
         if len(graph.successors(self._index)) > 1 and self.plan.output_grads:
-            absent = self.plan.output_grads[0]
-            grads = (zeros(absent, all_passing(sharding, absent)),) * len(self.plan.output_grads)
+            grads = (self.plan.output_grads[0],) * len(self.plan.output_grads)
         return inputs, grads
+
+    @cached_property
+    def constants(self) -> Constants:
+        """The arrays that calls pass beside their arguments.
+
+        They are made when they are first read, since a unit that is not here cannot hold arrays. Whoever runs the
+        programs reads them before the first step, so that no step compiles what makes them.
+        """
+        inputs, grads = self._of_absent
+        return Constants(
+            inputs=None if inputs is None else tuple(None if s is None else self._zeros(s) for s in inputs),
+            grads=None if grads is None else (self._zeros(grads[0]),) * len(grads),
+            loss_grads=full(self.plan.output_grads, self._sharding, 1) if self.is_sink else (),
+        )
+
+    def _zeros(self, spec: Specs) -> Any:
+        return zeros(spec, all_passing(self._sharding, spec))
 
     @property
     def zeros_bytes(self) -> int:
         """Bytes of the zeros that stand for what microbatches skip."""
-        return num_bytes((self._absent_inputs, (self._absent_grads or ())[:1]))
+        inputs, grads = self._of_absent
+        return num_bytes((inputs, (grads or ())[:1]))
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """The derived values that these programs take."""
@@ -148,8 +176,8 @@ class MicrobatchPrograms:
         return lean(own, self._derived(params, derived), operands)
 
     def _operands(self, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int, microbatch: int) -> Any:
-        if self._absent_inputs is not None:
-            inputs = _fill(inputs, self._absent_inputs)
+        if (absent := self.constants.inputs) is not None:
+            inputs = _fill(inputs, absent)
         if self._at_leaves:
             leaves = leaves | {name: _spread(leaves[name], at) for name, at in self._at_leaves.items()}
         counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
@@ -216,8 +244,8 @@ class MicrobatchPrograms:
 
     def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.is_sink:
-            return self._loss_grads
-        return output_grads if self._absent_grads is None else _fill(output_grads, self._absent_grads)
+            return self.constants.loss_grads
+        return output_grads if (absent := self.constants.grads) is None else _fill(output_grads, absent)
 
     def _refusal(self) -> ValueError:
         if not self.plan.has_backward:

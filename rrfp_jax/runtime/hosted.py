@@ -39,6 +39,7 @@ from rrfp_jax.programs.state import (
     state_specs,
 )
 from rrfp_jax.programs.store import ProgramStore
+from rrfp_jax.programs.target import Target, tracing_for
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
@@ -67,6 +68,12 @@ class HostedPrograms:
     replicas: dict[int, StageUpdates]
     """By base number, what the replicas of a stage do together; empty without data parallelism."""
 
+    def make_constants(self) -> None:
+        """Make the arrays that the programs take beside their arguments, before the first step."""
+        for chunk in self.chunks.values():
+            for variant in chunk.variants:
+                _ = variant.constants
+
 
 class HostedModel:
     """Knows where the model's chunks lie, and makes state and programs of those that lie here."""
@@ -88,6 +95,7 @@ class HostedModel:
         self._seed, self._remat = seed, tuple(remat)
         self._compiled: dict[Hashable, HostedPrograms] = {}
         self._store = ProgramStore()
+        self._target = Target.of(process.own_device(process.units[0]))
         layout = process.layout
         self.grids = [
             StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)], axes)
@@ -215,7 +223,8 @@ class HostedModel:
         """
         key = (graph, buckets.key, evaluation and evaluation.key)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(graph, buckets, evaluation, progress, max_programs)
+            with tracing_for(self._target):
+                self._compiled[key] = self._compile(graph, buckets, evaluation, progress, max_programs)
         return self._compiled[key]
 
     def _compile(
@@ -234,12 +243,13 @@ class HostedModel:
         programs = HostedPrograms((*shapes, *of_evaluation), {}, {})
 
         def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
-            variants, of_bucket = self._variants(base, graph, shapes)
-            more, of_more = self._evaluations(base, forward_graph, of_evaluation, len(variants))
-            return [*variants, *more], [*of_bucket, *of_more]
+            with tracing_for(self._target):
+                variants, of_bucket = self._variants(base, graph, shapes)
+                more, of_more = self._evaluations(base, forward_graph, of_evaluation, len(variants))
+                return [*variants, *more], [*of_bucket, *of_more]
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
-            with count.counting():
+            with count.counting(), tracing_for(self._target):
                 replicas = self._compile_replicas(base, graph)
                 compiled = {
                     number: CompiledChunk(

@@ -15,6 +15,7 @@ import jax
 from rrfp_jax.planning.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.gradients import LEAN_FORWARD
+from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.held_bytes import Held
 from rrfp_jax.tasks import Task, TaskKind
 
@@ -49,9 +50,8 @@ def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
     """The memory of every stage's device in bytes, an equal part where stages share one; None where it is unknown."""
     limits: list[int | None] = []
     for device in devices:
-        stats = device.memory_stats() or {}
-        limit = stats.get("bytes_limit")
-        limits.append(None if limit is None else int(limit) // list(devices).count(device))
+        limit = memory_bytes_of(device)
+        limits.append(None if limit is None else limit // list(devices).count(device))
     return limits
 
 

@@ -118,6 +118,7 @@ def prepare(
             evaluated=evaluated,
         )
         check_same_programs(model, programs)
+        programs.make_constants()
         model.connect()
     copies, rules = replication(graph, data), model.updates.step_rules(data)
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)

@@ -14,7 +14,7 @@ from rrfp_jax.commands.planning.model_layers import model_layers
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.planning.devices import device_of
+from rrfp_jax.planning.devices import SHARE_OF_GPU, device_of
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
@@ -89,7 +89,7 @@ def test_a_book_for_every_way_to_run() -> None:
         config, device_of("h100"), microbatch_sizes=[1, 2], tensors=[1, 2], remats=["none", "full"], num_devices=8
     )
     assert len(book.entries) == 8
-    assert (book.device_bytes, book.tokens_per_sample) == (80 * 10**9, 2048)
+    assert (book.device_bytes, book.tokens_per_sample) == (int(84_942_979_072 * SHARE_OF_GPU), 2048)
     one, shared = (book.at(microbatch_size=2, tensor=tensor).types["layer"] for tensor in (1, 2))
     full = book.at(microbatch_size=2, remat="full").types["layer"]
     assert shared.fixed_bytes < 0.51 * one.fixed_bytes

@@ -1,10 +1,10 @@
 """Which implementation of attention runs where."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -22,9 +22,10 @@ from rrfp_jax.models.attention import causal_attention, even_attention, full_att
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.programs.target import Target, tracing_for
 from tests.commands.running import ROOT
 
-CUDA = "cuda 12080"
+HOPPER = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", is_nvidia=True, capability=(9, 0))
 PRESETS = ROOT / "tpu_gpu_configs"
 GPU_PRESETS = sorted(path for path in (PRESETS / "gpu").glob("*.yaml") if "vision:" not in path.read_text())
 TPU_PRESETS = sorted((PRESETS / "tpu").glob("*.yaml"))
@@ -33,22 +34,22 @@ TPU_PRESETS = sorted((PRESETS / "tpu").glob("*.yaml"))
 @pytest.mark.parametrize("preset", GPU_PRESETS, ids=lambda preset: preset.stem)
 def test_presets_for_gpus_take_the_fused_one(preset: Path):
     model = load_train_config(str(preset), {}).model
-    assert implementation(CUDA, jnp.dtype(model.compute_dtype), model.size_per_head) == "cudnn"
+    assert implementation(HOPPER, jnp.dtype(model.compute_dtype), model.size_per_head) == "cudnn"
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "head_dim"),
+    ("target", "dtype", "head_dim"),
     [
-        (CUDA, jnp.float32, 64),
-        (CUDA, jnp.bfloat16, 60),
-        (CUDA, jnp.bfloat16, 256),
-        ("rocm 60300", jnp.bfloat16, 64),
-        ("TFRT TPU v5 lite", jnp.bfloat16, 64),
-        ("<unknown>", jnp.bfloat16, 64),
+        (HOPPER, jnp.float32, 64),
+        (HOPPER, jnp.bfloat16, 60),
+        (HOPPER, jnp.bfloat16, 256),
+        (Target(platform="gpu", kind="AMD Instinct MI300X"), jnp.bfloat16, 64),
+        (Target(platform="tpu", kind="TPU v5 lite"), jnp.bfloat16, 64),
+        (Target(platform="cpu", kind="cpu"), jnp.bfloat16, 64),
     ],
 )
-def test_all_else_takes_the_formula(platform: str, dtype: jnp.dtype, head_dim: int):
-    assert implementation(platform, jnp.dtype(dtype), head_dim) == "xla"
+def test_all_else_takes_the_formula(target: Target, dtype: jnp.dtype, head_dim: int):
+    assert implementation(target, jnp.dtype(dtype), head_dim) == "xla"
 
 
 def test_a_gpu_that_cannot_do_it_falls_back_with_one_sentence(
@@ -66,12 +67,12 @@ def test_a_gpu_that_cannot_do_it_falls_back_with_one_sentence(
 
 
 @pytest.fixture
-def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """JAX and this library take the machine for one with a recent NVIDIA GPU, until something is compiled."""
-    monkeypatch.setattr(attention, "get_backend", lambda: SimpleNamespace(platform_version=CUDA))
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91_000)
-    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: capability in ("8.0", "9.0"))
     attention._refusal.cache_clear()
+    with tracing_for(HOPPER):
+        yield
 
 
 def layer_plan(config: TrainConfig, *, is_split: bool) -> ChunkPlan:

@@ -9,6 +9,7 @@ import pytest
 
 from rrfp_jax.private import jax_names
 from rrfp_jax.private.jax_names import NAMES
+from rrfp_jax.programs.target import Target, tracing_for
 from tests.private.canaries import assert_kept, assert_takes
 
 # As they were before the session replaced them.
@@ -57,6 +58,19 @@ def compilation_cache() -> None:
     assert_takes(OF_CACHE["reset_cache"])
 
 
+def fused_attention_stablehlo() -> None:
+    fused = jax_names.fused_attention_stablehlo
+    for question in (fused.check_compute_capability, fused.is_cuda_compute_capability_equal):
+        assert_takes(question, "9.0")
+    source = inspect.getsource(fused)
+    assert source.count("check_compute_capability(") > 1, "JAX asks for the capability by another function"
+    with tracing_for(Target(platform="gpu", kind="NVIDIA H100", is_nvidia=True, capability=(9, 0))):
+        assert fused.check_compute_capability("8.0")
+        assert not fused.check_compute_capability("10.0")
+        assert fused.is_cuda_compute_capability_equal("9.0")
+    assert not fused.check_compute_capability("8.0")
+
+
 def compiler() -> None:
     first = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
     assert list(inspect.signature(CACHE_WRITE).parameters)[:5] == first
@@ -86,6 +100,7 @@ CHECKS = {
     "compiler": compiler,
     "CacheInterface": cache_interface,
     "trace_state_clean": trace_state_clean,
+    "fused_attention_stablehlo": fused_attention_stablehlo,
 }
 
 
