@@ -51,9 +51,10 @@ class Target:
     @staticmethod
     def of(device: jax.Device) -> "Target":
         """Returns the target that a device is, which may be compile-only."""
-        version = device.client.platform_version if device.platform == _GPU else ""
-        # JAX's GPU backends are plugins, and their versions begin with "PJRT C API"
-        is_nvidia = "cuda" in version.lower() and "rocm" not in version.lower()
+        version = device.client.platform_version.lower()
+        # a backend's version begins with "PJRT C API", that of compile-only devices is the kind of device alone
+        is_cuda = "cuda" in version or device.device_kind.startswith("NVIDIA")
+        is_nvidia = device.platform == _GPU and is_cuda
         told = getattr(device, "compute_capability", None) if is_nvidia else None
         return Target(
             platform=device.platform,

@@ -25,7 +25,8 @@ def device(platform: str, version: str, kind: str, **more: Any) -> Any:
     [
         # JAX's GPU backends are plugins of PJRT's C interface, which puts its own name first.
         (device("gpu", "PJRT C API\ncuda 12080", "NVIDIA H100 80GB HBM3", compute_capability="9.0"), (True, (9, 0))),
-        (device("gpu", "cuda 12080", "NVIDIA A100-SXM4-80GB", compute_capability="8.0"), (True, (8, 0))),
+        (device("gpu", "PJRT C API\ncuda 12080", "Tesla V100-SXM2-32GB", compute_capability="7.0"), (True, (7, 0))),
+        (device("gpu", "NVIDIA A100 80GB SXM", "NVIDIA A100 80GB SXM", compute_capability="8.0"), (True, (8, 0))),
         (device("gpu", "PJRT C API\nrocm 60300", "AMD Instinct MI300X"), (False, None)),
         (device("tpu", "PJRT C API\nTFRT TPU v5", "TPU v5"), (False, None)),
     ],
