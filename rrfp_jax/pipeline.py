@@ -49,7 +49,7 @@ from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
 from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.runtime.prepared import Prepared, prepare
+from rrfp_jax.runtime.prepared import CompiledOnly, Prepared, compile_only, prepare
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.tasks import Edge, Placement
 
@@ -251,6 +251,10 @@ class Pipeline:
     def _check_here(self) -> None:
         """Raise an error if nothing can be run: in a forked child, and in a function that JAX traces."""
         self._hold.check_process()
+        if not self.process.is_here:
+            raise ValueError(
+                "the pipeline was made for devices that are not here: call compile_only, or give a process with devices"
+            )
         if not trace_state_clean():
             raise ValueError(
                 "the pipeline is used in a function that JAX traces, and runs programs of its own: call it outside of "
@@ -422,6 +426,32 @@ class Pipeline:
         """
         self._check_here()
         self._prepared(batch, buckets, progress, evaluation)
+
+    def compile_only(
+        self,
+        buckets: Iterable[Mapping[str, Any]],
+        num_microbatches: int,
+        *,
+        evaluation: EvaluationShapes | None = None,
+        progress: CompileProgress = lambda done, total: None,
+    ) -> CompiledOnly:
+        """Compile every program for devices that are not here (``Process.compile_only``), and start nothing.
+
+        ``buckets`` are the shapes that microbatches may have; ``num_microbatches`` is that of a step, over all
+        replicas; ``evaluation`` and ``progress`` are those of :meth:`prepare`. Returns the programs of the first
+        replica of every stage, and the predicted memory of every unit. Raises ValueError where chunks, graph and shapes
+        do not fit.
+        """
+        return compile_only(
+            self._model,
+            self._graph,
+            Buckets(self.chunks, buckets),
+            num_microbatches,
+            ordering=self.ordering,
+            options=self.options,
+            progress=progress,
+            evaluation=evaluation,
+        )
 
     @typed
     def reads(self, num_microbatches: int) -> dict[str, range]:

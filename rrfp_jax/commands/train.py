@@ -5,6 +5,7 @@
     rrfp train --config cpu/debug --steps 20 --hint fb --run-dir runs/mine
     rrfp train --config cpu/debug --window 4 --print-config >mine.yaml
     rrfp launch --processes 4 -- train --config cpu/four_processes
+    rrfp train --config gpu/one_node_8 --compile-for h100
 
 A table of the stages is printed before the first step; then one line per step. The run directory receives the resolved
 configuration, ``metrics.jsonl`` (one object per step), checkpoints, a picture and a trace of the last step; a run that
@@ -37,6 +38,7 @@ from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
 from rrfp_jax.network.membership import ATTEMPT, STARTED
+from rrfp_jax.planning.devices import DEVICES, device_of
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import check_plugin
 
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.print_config:
         print("".join(f"# {line}\n" for line in cut.lines) + cut.config.as_yaml(), end="")
         return DONE
+    if arguments.compile_for is not None:
+        return _compile_for(cut.config, arguments.compile_for)
     name = Path(arguments.config).stem
     return train(cut.config, name=name, fresh=arguments.fresh, force=arguments.force, to_say=cut.lines)
 
@@ -77,6 +81,13 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--print-config", action="store_true", help="print the configuration with all options applied, and end"
     )
+    device = parser.add_argument(
+        "--compile-for",
+        metavar="DEVICE",
+        help="compile every program of the run for an accelerator that need not be here, print the memory of the "
+        f"stages and a table of the programs, and end; with code 2 where a stage does not fit: {', '.join(DEVICES)}",
+    )
+    offer(device, DEVICES)
     parser.add_argument("--fresh", action="store_true", help="remove what the run directory holds, and start over")
     parser.add_argument(
         "--force",
@@ -87,6 +98,19 @@ def make_parser() -> CommandParser:
     add_trust_argument(parser)
     add_overrides(parser)
     return parser
+
+
+def _compile_for(config: TrainConfig, device: str) -> int:
+    with checking_input():
+        device_of(device)
+        with ending_at_once():
+            from rrfp_jax.commands.planning.compile_for import compile_run, show_compiled
+            from rrfp_jax.commands.training.training_console import TrainingConsole
+        console = TrainingConsole(0)
+        run = compile_run(config, device, console)
+        show_compiled(run, console)
+        run.check_fits()
+    return DONE
 
 
 def train(

@@ -8,11 +8,11 @@ all.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.stages import Compiled
 
-FLOPS, BYTES_ACCESSED = "flops", "bytes accessed"
+FLOPS, BYTES_ACCESSED, OPTIMAL_SECONDS = "flops", "bytes accessed", "optimal_seconds"
 TEMPORARIES, ARGUMENTS, OUTPUTS = "temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes"
 
 
@@ -35,15 +35,29 @@ class ProgramMemory(NamedTuple):
 
 def cost_of(program: Compiled) -> ProgramCost | None:
     """None where the backend does not say."""
-    try:
-        analysis = program.cost_analysis()
-    except (NotImplementedError, RuntimeError):
-        return None
-    first = analysis[0] if isinstance(analysis, list) and analysis else analysis
-    if not isinstance(first, Mapping) or FLOPS not in first or BYTES_ACCESSED not in first:
+    first = _cost_analysis(program)
+    if FLOPS not in first or BYTES_ACCESSED not in first:
         return None
     cost = ProgramCost(float(first[FLOPS]), float(first[BYTES_ACCESSED]))
     return cost if min(cost) >= 0 else None  # -1 stands for unknown
+
+
+def optimal_s(program: Compiled) -> float | None:
+    """Returns the seconds that the compiler's own model gives a program, as that of TPUs does; None where it has none.
+
+    Loops count once in it, and kernels by their own estimates.
+    """
+    seconds = _cost_analysis(program).get(OPTIMAL_SECONDS, 0)
+    return float(seconds) if seconds > 0 else None
+
+
+def _cost_analysis(program: Compiled) -> Mapping[str, Any]:
+    try:
+        analysis = program.cost_analysis()
+    except (NotImplementedError, RuntimeError):
+        return {}
+    first = analysis[0] if isinstance(analysis, list) and analysis else analysis
+    return first if isinstance(first, Mapping) else {}
 
 
 def memory_of(program: Compiled) -> ProgramMemory | None:

@@ -6,6 +6,7 @@ every program is lowered and compiled for the shapes it will see, and a second t
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,13 +24,15 @@ CompileProgress = Callable[[int, int], None]
 """Told how many programs are compiled, and of how many."""
 
 _serial = itertools.count()
-_done: ContextVar[Callable[[int], None] | None] = ContextVar("done", default=None)
+_count: ContextVar["ProgramCount | None"] = ContextVar("count", default=None)
 
 
 class ProgramCount:
     """Counts compiled programs over several threads, and tells each new number, one call at a time, in order."""
 
     def __init__(self, total: int, progress: CompileProgress) -> None:
+        self.seconds: dict[int, float] = {}
+        """How long each program took to trace, lower and compile, by the ``id`` of the compiled program."""
         self._total, self._progress = total, progress
         self._num_done, self._lock = 0, threading.Lock()
         progress(0, total)
@@ -37,13 +40,14 @@ class ProgramCount:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """What this thread compiles within the block counts, and what it finds compiled."""
-        token = _done.set(self._more)
+        token = _count.set(self)
         try:
             yield
         finally:
-            _done.reset(token)
+            _count.reset(token)
 
-    def _more(self, number: int) -> None:
+    def more(self, number: int) -> None:
+        """So many more programs are there."""
         with self._lock:
             for _ in range(number):
                 self._num_done += 1
@@ -84,15 +88,18 @@ def compile_program(
     once = chex.assert_max_traces(program, n=1)
     once.__name__ = name
     jitted = jax.jit(once, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
+    begin_s = time.perf_counter()
     compiled = jitted.lower(*specs).compile()
+    if (count := _count.get()) is not None:
+        count.seconds[id(compiled)] = time.perf_counter() - begin_s
     count_programs(1)
     return compiled
 
 
 def count_programs(number: int) -> None:
     """So many more programs are there, whoever compiled them."""
-    if (done := _done.get()) is not None:
-        done(number)
+    if (count := _count.get()) is not None:
+        count.more(number)
 
 
 class FlatProgram:

@@ -49,11 +49,12 @@ class StageDevices:
     Args:
         devices: for every replica its devices, the same number for all.
         axes: those of a unit's mesh with their sizes, innermost first; empty: ``tensor`` alone.
+        is_here: False for devices that are only compiled for: the first replica stands for all, which are alike.
 
     Raises ValueError where they do not fit together.
     """
 
-    def __init__(self, devices: Sequence[Sequence[jax.Device]], axes: Axes = ()) -> None:
+    def __init__(self, devices: Sequence[Sequence[jax.Device]], axes: Axes = (), *, is_here: bool = True) -> None:
         grid = np.array([list(row) for row in devices], dtype=object)
         if grid.ndim != 2 or not grid.size:
             raise ValueError(
@@ -67,7 +68,8 @@ class StageDevices:
         self._unit_meshes = [_mesh(row.reshape(sizes), names) for row in grid]
         self._replica_of = {device: replica for replica, row in enumerate(grid) for device in row}
         mine = jax.process_index()
-        self.local_replicas = tuple(r for r, row in enumerate(grid) if any(d.process_index == mine for d in row))
+        local = tuple(r for r, row in enumerate(grid) if any(d.process_index == mine for d in row))
+        self.local_replicas = local if is_here else (0,)
         """The replicas of which this process holds devices, ascending."""
 
     def unit_mesh(self, replica: int) -> Mesh:

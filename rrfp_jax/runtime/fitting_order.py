@@ -42,10 +42,7 @@ def fitting_order(
     process = model.process
     layout = process.layout
     sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
-    order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=layout.data)
-    if ordering.window_bytes is not None and len(buckets) > 1 and _bounds_bytes(ordering, graph):
-        order = replace(order, capacities=(ordering.window_bytes,) * layout.num_units)
-    forecast = forecast_memory(order, sizes, graph.num_microbatches)
+    order, forecast = forecast_order(model, graph, sizes, buckets, ordering)
     limit = options.memory_limit_bytes
     limits = [devices[unit] if limit is None else limit for unit in range(layout.num_units)]
     check_fits(forecast, limits, is_strict=ordering.consume == STRICT)
@@ -53,6 +50,24 @@ def fitting_order(
         needed = forecast_evaluation(order.evaluating(evaluation.batches), _evaluation_sizes(process, programs))
         check_evaluation_fits(needed, limits)
     return order, forecast
+
+
+def forecast_order(
+    model: HostedModel,
+    graph: PipelineGraph,
+    sizes: Mapping[int, ChunkBytes],
+    buckets: Buckets,
+    ordering: Ordering,
+) -> tuple[Order, list[StageForecast]]:
+    """The order of all replicas, and the predicted memory of every unit, from the sizes of all chunks of all replicas.
+
+    Raises ValueError where the order does not fit the model.
+    """
+    layout = model.process.layout
+    order = _in_microbatches(ordering, model, sizes, graph).resolve(model.placement, graph, num_replicas=layout.data)
+    if ordering.window_bytes is not None and len(buckets) > 1 and _bounds_bytes(ordering, graph):
+        order = replace(order, capacities=(ordering.window_bytes,) * layout.num_units)
+    return order, forecast_memory(order, sizes, graph.num_microbatches)
 
 
 def _gather_sizes(

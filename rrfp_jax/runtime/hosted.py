@@ -7,7 +7,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), w
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,8 @@ class HostedPrograms:
     """By number in the pipeline of all replicas."""
     replicas: dict[int, StageUpdates]
     """By base number, what the replicas of a stage do together; empty without data parallelism."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """How long each program took to compile, by the ``id`` of the compiled program."""
 
     def make_constants(self) -> None:
         """Make the arrays that the programs take beside their arguments, before the first step."""
@@ -98,7 +100,9 @@ class HostedModel:
         self._target = Target.of(process.own_device(process.units[0]))
         layout = process.layout
         self.grids = [
-            StageDevices([process.devices_of(unit) for unit in layout.units_of_stage(stage)], axes)
+            StageDevices(
+                [process.devices_of(unit) for unit in layout.units_of_stage(stage)], axes, is_here=process.is_here
+            )
             for stage, axes in enumerate(layout.axes_of_stage)
         ]
         """The devices of every stage, those of other processes included."""
@@ -277,6 +281,7 @@ class HostedModel:
                 programs.chunks.update(compiled)
                 if replicas is not None:
                     programs.replicas[base] = replicas
+            programs.seconds.update(count.seconds)
         return programs
 
     def _variants(

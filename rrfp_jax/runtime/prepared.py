@@ -26,17 +26,18 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.planning.forecast import StageForecast
+from rrfp_jax.planning.forecast import StageForecast, check_fits
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, prepared_evaluation
 from rrfp_jax.runtime.executor import StageExecutor
-from rrfp_jax.runtime.fitting_order import fitting_order
+from rrfp_jax.runtime.fitting_order import fitting_order, forecast_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter
+from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes
 from rrfp_jax.runtime.operating import check_evaluation
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.program_stage import ProgramStage
@@ -167,6 +168,59 @@ def prepare(
         weights=Weights(order, programs.chunks, process.units),
         make_arbiters=make_arbiters,
         evaluation=of_evaluation,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledOnly:
+    """What a pipeline has whose programs are compiled for devices that are not here."""
+
+    programs: HostedPrograms
+    """The programs of the first replica of every stage; the others are alike."""
+    order: Order
+    """Of all replicas."""
+    forecast: tuple[StageForecast, ...]
+    """The predicted memory of every unit."""
+    limit_bytes: int | None
+    """The memory of every unit; None where it is unknown."""
+
+    def check_fits(self, *, is_strict: bool) -> None:
+        """Raise ValueError where a unit is predicted to need more than it has, with what would help."""
+        check_fits(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
+
+
+def compile_only(
+    model: HostedModel,
+    graph: PipelineGraph,
+    buckets: Buckets,
+    num_microbatches: int,
+    *,
+    ordering: Ordering,
+    options: RuntimeOptions,
+    progress: CompileProgress,
+    evaluation: EvaluationShapes | None = None,
+) -> CompiledOnly:
+    """Compile everything as :func:`prepare` does, and start nothing; the arguments are the same.
+
+    Raises ValueError if chunks, graph and batch do not fit.
+    """
+    process, data = model.process, model.process.layout.data
+    graph = _for_batch(graph, num_microbatches, ordering, data)
+    evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
+    programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
+    copies = replication(graph, data)
+    sizes = {
+        copies.chunk(copies.base(number), replica): chunk_bytes(each.sizes)
+        for number, each in programs.chunks.items()
+        for replica in range(data)
+    }
+    order, forecast = forecast_order(model, graph, sizes, buckets, ordering)
+    limit = options.memory_limit_bytes
+    return CompiledOnly(
+        programs=programs,
+        order=order,
+        forecast=tuple(forecast),
+        limit_bytes=memory_bytes_of(process.own_device(process.units[0])) if limit is None else limit,
     )
 
 

@@ -7,6 +7,7 @@ this order: connect to the others and watch them, start JAX in all processes tog
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.planning.layout import Layout
+from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.executor import StageExecutor
@@ -90,6 +92,8 @@ class Process:
                 f"{layout.devices_per_rank} for each: give axes that multiply to {num_devices}, or devices "
                 f"{layout.devices_per_rank}"
             )
+        self.is_here = True
+        """Whether the devices can run programs, and not only be compiled for."""
         self.num_devices = num_devices or layout.devices_per_rank
         """How many devices each process takes."""
         self.rank = 0 if cluster is None else cluster.rank
@@ -115,6 +119,20 @@ class Process:
         known = jax.local_devices()
         layout = Layout(num_stages=num_stages)
         return cls(layout, devices=[known[index] for index in layout.shared_devices(0, len(known))])
+
+    @classmethod
+    @typed
+    def compile_only(cls, layout: Layout, device: str) -> "Process":
+        """A process that compiles a pipeline for an accelerator by name that is not here, and can run nothing.
+
+        All stages have the same devices, so that programs which are alike are compiled once. Raises ValueError as
+        :func:`rrfp_jax.programs.target.devices_for`.
+        """
+        sizes = [layout.data * prod(size for _, size in axes) for axes in layout.axes_of_stage]
+        devices = devices_for(device, max(sizes))
+        process = cls(layout, devices=[each for size in sizes for each in devices[:size]])
+        process.is_here = False
+        return process
 
     # -- start -------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """From a planned run to the objects that train."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import jax
 
+from rrfp_jax.arbitration import Order
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_flops import model_flops
 from rrfp_jax.commands.training.model_parts import cut_language_model
-from rrfp_jax.commands.training.planned import PlannedRun
+from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.exchange.model_folder import files_are_kept, keep_files
@@ -256,16 +257,23 @@ def assemble(planned: PlannedRun) -> Run:
 
     Raises ValueError, with the remedy, on whatever does not fit.
     """
-    config, ordering, order = planned.config, planned.ordering, planned.order
-    layout, path = config.pipeline, planned.path
+    config, path = planned.config, planned.path
     chunks = chunks_of(planned)
     check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
     cache = compile_cache_of(config)
     process = enter_run(planned)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(config, chunks, process, OrderedRun(planned.ordering, planned.order, planned.cut))
+    path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
+    return Run(planned, pipeline, process, RunDirectory(path), cache)
+
+
+def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process, ordered: OrderedRun) -> Pipeline:
+    """The pipeline of a configuration whose order is resolved and whose model is cut."""
+    layout, (ordering, order, cut) = config.pipeline, ordered
+    return Pipeline(
         chunks,
         placement=order.placement,
-        edges=None if planned.cut is None else planned.cut.edges,
+        edges=None if cut is None else cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
         ordering=replace(
@@ -286,8 +294,6 @@ def assemble(planned: PlannedRun) -> Run:
             progress_deadline_s=layout.progress_deadline_s,
         ),
     )
-    path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
-    return Run(planned, pipeline, process, RunDirectory(path), cache)
 
 
 def enter_run(planned: PlannedRun) -> Process:
@@ -345,8 +351,12 @@ def compile_cache_of(config: TrainConfig) -> CompileCache | None:
 
 
 def chunks_of(planned: PlannedRun) -> list[Chunk]:
-    """The model, cut for the order's placement; twice where it runs in both directions."""
-    if planned.cut is not None:
-        return planned.cut.chunks
-    chunks = cut_language_model(planned.config, planned.num_chunks)
-    return mirrored(chunks) if planned.is_mirrored else chunks
+    """The model, cut for the order's placement."""
+    return planned.cut.chunks if planned.cut is not None else language_chunks(planned.config, planned.order)
+
+
+def language_chunks(config: TrainConfig, order: Order) -> list[Chunk]:
+    """A language model, cut for an order's placement; twice where it runs in both directions."""
+    is_mirrored = bool(order.graph.shared)
+    chunks = cut_language_model(config, order.placement.num_chunks // (2 if is_mirrored else 1))
+    return mirrored(chunks) if is_mirrored else chunks

@@ -6,7 +6,7 @@ Whatever does not fit is refused here within a second; what remains are the devi
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
@@ -51,16 +51,6 @@ class PlannedRun:
     """Of a vision-language model; a language model is cut later."""
 
     @property
-    def is_mirrored(self) -> bool:
-        """Whether the model runs in both directions, with two copies of every chunk."""
-        return bool(self.order.graph.shared)
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of the model, each of them counted once."""
-        return self.order.placement.num_chunks // (2 if self.is_mirrored else 1)
-
-    @property
     def training(self) -> dict[str, Any]:
         """What decides the result: the configuration, and in its section of data also which data was found there."""
         section = self.config.data_section
@@ -90,34 +80,51 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
     if not known.has_begun:
         check_init_from(config)
     check_installed(config.run.trackers, config.tracking.mlflow_uri)
-    layout, ordering = config.pipeline, ordering_of(config.pipeline)
-    check_meshes(config)
-    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
-    if config.vision is not None:
-        return _with_vision(config, path, ordering, share, known, force=force)
-    _refuse_encoder_options(config)
-    order = order_of(layout, ordering, share)
-    run = PlannedRun(
+    ordered = order_run(config)
+    return PlannedRun(
         config=config,
         path=path,
-        ordering=ordering,
-        order=order,
+        ordering=ordered.ordering,
+        order=ordered.order,
         dataset=make_data_set(config, known=known, force=force),
         evaluation_sets=make_evaluation_sets(config, known=known, force=force),
         saved=config.as_saved(),
         known=known,
+        cut=ordered.cut,
     )
-    counts = layout.layer_counts
-    if counts is not None and len(counts) != run.num_chunks:
-        raise ValueError(f"layers_per_chunk has {len(counts)} numbers for {run.num_chunks} chunks: give one per chunk")
+
+
+class OrderedRun(NamedTuple):
+    """The part of a run that needs neither data nor devices."""
+
+    ordering: Ordering
+    """As the user said it."""
+    order: Order
+    """Of one replica."""
+    cut: "CutModel | None"
+    """Of a vision-language model; a language model is cut later."""
+
+
+def order_run(config: TrainConfig) -> OrderedRun:
+    """Resolve the order of a run and check that its model can be cut so. Raises ValueError where it does not fit."""
+    layout, ordering = config.pipeline, ordering_of(config.pipeline)
+    check_meshes(config)
+    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    if config.vision is not None:
+        return _with_vision(config, ordering, share)
+    _refuse_encoder_options(config)
+    order = order_of(layout, ordering, share)
+    counts, num_chunks = layout.layer_counts, order.placement.num_chunks // (2 if order.graph.shared else 1)
+    if counts is not None and len(counts) != num_chunks:
+        raise ValueError(f"layers_per_chunk has {len(counts)} numbers for {num_chunks} chunks: give one per chunk")
     plan_cut(
         config.model.num_layers,
-        num_chunks=None if counts else run.num_chunks,
+        num_chunks=None if counts else num_chunks,
         layers_per_chunk=counts,
         embedding_in=layout.embedding_chunk,
         head_in=layout.head_chunk,
     )
-    return run
+    return OrderedRun(ordering, order, None)
 
 
 def ordering_of(layout: PipelineConfig) -> Ordering:
@@ -149,9 +156,7 @@ def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) 
     )
 
 
-def _with_vision(
-    config: TrainConfig, path: Path, ordering: Ordering, share: int, known: KnownModel, *, force: bool
-) -> PlannedRun:
+def _with_vision(config: TrainConfig, ordering: Ordering, share: int) -> OrderedRun:
     """A model that is no chain brings its own graph, for which the table is built."""
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph
@@ -165,17 +170,7 @@ def _with_vision(
         placement=cut.placement,
         graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
     )
-    return PlannedRun(
-        config=config,
-        path=path,
-        ordering=ordering,
-        order=order,
-        dataset=make_data_set(config, known=known, force=force),
-        evaluation_sets=make_evaluation_sets(config, known=known, force=force),
-        saved=config.as_saved(),
-        known=known,
-        cut=cut,
-    )
+    return OrderedRun(ordering, order, cut)
 
 
 def _refuse_encoder_options(config: TrainConfig) -> None:

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rrfp_jax.arbitration import Order
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.training.evaluation import EvaluationRow
 from rrfp_jax.training.loop import StepRow
 
@@ -60,6 +62,14 @@ class CompileReport:
         self._bar.stop()
 
 
+def _devices(pipeline: Pipeline, unit: int) -> str:
+    """The devices of a unit, or their numbers in the run where they are not here."""
+    if pipeline.process.is_here:
+        return ", ".join(map(str, pipeline.process.devices_of(unit)))
+    numbers = pipeline.layout.devices_of(unit)
+    return f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
+
+
 class TrainingConsole:
     """Prints to stdout, unless it is quiet: on a terminal one bar that tells of the last step, elsewhere lines."""
 
@@ -96,23 +106,29 @@ class TrainingConsole:
         """A line of its own, above the bar."""
         self._console.print(text, markup=False, soft_wrap=not self._has_bar)
 
-    def show_stages(self, pipeline: Pipeline) -> None:
-        """The stages (every replica of them), with what they hold and how much they may hold in flight."""
+    def show_stages(
+        self, pipeline: Pipeline, order: Order | None = None, forecast: Sequence[StageForecast] | None = None
+    ) -> None:
+        """Print the stages, every replica of them, with what they hold and how much they may hold in flight.
+
+        ``order`` and ``forecast`` are those of a pipeline that does not run.
+        """
+        order, forecast = order or pipeline.order, forecast or pipeline.forecast
         num_params, layout = pipeline.num_params(), pipeline.layout
-        self._stages_with_foresight = 0 if pipeline.order.foresight is None else layout.num_units
-        uses_host = any(forecast.host_peak for forecast in pipeline.forecast)
+        self._stages_with_foresight = 0 if order.foresight is None else layout.num_units
+        uses_host = any(each.host_peak for each in forecast)
         rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *["on host"] * uses_host)]
         for unit in range(layout.num_units):
             stage = layout.stage_of(unit)
             rows.append(
                 (
                     str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
-                    ", ".join(map(str, pipeline.process.devices_of(unit))),
+                    _devices(pipeline, unit),
                     "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
                     f"{num_params[stage]:,}",
-                    pipeline.order.bounds[unit],
-                    format_bytes(pipeline.forecast[unit].peak),
-                    *[format_bytes(pipeline.forecast[unit].host_peak)] * uses_host,
+                    order.bounds[unit],
+                    format_bytes(forecast[unit].peak),
+                    *[format_bytes(forecast[unit].host_peak)] * uses_host,
                 )
             )
         self._console.print(self._stage_table(rows))

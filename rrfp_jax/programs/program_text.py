@@ -1,0 +1,266 @@
+"""Reads the text of a compiled program: its collectives, kernels and copies, and a bound on its time.
+
+The compiler prints one line for each instruction, in computations that call each other. The entry computation and the
+computations that it calls as a loop, a branch or an asynchronous step run instruction by instruction; those that a
+fusion or a reduction calls are part of one kernel. A loop whose number of turns the compiler knows counts so often, any
+other one once.
+
+The bound is a roofline: every kernel takes as long as its products at the device's peak or its bytes at the memory's
+full speed, whichever is longer, and a launch. No program is faster; collectives are left out, since they overlap with
+the rest as the device pleases.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+_ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+|f8\w+)\[([\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+)$")
+_OPCODE = re.compile(r"^([\w\-]+)\(")
+_CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TURNS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_FREE = frozenset(
+    [
+        *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "optimization-barrier"),
+        *("while", "conditional", "call", "partition-id", "replica-id", "iota"),
+    ]
+)
+"""Opcodes that launch no kernel of their own."""
+_COLLECTIVES = frozenset(
+    [
+        *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+        *("collective-permute", "collective-broadcast"),
+    ]
+)
+_MOVES = frozenset(("copy", "transpose", "reshape"))
+_LAUNCH_S = 2e-6
+"""The least time from one kernel to the next on a GPU."""
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    """The text from the opcode on."""
+    operands: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The opcode, without the ending by which an instruction starts or ends what runs beside others."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
+
+class Moved(NamedTuple):
+    """How often something happens in a program, and with how many bytes in all."""
+
+    times: int
+    num_bytes: int
+
+
+class ProgramText:
+    """The text of one compiled program, read once.
+
+    Args:
+        text: the text as ``Compiled.as_text()`` returns it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._computations, self._entry = _computations(text)
+
+    @cached_property
+    def collectives(self) -> dict[str, Moved]:
+        """By kind: the bytes that a device gathers, or sums, in all instructions of the kind."""
+        found: dict[str, Moved] = {}
+        for instruction, turns, _ in self._run():
+            if instruction.kind in _COLLECTIVES and not instruction.opcode.endswith("-done"):
+                starts = instruction.opcode.endswith("-start")
+                size = _largest_part(instruction.shape) if starts else num_bytes(instruction.shape)
+                times, known = found.get(instruction.kind, Moved(0, 0))
+                found[instruction.kind] = Moved(times + turns, known + turns * size)
+        return found
+
+    @cached_property
+    def custom_calls(self) -> dict[str, int]:
+        """How often each target of a custom call is called."""
+        found: Counter[str] = Counter()
+        for instruction, turns, _ in self._run():
+            if instruction.opcode == "custom-call" and (target := _TARGET.search(instruction.rest)):
+                found[target[1]] += turns
+        return dict(found)
+
+    @property
+    def attention(self) -> dict[str, int]:
+        """How often each fused kernel of attention is called: those of cuDNN, and the TPU's own."""
+        return {
+            target: count
+            for target, count in self.custom_calls.items()
+            if "fmha" in target.lower() or target == "tpu_custom_call"
+        }
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """Bytes of results that only are other arrays in another place or order."""
+        return sum(
+            turns * num_bytes(instruction.shape) for instruction, turns, _ in self._run() if self._moves(instruction)
+        )
+
+    @cached_property
+    def touched_bytes(self) -> int:
+        """Bytes that kernels read and write, each array once for each kernel."""
+        return sum(turns * _touched(instruction, shapes) for instruction, turns, shapes in self._kernels())
+
+    @property
+    def num_aliases(self) -> int:
+        """How many results take over the memory of an argument."""
+        header = self._text.partition("\n")[0]
+        found = re.search(r"input_output_alias=\{(.*?)\}, entry", header)
+        return 0 if found is None else len(re.findall(r"\(\d+,", found[1]))
+
+    def arrays_with(self, length: int) -> list[str]:
+        """Arrays outside of kernels with at least two dimensions of this length, such as scores of attention."""
+        found: dict[str, None] = {}
+        for instruction, _, _ in self._run():
+            for dtype, dims in _ARRAY.findall(instruction.shape):
+                if dims.split(",").count(str(length)) > 1:
+                    found[f"{dtype}[{dims}]"] = None
+        return list(found)
+
+    def bound_s(self, *, flops: float, bytes_per_s: float) -> float:
+        """Returns the seconds that a GPU with this peak and this speed of memory takes at least, collectives apart."""
+        return sum(
+            turns * (max(self._flops(each, shapes) / flops, _touched(each, shapes) / bytes_per_s) + _LAUNCH_S)
+            for each, turns, shapes in self._kernels()
+        )
+
+    def _kernels(self) -> Iterator[tuple[_Instruction, int, Mapping[str, str]]]:
+        for instruction, turns, shapes in self._run():
+            is_over = instruction.opcode.endswith("-done")
+            if instruction.opcode and not is_over and instruction.kind not in _FREE | _COLLECTIVES:
+                yield instruction, turns, shapes
+
+    def _run(self, name: str | None = None, turns: int = 1) -> Iterator[tuple[_Instruction, int, Mapping[str, str]]]:
+        """Every instruction that runs by itself, how often it does, and the shapes of its computation's names."""
+        body = self._computations.get(self._entry if name is None else name, [])
+        shapes = {each.name: each.shape for each in body}
+        for each in body:
+            yield each, turns, shapes
+            if each.opcode in ("while", "conditional", "call", "async-start"):
+                known = _TURNS.search(each.rest) if each.opcode == "while" else None
+                branches = _BRANCHES.search(each.rest)
+                called = _CALLED.findall(each.rest) + re.findall(r"[\w.\-]+", branches[1] if branches else "")
+                for inner in called:
+                    yield from self._run(inner, turns * (1 if known is None else int(known[1])))
+
+    def _moves(self, instruction: _Instruction) -> bool:
+        """Whether a kernel computes nothing: a copy, a transposition, or a fusion of these."""
+        if instruction.opcode in ("copy", "transpose", "copy-start"):
+            return True
+        if instruction.opcode != "fusion":
+            return False
+        inner = {each.opcode for each in self._called(instruction)} - {"parameter", "bitcast", "tuple", "constant"}
+        return bool(inner) and inner <= _MOVES
+
+    def _called(self, instruction: _Instruction) -> list[_Instruction]:
+        found = _CALLED.search(instruction.rest)
+        return [] if found is None else self._computations.get(found[1], [])
+
+    def _flops(self, instruction: _Instruction, shapes: Mapping[str, str]) -> float:
+        """Operations of the products in a kernel; nothing else counts."""
+        if instruction.opcode == "fusion":
+            body = self._called(instruction)
+            inner = {each.name: each.shape for each in body}
+            return sum(self._flops(each, inner) for each in body if each.opcode in ("dot", "fusion"))
+        first = _dims(shapes.get(instruction.operands[0], "")) if instruction.operands else []
+        result = _dims(instruction.shape)
+        if not (first and result):
+            return 0.0
+        target = _TARGET.search(instruction.rest)
+        name = "" if target is None else target[1].lower()
+        if contracted := _CONTRACTED.search(instruction.rest) if instruction.opcode == "dot" else None:
+            return 2.0 * prod(result[0]) * prod(first[0][int(d)] for d in contracted[1].split(",") if d)
+        if "fmha" in name and len(first[0]) == 4:
+            batch, length, heads, width = first[0]
+            # a causal mask leaves half; the backward has five products where the forward has two
+            return 2.0 * batch * heads * length**2 * width * (2.5 if "backward" in name else 1.0)
+        return 2.0 * prod(result[0]) * first[0][-1] if "matmul" in name or "gemm" in name else 0.0
+
+
+def num_bytes(shape: str) -> int:
+    """Returns the bytes of all arrays in a shape as the compiler prints it."""
+    return sum(
+        prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) // 8 for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def _bits(dtype: str) -> int:
+    return _BITS.get(dtype) or (8 if dtype.startswith("f8") else int(dtype[1:]))
+
+
+def _dims(shape: str) -> list[list[int]]:
+    return [[int(d) for d in dims.split(",") if d] for _, dims in _ARRAY.findall(shape)]
+
+
+def _touched(instruction: _Instruction, shapes: Mapping[str, str]) -> int:
+    return num_bytes(instruction.shape) + sum(num_bytes(shapes.get(name, "")) for name in instruction.operands)
+
+
+def _largest_part(shape: str) -> int:
+    """Of what a collective starts with, (arguments, results, ...), the larger: what is gathered, or what is summed."""
+    return max(map(num_bytes, _parts(shape)[:2]), default=0)
+
+
+def _parts(shape: str) -> list[str]:
+    """The parts of a tuple's shape, or the shape alone."""
+    if not shape.startswith("("):
+        return [shape]
+    depth, begin, parts = 0, 1, []
+    for place, letter in enumerate(shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or not depth:
+            parts.append(shape[begin:place])
+            begin = place + 1
+    return parts
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """The instructions of every computation by its name, and the name of the entry."""
+    found: dict[str, list[_Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line[:1] not in ("", " ") and line.endswith("{") and "->" in line:
+            name = line.removeprefix("ENTRY").split("(", 1)[0].strip().lstrip("%")
+            current = found[name] = []
+            entry = name if line.startswith("ENTRY") else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(_instruction(match[1], match[2]))
+    return found, entry
+
+
+def _instruction(name: str, text: str) -> _Instruction:
+    shape, rest = _split_shape(text)
+    opcode = _OPCODE.match(rest)
+    operands = re.findall(r"%([\w.\-]+)", rest[: rest.find(")") + 1]) if opcode else []
+    return _Instruction(name, shape, opcode[1] if opcode else "", rest, tuple(operands))
+
+
+def _split_shape(text: str) -> tuple[str, str]:
+    if not text.startswith("("):
+        shape, _, rest = text.partition(" ")
+        return shape, rest
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return text[: place + 1], text[place + 1 :].lstrip()
+    return text, ""
