@@ -118,6 +118,24 @@ test-slurm: dev ## run both SLURM scripts on a real SLURM of three nodes on this
 test-gpu test-tpu: dev ## run the tests that need an accelerator, on the one that JAX finds
 	@RRFP_ACCELERATOR=$(@:test-%=%) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest tests/accelerators --timeout 900 -o faulthandler_timeout=900 $(ARGS)
 
+# Environments with the compiler for an accelerator and no more of it: no driver, and of NVIDIA's libraries cuDNN alone.
+COMPILERS_h100 := cuda12 jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12
+COMPILERS_v5p := tpu libtpu
+TARGETS ?= h100 v5p
+.venv-%/.installed-compiler: pyproject.toml $(PINS)
+	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" VENV=.venv-$* ACCELERATOR=$(if $(wildcard .venv-$*/.accelerator),,cpu) dev
+	@echo "installing the compiler for $* into .venv-$* (a gigabyte)"
+	@pins=$$(.venv-$*/bin/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
+	  .venv-$*/bin/python -m pip --disable-pip-version-check --no-input install -q --no-deps \
+	  -c requirements/constraints-$$pins-$(firstword $(COMPILERS_$*)).txt $(wordlist 2,9,$(COMPILERS_$*))
+	@touch "$@"
+
+.PHONY: test-targets
+test-targets: $(TARGETS:%=.venv-%/.installed-compiler) ## compile every preset for an H100 and a TPU v5p, which need not be here, and check the programs
+	@for target in $(TARGETS); do \
+	  RRFP_TARGET=$$target TPU_SKIP_MDS_QUERY=1 JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-$$target/bin/python -m pytest tests/targets \
+	  --timeout 1200 -o faulthandler_timeout=1200 $(ARGS); done
+
 fuzz: dev ## try random compositions beside a plain loop: ARGS="--cases 600 --seed 1 2"; it goes on where it was stopped
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 

@@ -57,6 +57,8 @@ class CompiledRun:
     device: Device
     pipeline: Pipeline
     compiled: CompiledOnly
+    buckets: list[dict[str, Any]]
+    """The shapes that microbatches may have."""
     notes: tuple[str, ...]
     """Sentences on what was assumed."""
 
@@ -104,7 +106,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
         compiled = pipeline.compile_only(
             buckets, config.data_set.num_microbatches, evaluation=evaluation, progress=progress
         )
-    return CompiledRun(device=record, pipeline=pipeline, compiled=compiled, notes=notes)
+    return CompiledRun(device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=notes)
 
 
 def show_compiled(run: CompiledRun, console: TrainingConsole) -> None:
