@@ -96,24 +96,36 @@ def major(driver: str) -> int:
     return int(driver.partition(".")[0])
 
 
+def smallest_gpu_bytes() -> int | None:
+    """Returns the memory of the NVIDIA GPU of this host that has least; None where nvidia-smi does not tell."""
+    lines, _ = _ask_smi("memory.total")
+    return min(map(int, lines)) * 2**20 if lines and all(line.isdecimal() for line in lines) else None
+
+
 def _driver(root: Path) -> tuple[str | None, str]:
     """The driver's version where there is a GPU; else why not."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines, problem = _ask_smi("driver_version")
+    if lines and lines[0].partition(".")[0].isdecimal():
+        return lines[0], ""
+    return _loaded_driver(root), problem or f"nvidia-smi ends with code 0: {' '.join(lines)}".rstrip(": .")
+
+
+def _ask_smi(field: str) -> tuple[list[str], str]:
+    """Returns what nvidia-smi says, a line for each GPU and without units; or no lines, and why it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
         )
     except (FileNotFoundError, PermissionError):  # the latter also where a folder of the PATH is another user's
-        problem = "no nvidia-smi"
+        return [], "no nvidia-smi"
     except (OSError, subprocess.TimeoutExpired) as error:
-        problem = f"nvidia-smi does not answer: {error}"
-    else:
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        if done.returncode == 0 and lines and lines[0].partition(".")[0].isdecimal():
-            return lines[0], ""
-        told = " ".join([*lines, *done.stderr.split("\n")]).strip()
-        problem = f"nvidia-smi ends with code {done.returncode}" + (f": {told.rstrip('.')}" if told else "")
-    return _loaded_driver(root), problem
+        return [], f"nvidia-smi does not answer: {error}"
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode == 0:
+        return lines, ""
+    told = " ".join([*lines, *done.stderr.split("\n")]).strip()
+    return [], f"nvidia-smi ends with code {done.returncode}" + (f": {told.rstrip('.')}" if told else "")
 
 
 def _loaded_driver(root: Path) -> str | None:

@@ -145,3 +145,11 @@ def test_it_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", hardware.__file__, "tpu", str(tmp_path / "chosen")]
     assert subprocess.run(command, check=True, capture_output=True, timeout=60).stderr == b""
     assert (tmp_path / "chosen").read_text() == "tpu\n"
+
+
+def test_the_smallest_gpu_tells_how_much_memory_there_is(tmp_path: Path) -> None:
+    assert hardware.smallest_gpu_bytes() is None
+    fake_smi(tmp_path / "bin", "81559; echo 16384")
+    assert hardware.smallest_gpu_bytes() == 16384 * 2**20
+    fake_smi(tmp_path / "bin", "[N/A]")
+    assert hardware.smallest_gpu_bytes() is None

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 
 from rrfp_jax.exit_codes import START_FAILED
+from rrfp_jax.hardware import smallest_gpu_bytes
 from rrfp_jax.network.certificates import rank_credentials
 from rrfp_jax.network.cluster_config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.membership import Membership
 from rrfp_jax.network.roll_call import name_ranks
+from rrfp_jax.planning.devices import SHARE_OF_GPU
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
     global_state,
@@ -38,8 +40,10 @@ _REASON = 300
 """Characters of JAX's reason that are shown."""
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """What tells JAX how much of a GPU's memory to reserve; the second is the former name."""
-_SHARED_MEMORY = 0.9
-"""The part of a GPU's memory that processes which share it reserve together; the rest holds their contexts."""
+_CONTEXT_BYTES = 0.8 * 2**30
+"""CUDA's context, the code of programs and the handles of libraries of each process that shares a GPU."""
+_SMALL_GPU_BYTES = 16 * 2**30
+"""Counts where nothing tells how large a shared GPU is."""
 
 
 def start_jax(
@@ -127,10 +131,23 @@ def pin_threads(num_devices: int) -> None:
 
 
 def take_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> None:
-    """Let JAX reserve this process's part of a GPU that ``per_device`` processes share, unless the user has said how
-    much. It is read when the first device is made."""
-    if per_device > 1 and not any(name in environ for name in _MEMORY_FRACTIONS):
-        environ[_MEMORY_FRACTIONS[0]] = f"{_SHARED_MEMORY / per_device:.3f}"
+    """Let JAX take the share of a GPU's memory that plans count, unless the user has said how much.
+
+    JAX by itself takes 0.75. Each of ``per_device`` processes on one GPU gets an equal part of what their contexts
+    leave. The variable is read when the first device is made. Raises ValueError where contexts leave nothing.
+    """
+    if any(name in environ for name in _MEMORY_FRACTIONS):
+        return
+    share = SHARE_OF_GPU
+    if per_device > 1:
+        total = smallest_gpu_bytes() or _SMALL_GPU_BYTES
+        share *= (1 - per_device * _CONTEXT_BYTES / total) / per_device
+    if share <= 0:
+        raise ValueError(
+            f"processes_per_device is {per_device}, and the contexts of so many processes, about 0.8 GiB each, fill a "
+            f"GPU of {total / 2**30:.1f} GiB: start fewer, or set {_MEMORY_FRACTIONS[0]}"
+        )
+    environ[_MEMORY_FRACTIONS[0]] = f"{share:.3f}"
 
 
 def visible_devices(

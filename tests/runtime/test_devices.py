@@ -1,7 +1,13 @@
 """Which devices a process may see, and whether all are there."""
 
+import os
+
 import pytest
 
+from rrfp_jax.commands.common import process
+from rrfp_jax.commands.common.process import start_alone
+from rrfp_jax.planning.devices import SHARE_OF_GPU
+from rrfp_jax.runtime import start_jax
 from rrfp_jax.runtime.start_jax import (
     check_devices,
     naming_neighbours,
@@ -37,18 +43,37 @@ def test_ranks_that_share_a_device_see_the_same(per_device: int, expected: list[
 
 
 @pytest.mark.parametrize(
-    ("per_device", "environ", "expected"),
+    ("per_device", "gib", "expected"),
     [
-        (1, {}, {}),
-        (4, {}, {"XLA_CLIENT_MEM_FRACTION": "0.225"}),
-        (4, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}),
+        (1, 80, "0.920"),  # as planned
+        (4, 80, "0.221"),  # of the 76.8 GiB that four contexts leave
+        (4, 16, "0.184"),
+        (4, None, "0.184"),  # nothing tells, so a small one
     ],
 )
-def test_processes_that_share_a_device_share_its_memory(
-    per_device: int, environ: dict[str, str], expected: dict[str, str]
+def test_processes_take_what_their_contexts_leave(
+    per_device: int, gib: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(start_jax, "smallest_gpu_bytes", lambda: None if gib is None else gib * 2**30)
+    environ: dict[str, str] = {}
     take_part_of_memory(per_device, environ)
-    assert environ == expected
+    assert environ == {"XLA_CLIENT_MEM_FRACTION": expected}
+    given = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}
+    take_part_of_memory(per_device, given)
+    assert given == {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}
+
+
+def test_more_processes_than_a_device_holds_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(start_jax, "smallest_gpu_bytes", lambda: 16 * 2**30)
+    with pytest.raises(ValueError, match=r"processes_per_device is 20, and the contexts .* fill a GPU of 16\.0 GiB"):
+        take_part_of_memory(20, {})
+
+
+def test_a_process_that_is_alone_takes_the_share_that_plans_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(process, "check_plugin", lambda platform: None)
+    start_alone(None)
+    assert float(os.environ.pop("XLA_CLIENT_MEM_FRACTION")) == SHARE_OF_GPU
 
 
 def test_missing_devices_are_named_on_every_rank():
