@@ -3,14 +3,19 @@
 Order is the core's part: gradients accumulate in microbatch order and losses are summed in it. The rest is arithmetic:
 the same program must round alike wherever it runs. On CPU, XLA cuts long float32 sums by the size of its thread pool,
 which grows with the number of virtual devices of a process; the environment variable NPROC pins it. On GPU some
-kernels add in any order unless XLA is told not to use them.
+kernels add in any order unless XLA is told not to use them, and XLA chooses among kernels by timing them, which gives
+other kernels in each process and at each start.
 """
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
-_GPU_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+_DETERMINISTIC = "--xla_gpu_deterministic_ops"
+"""Leaves out kernels that add in any order, and timing."""
+_ORDERED, _TIMING = "--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_autotune_level"
+"""The first leaves timing on; 0 for the second switches it off."""
+_ON = ("", "true", "1")
 
 
 def require_determinism(devices: Sequence[Any]) -> None:
@@ -18,14 +23,18 @@ def require_determinism(devices: Sequence[Any]) -> None:
     platforms = {device.platform for device in devices}
     if "cpu" in platforms:
         _require_pinned_threads(len(devices[0].client.local_devices()))
-    given = os.environ.get("XLA_FLAGS", "").lower().split()
-    if platforms & {"gpu", "cuda", "rocm"} and not any(
-        flag + value in given for flag in _GPU_FLAGS for value in ("", "=true", "=1")
-    ):
+    given = dict(_flag(word) for word in os.environ.get("XLA_FLAGS", "").lower().split())  # the last of a name counts
+    is_ordered = given.get(_ORDERED) in _ON and given.get(_TIMING) == "0"
+    if platforms & {"gpu", "cuda", "rocm"} and given.get(_DETERMINISTIC) not in _ON and not is_ordered:
         raise ValueError(
-            f"deterministic training on GPU needs kernels with a fixed order of sums: add {_GPU_FLAGS[0]}=true to "
-            "XLA_FLAGS"
+            "deterministic training on GPU needs kernels with a fixed order of sums, which are not chosen by timing "
+            f"them: add {_DETERMINISTIC}=true to XLA_FLAGS (or {_ORDERED}=true and {_TIMING}=0)"
         )
+
+
+def _flag(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
 
 
 def _require_pinned_threads(num_devices: int) -> None:

@@ -23,9 +23,31 @@ class Gpu:
     platform = "gpu"
 
 
-def test_gpu_kernels_must_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(ValueError, match="xla_gpu_deterministic_ops=true"):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--xla_gpu_deterministic_ops=false",
+        "--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false",
+        "--xla_gpu_exclude_nondeterministic_ops=true",  # kernels are still chosen by time
+        "--xla_gpu_exclude_nondeterministic_ops --xla_gpu_autotune_level=4",
+        "--xla_gpu_autotune_level=0",
+    ],
+)
+def test_gpu_kernels_that_may_differ_are_refused(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(ValueError, match="add --xla_gpu_deterministic_ops=true to XLA_FLAGS"):
         require_determinism([Gpu()])
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--xla_gpu_deterministic_ops=true",
+        "--xla_gpu_deterministic_ops",
+        "--xla_gpu_exclude_nondeterministic_ops=1 --xla_gpu_autotune_level=0",
+    ],
+)
+def test_gpu_kernels_that_are_always_the_same_are_accepted(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
     require_determinism([Gpu()])
