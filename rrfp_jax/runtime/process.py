@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.field_rules import typed
 from rrfp_jax.network.settings import host_of
 from rrfp_jax.planning.layout import Layout
@@ -350,6 +351,10 @@ class Process:
         others = partners(self.layout, placement, self.rank, arrays)
         found = try_transfers(self.gather, self.rank, others, self._transfer_probe())
         refused = {pair: why for pair, why in found.items() if why}
+        working = {rank for pair in found.keys() - refused.keys() if self.rank in pair for rank in pair}
+        if not working and self._server is not None:  # it may lock much memory
+            self._server.close()
+            self._server = None
         if self._selection == "transfer" and refused:
             (one, other), why = next(iter(refused.items()))
             raise StartFailed(
@@ -357,8 +362,7 @@ class Process:
                 "which takes sockets there"
             )
         if not self.rank:
-            _LOG.info("%s", described(found))
-        working = {rank for pair in found.keys() - refused.keys() if self.rank in pair for rank in pair}
+            _LOG.info("%s%s", described(found), _locked_note() if len(refused) < len(found) else "")
         return frozenset(working - {self.rank})
 
     def _transfer_probe(self) -> "Callable[[], Probe] | str":
@@ -428,6 +432,12 @@ class Process:
             self._lost(rank, "it ended while a step was under way")
         else:
             self.peers.lose(f"rank {rank} has ended")
+
+
+def _locked_note() -> str:
+    from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES  # not in every JAX, but where transfers work
+
+    return f"; each process that does so sets aside {format_bytes(LOCKED_BYTES)} of locked host memory"
 
 
 def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:

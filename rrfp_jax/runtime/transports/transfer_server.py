@@ -15,10 +15,16 @@ import numpy as np
 from jax.experimental import transfer
 
 _PROBE_BYTES = 1 << 18
+_CHUNK_BYTES, _NUM_COPIES, _NUM_STREAMS = 8 << 20, 8, 4
+"""How arrays are cut on the way, how many chunks are under way at a time, and over how many connections to a peer. An
+array goes faster in chunks that are smaller than it is: one is copied while another is in the network."""
+LOCKED_BYTES = 3 * _NUM_COPIES * _CHUNK_BYTES
+"""Host memory that a server allocates, and locks where devices copy to and from it by themselves: JAX takes the chunks
+once for what is received and twice for what is copied from devices. With JAX's own chunks of 256 MiB it is 6 GiB."""
 
 
 class TransferServer:
-    """Listens from the start, on ``interface``; to be made when JAX has started."""
+    """Listens from the start, on ``interface``, until :meth:`close`; to be made when JAX has started."""
 
     def __init__(self, interface: str) -> None:
         self._connecting = threading.Lock()
@@ -26,8 +32,21 @@ class TransferServer:
         self._connections: dict[int, Any] = {}
         self._numbers = itertools.count()
         client = jax.local_devices()[0].client
-        self._server: Any = transfer.start_transfer_server(client, f"{interface}:0", [f"{interface}:0"])
+        self._server: Any = transfer.start_transfer_server(
+            client,
+            f"{interface}:0",
+            [f"{interface}:0"] * _NUM_STREAMS,
+            max_num_parallel_copies=_NUM_COPIES,
+            transfer_size=_CHUNK_BYTES,
+        )
         self.address: str = self._server.address()
+
+    def close(self) -> None:
+        """Stop listening and free the memory, once peers have fetched what they have begun to; from then on nothing
+        can be offered or fetched. May be called again."""
+        with self._connecting:
+            self._connections.clear()
+            self._server = None  # JAX's server ends with the last reference to it
 
     def know(self, rank: int, address: str) -> None:
         """Where another rank's server is; from any thread."""
