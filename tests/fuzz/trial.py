@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from tests.fuzz.comparing import (
     compare_bits,
     compare_evaluation,
     compare_step,
+    rounded,
 )
 from tests.fuzz.composition import BIDIRECTIONAL, READY, Composition
 from tests.fuzz.models import absent_pairs, as_batch, buckets, microbatches
@@ -99,11 +100,30 @@ class _Trial:
             else:
                 state = self._train(pipeline, state, range(2, composition.steps), plain)
                 final = _copied(pipeline.params(state))
-        for number, (result, step) in enumerate(zip(self.results, self._expected, strict=True)):
-            compare_step(composition, number, result.result(), step)
-        compare(composition, start, final, plain.params)
+        try:
+            self._compare(start, final, plain)
+        except Difference:
+            # Some compositions turn one rounding into a step: a network near a kink, or a matrix that is made
+            # orthogonal from bfloat16. A difference that one rounding of the start makes in the plain loop is none.
+            self._compare(start, final, plain, self._rounded_loops(start))
         if composition.deterministic and not composition.restore and not composition.operation:
             self._check_bits(final)
+
+    def _rounded_loops(self, start: Any) -> list[tuple[list[Step], PlainLoop]]:
+        """Returns plain loops, with their steps, from starts that differ from this one by a rounding."""
+        loops = []
+        for seed in range(3):
+            loop = PlainLoop(self.composition, start)
+            loop.trained = rounded(loop.trained, seed)
+            loops.append(([loop.step(number) for number in range(len(self._expected))], loop))
+        return loops
+
+    def _compare(
+        self, start: Any, final: Any, plain: PlainLoop, others: Sequence[tuple[list[Step], PlainLoop]] = ()
+    ) -> None:
+        for number, (result, step) in enumerate(zip(self.results, self._expected, strict=True)):
+            compare_step(self.composition, number, result.result(), step, [steps[number] for steps, _ in others])
+        compare(self.composition, start, final, plain.params, [loop.params for _, loop in others])
 
     def _train(
         self, pipeline: Pipeline, state: Any, steps: Iterable[int], plain: PlainLoop | None, **changes: Any
