@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from jax.stages import Compiled
 
+from rrfp_jax.programs.program_text import ProgramText
+
 FLOPS, BYTES_ACCESSED, OPTIMAL_SECONDS = "flops", "bytes accessed", "optimal_seconds"
 TEMPORARIES, ARGUMENTS, OUTPUTS = "temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes"
 
@@ -34,10 +36,12 @@ class ProgramMemory(NamedTuple):
 
 
 def cost_of(program: Compiled) -> ProgramCost | None:
-    """None where the backend does not say."""
+    """Returns what the backend says, or what the program's text tells where it says nothing, as for GPUs that are not
+    here; None where neither tells."""
     first = _cost_analysis(program)
     if FLOPS not in first or BYTES_ACCESSED not in first:
-        return None
+        text = ProgramText(_text(program))
+        return ProgramCost(text.flops, float(text.touched_bytes)) if text.touched_bytes else None
     cost = ProgramCost(float(first[FLOPS]), float(first[BYTES_ACCESSED]))
     return cost if min(cost) >= 0 else None  # -1 stands for unknown
 
@@ -49,6 +53,13 @@ def optimal_s(program: Compiled) -> float | None:
     """
     seconds = _cost_analysis(program).get(OPTIMAL_SECONDS, 0)
     return float(seconds) if seconds > 0 else None
+
+
+def _text(program: Compiled) -> str:
+    try:
+        return program.as_text() or ""
+    except (NotImplementedError, RuntimeError):
+        return ""
 
 
 def _cost_analysis(program: Compiled) -> Mapping[str, Any]:

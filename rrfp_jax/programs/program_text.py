@@ -118,6 +118,11 @@ class ProgramText:
         """Bytes that kernels read and write, each array once for each kernel."""
         return sum(turns * _touched(instruction, shapes) for instruction, turns, shapes in self._kernels())
 
+    @cached_property
+    def flops(self) -> float:
+        """Operations of all products, a multiply-add counting as two."""
+        return sum(turns * self._flops(each, shapes) for each, turns, shapes in self._kernels())
+
     @property
     def num_aliases(self) -> int:
         """How many results take over the memory of an argument."""

@@ -38,6 +38,9 @@ class Answers:
     def memory_analysis(self) -> Any:
         return _said(self._memory)
 
+    def as_text(self) -> str:
+        raise NotImplementedError
+
 
 def _said(answer: Any) -> Any:
     if isinstance(answer, Exception):
@@ -63,6 +66,16 @@ class Sizes:
 )
 def test_costs_may_be_missing_or_a_list(cost: Any, found: ProgramCost | None) -> None:
     assert cost_of(Answers(cost, None)) == found  # type: ignore[arg-type]
+
+
+def test_the_text_tells_where_the_backend_does_not() -> None:
+    class Text(Answers):
+        def as_text(self) -> str:
+            return (
+                "ENTRY %main (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n  ROOT %b = f32[8]{0} sine(%a)\n}"
+            )
+
+    assert cost_of(Text(None, None)) == ProgramCost(0.0, 64.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

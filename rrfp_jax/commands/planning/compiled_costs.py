@@ -26,6 +26,7 @@ from rrfp_jax.planning.devices import Device, Efficiencies, device_like, fitted_
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.planning.unit_axes import describe_axes, other_axes, spans, with_tensor
 from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.process import Process
 
 
@@ -49,7 +50,10 @@ def compiled_book(
     num_devices: int | None = None,
     progress: CompileProgress = lambda done, total: None,
 ) -> CostBook:
-    """The costs of a run's model for each of these ways to run it, compiled for the devices that JAX finds here.
+    """The costs of a run's model for each of these ways to run it, compiled for ``device``.
+
+    Where this environment has no compiler for it, and where none is given, they are compiled for the devices that JAX
+    finds here.
 
     Args:
         device: on whose roofline times are read; None: that of the devices here, if there is a record of it.
@@ -72,7 +76,8 @@ def compiled_book(
         )
     first = None if measured is None else _first(measured)
     every = list(dict.fromkeys([*settings, *([] if first is None else [first])]))
-    ways = {s: compiled_way(config, s, _process(config, s.tensor), progress=progress) for s in every}
+    target = None if device is None or measured is not None else _target(device)
+    ways = {s: compiled_way(config, s, _process(config, s.tensor, target), progress=progress) for s in every}
     if measured is not None and first is not None:
         machine = _fitted(config, ways[first], measured, device)
     else:
@@ -97,11 +102,24 @@ def compiled_book(
         device=machine.title,
         device_bytes=machine.num_bytes,
     )
-    return _beside(book, config, machine, measured, num_devices)
+    return _beside(book, config, machine, measured, num_devices, target=target)
 
 
-def _process(config: TrainConfig, tensor: int) -> Process:
+def _target(device: Device) -> str | None:
+    """The name of an accelerator that is not here, if this environment can compile for it."""
+    if device_like(jax.local_devices()[0].device_kind) == device:
+        return None
+    try:
+        devices_for(device.name, 1)
+    except ValueError:
+        return None
+    return device.name
+
+
+def _process(config: TrainConfig, tensor: int, target: str | None) -> Process:
     mesh, devices = with_tensor(config.pipeline.mesh, tensor), jax.local_devices()
+    if target is not None:
+        return Process.compile_only(Layout(num_stages=1, mesh=mesh), target)
     number = prod(mesh.values())
     if len(devices) < number:
         words = describe_axes(tuple(mesh.items()))
@@ -146,7 +164,13 @@ def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, t
 
 
 def _beside(
-    book: CostBook, config: TrainConfig, machine: _Machine, measured: CostBook | None, num_devices: int | None
+    book: CostBook,
+    config: TrainConfig,
+    machine: _Machine,
+    measured: CostBook | None,
+    num_devices: int | None,
+    *,
+    target: str | None,
 ) -> CostBook:
     """With what is beside the layers: links, launches, peaks and the source."""
     if measured is not None:
@@ -164,6 +188,6 @@ def _beside(
         links=device.links(num_devices or devices_of(layout), found),
         task_ms=found.launch_ms,
         device_flops=_roofline(config, device, found, 1).peak_flops,
-        source=f"compiled for {jax.default_backend()}: {found.compute:.0%} of the peak's operations, "
+        source=f"compiled for {target or jax.default_backend()}: {found.compute:.0%} of the peak's operations, "
         f"{found.memory:.0%} of the memory's bandwidth",
     )

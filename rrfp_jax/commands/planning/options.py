@@ -64,8 +64,9 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     add(
         "--compile",
         action="store_true",
-        help="compile a few layers for the devices here, in seconds to minutes: they hold and compute what the "
-        "compiler says, at the speed of --device, or of a layer in --costs; for --microbatch-size, --tensor and "
+        help="compile a few layers, in seconds to minutes, for --device where the compiler for it is installed, else "
+        "for the devices here: they hold and compute what the compiler says, at the speed of --device, or of a layer "
+        "in --costs; for --microbatch-size, --tensor and "
         "--remat, which are then the configuration's own where they are not given",
     )
     add(
