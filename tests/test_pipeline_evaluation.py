@@ -106,6 +106,19 @@ def table(name: str, **more: Any) -> Any:
     return build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES, **more))
 
 
+def test_a_loss_that_is_not_finite_shows_in_an_evaluation_without_weight() -> None:
+    pipeline = make_pipeline(make_chunks(2), optimizer=optax.sgd(np.nan), skip_nonfinite=False, placement=linear(2))
+    weightless = make_batch(1) | {"weights": np.zeros((NUM_MICROBATCHES, 2, 8), np.float32)}
+    with pipeline:
+        state = pipeline.init(jax.random.key(1))
+        pipeline.prepare(make_batch(0), evaluation=shapes())
+        assert pipeline.evaluate(state, weightless).result().loss_sum == 0.0
+        state, _ = pipeline.step(state, make_batch(0))
+        found = pipeline.evaluate(state, weightless).result()
+    assert np.isnan(found.loss_sum)
+    assert found.weight == 0.0
+
+
 def test_training_is_the_same_with_and_without() -> None:
     assert_no_trace(make_chunks(2), num_steps=6, placement=linear(2), evaluation={"batches": 3, "length": 6})
 

@@ -70,6 +70,8 @@ class Verdict:
 
     weight: float
     """Total weight, for example the number of tokens of the step."""
+    loss_sum: float
+    """Loss, summed over all microbatches."""
     loss: float
     """Summed loss over total weight."""
     grad_norm: float
@@ -113,13 +115,15 @@ def agree(
     plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
     losses, order = _in_order(plain["losses"], _LOSSES)
     weight = _sum(losses["weight"], order)
-    loss = _divide(_sum(losses["loss"], order), weight)
+    loss_sum = _sum(losses["loss"], order)
+    loss = _divide(loss_sum, weight)
     norms, order = _in_order(plain["squared_norms"], _NORMS)
     grad_norm = _divide(math.sqrt(_sum(np.abs(norms["value"]), order)), abs(weight))
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
     fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms)
     return Verdict(
         weight=weight,
+        loss_sum=loss_sum,
         loss=loss,
         grad_norm=grad_norm,
         scale=_divide(factor, weight),

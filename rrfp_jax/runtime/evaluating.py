@@ -136,7 +136,7 @@ class EvaluationMetrics:
         verdict = outcome.result
         return EvaluationResult(
             step=self._step,
-            loss_sum=verdict.loss * verdict.weight if verdict.weight else 0.0,
+            loss_sum=verdict.loss_sum,
             weight=verdict.weight,
             means=verdict.means,
             timeline=outcome.timeline,

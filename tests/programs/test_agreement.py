@@ -21,6 +21,12 @@ def test_mean_loss_and_norm() -> None:
     assert verdict.apply
 
 
+@pytest.mark.parametrize("loss", [3.0, math.nan])
+def test_a_loss_that_has_no_weight_is_summed_as_it_is(loss: float) -> None:
+    verdict = agree([StageReport(losses=((0, 3, loss, 0.0),))])
+    np.testing.assert_equal((verdict.loss_sum, verdict.weight), (loss, 0.0))
+
+
 @pytest.mark.parametrize("clip_norm", [0.5, 2.9, 3.0, 4.0])
 def test_clips_as_optax(clip_norm: float) -> None:
     gradients = {"a": np.float32([0.0, 4.0]), "b": np.float32([math.sqrt(20.0)])}
