@@ -274,15 +274,36 @@ class HostedModel:
         # XLA releases the GIL while it compiles
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
-            variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
-            _check_number(variants.values(), len(programs.shapes), max_programs)
-            count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
-            for base, replicas, compiled in executor.map(compile_one, self.base_chunks):
-                programs.chunks.update(compiled)
-                if replicas is not None:
-                    programs.replicas[base] = replicas
-            programs.seconds.update(count.seconds)
+        variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
+        _check_number(variants.values(), len(programs.shapes), max_programs)
+        count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
+        queues, num_threads = self._compile_queues()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
+            for made in executor.map(lambda queue: [compile_one(base) for base in queue], queues):
+                for base, replicas, compiled in made:
+                    programs.chunks.update(compiled)
+                    if replicas is not None:
+                        programs.replicas[base] = replicas
+        programs.seconds.update(count.seconds)
         return programs
+
+    def _compile_queues(self) -> tuple[list[list[int]], int | None]:
+        """Returns the hosted chunks in lists, each compiled in order by one thread, and for how many threads.
+
+        XLA chooses a GPU's kernels by timing them there, which a second compilation for the same GPU would disturb, in
+        time and in memory. Where a unit spans several processes they time its kernels together, and wait for each
+        other in every program. They cannot wait in a circle: all of them compile what they share in one order, and
+        every list has a thread of its own.
+        """
+        if not self.process.is_here or not _times_kernels(self.process.own_device(self.process.units[0])):
+            return [[base] for base in self.base_chunks], None
+        queues: list[tuple[set[jax.Device], list[int]]] = []
+        for base in self.base_chunks:
+            devices, bases = set(self._grid(base).mesh.devices.flat), [base]
+            shared = [queue for queue in queues if queue[0] & devices]
+            queues = [queue for queue in queues if queue not in shared]
+            queues.append((devices.union(*(own for own, _ in shared)), sum((own for _, own in shared), bases)))
+        return [sorted(bases) for _, bases in queues], len(queues)
 
     def _variants(
         self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]]
@@ -410,6 +431,11 @@ class HostedModel:
             return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
 
         return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))
+
+
+def _times_kernels(device: jax.Device) -> bool:
+    """Whether XLA compiles for a device by trying programs on it; it does not for a GPU that is not here."""
+    return device.platform == "gpu" and device in jax.local_devices()
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:
