@@ -6,11 +6,12 @@ with the axis ``data`` before those of a unit. Joining the units' arrays for tha
 wraps the buffers that are there.
 
 The first collective of a set of devices makes its processes meet, which takes long and fails differently from later
-ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else.
+ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else, and by a collective of
+the kind that programs will run on it: NCCL connects two devices when one first sends to the other.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Shard
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.stages import Compiled
 
 from rrfp_jax.planning.unit_axes import TENSOR, Axes, describe_axes
+from rrfp_jax.programs.collectives import ALL_TO_ALL, PERMUTE, Exchange, exchanges
 from rrfp_jax.programs.shardings import DATA, WHOLE
 
 _taking_apart = threading.Lock()
@@ -122,28 +125,36 @@ def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def connect(stages: Sequence[StageDevices]) -> None:
-    """Run a tiny collective on every mesh of which this process holds devices, and wait for it.
+def connect(stages: Sequence[StageDevices], programs: Mapping[Mesh, Iterable[Compiled]]) -> None:
+    """Run a tiny collective on every set of devices on which programs have one, and wait for it.
 
-    All processes call it, with all stages in the same order. The order makes sure that nobody waits in a
-    circle. Returns when this process has met its partners; hangs if one of them does not come.
+    All processes call it, with all stages in the same order, and with the programs on every mesh of which they hold
+    devices. The order makes sure that nobody waits in a circle. Returns when this process has met its partners; hangs
+    if one of them does not come.
     """
     for devices in stages:
-        for replica in devices.local_replicas:
-            if devices.unit_size > 1:
-                _meet(devices.unit_mesh(replica))
-        if devices.data > 1 and devices.local_replicas:
-            _meet(devices.mesh)
+        replicas = devices.local_replicas
+        for mesh in [devices.unit_mesh(replica) for replica in replicas] + [devices.mesh] * bool(replicas):
+            if met := exchanges(programs.get(mesh, ()), mesh.size):
+                jax.block_until_ready(meeting(mesh, met)())
 
 
-def _meet(mesh: Mesh) -> None:
-    """One collective over each axis of the mesh, and one over all of them."""
+def meeting(mesh: Mesh, met: Sequence[Exchange]) -> Callable[[], Any]:
+    """Returns a jitted function that uses each of these connections of a mesh once."""
+    flat = _mesh(mesh.devices.reshape(-1), (DATA,))
 
-    def sums(one: jax.Array) -> list[jax.Array]:
-        axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-        return [jax.lax.psum(one, axis) for axis in (*axes, tuple(axes))]
+    def meet() -> list[jax.Array]:
+        # different on every device, so that XLA computes none of the results by itself
+        own = jax.lax.axis_index(DATA) + jnp.zeros(max(len(group) for each in met for group in each.groups), jnp.int32)
+        return [_exchanged(own, each) for each in met]
 
-    program = jax.jit(
-        jax.shard_map(lambda: sums(jnp.int32(1)), mesh=mesh, in_specs=(), out_specs=WHOLE, check_vma=False)
-    )
-    jax.block_until_ready(program())
+    return jax.jit(jax.shard_map(meet, mesh=flat, in_specs=(), out_specs=PartitionSpec(DATA), check_vma=False))
+
+
+def _exchanged(own: jax.Array, through: Exchange) -> jax.Array:
+    if through.kind == PERMUTE:
+        return jax.lax.ppermute(own, DATA, through.groups)
+    if through.kind == ALL_TO_ALL:
+        own = own[: len(through.groups[0])]
+        return jax.lax.all_to_all(own, DATA, 0, 0, axis_index_groups=through.groups, tiled=True)
+    return jax.lax.psum(own, DATA, axis_index_groups=through.groups)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh, Sharding
+from jax.stages import Compiled
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.arbitration.replicas import Replication
@@ -202,11 +203,17 @@ class HostedModel:
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Bring up the connections behind collectives; all processes call it at the same point."""
-        layout = self.process.layout
-        if layout.data > 1 or layout.unit_size > 1:
-            connect(self.grids)
+    def connect(self, programs: HostedPrograms) -> None:
+        """Bring up the connections behind the collectives of programs; all processes call it at the same point."""
+        together: dict[Mesh, list[Compiled]] = {}
+        for number, chunk in programs.chunks.items():
+            base = self.copies.base(number)
+            joint = [] if base not in programs.replicas else list(programs.replicas[base].compiled.values())
+            if joint:
+                together.setdefault(self._grid(base).mesh, []).extend(joint)
+            if (mesh := chunk.shardings.mesh) is not None:
+                together.setdefault(mesh, []).extend(each for each in chunk.compiled.values() if each not in joint)
+        connect(self.grids, together)
 
     def compile(
         self,

@@ -120,7 +120,7 @@ def prepare(
         )
         check_same_programs(model, programs)
         programs.make_constants()
-        model.connect()
+        model.connect(programs)
     copies, rules = replication(graph, data), model.updates.step_rules(data)
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)

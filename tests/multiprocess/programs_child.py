@@ -45,8 +45,8 @@ def train(case: str) -> tuple[list[float], dict[str, Any]]:
     graph = graph_of(split=options.pop("split", False))
     by_process = np.array(jax.devices()).reshape(2, 2)  # [process, stage]
     grids = [StageDevices([column] if case == "tensor" else [[device] for device in column]) for column in by_process.T]
-    connect(grids)
     trainer = GridTrainer(chunks_of(), graph, grids, BATCHES[0], OPTIMIZER, gather=gathered, **options)
+    connect(grids, trainer.on_meshes())
     losses = [trainer.step(batch).loss for batch in BATCHES]
     return losses, trainer.params(trainer.replicas[0])
 

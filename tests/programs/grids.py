@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree
 from rrfp_jax.programs.chunk import Chunk
@@ -87,6 +89,17 @@ class GridTrainer:
             else ()
             for c, joint in enumerate(self.joint)
         ]
+
+    def on_meshes(self) -> dict[Mesh, list[Compiled]]:
+        """The compiled programs that run on several devices, by their mesh."""
+        programs: dict[Mesh, list[Compiled]] = {}
+        for (_, c), each in self.programs.items():
+            joint = self.joint[c]
+            if joint is not None:
+                programs[self.grids[c].mesh] = list(joint.compiled.values())
+            elif each.shardings.mesh is not None:
+                programs[each.shardings.mesh] = list(each.compiled.values())
+        return programs
 
     def of_replicas(self, chunk: int, field: str) -> dict[int, Any]:
         """A field of the state of every local replica of a chunk."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.reduction import Tie, reduce_function
 from rrfp_jax.programs.shardings import WHOLE
-from rrfp_jax.programs.stage_devices import StageDevices, connect
+from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.updates import Reduced, StageUpdates
 from rrfp_jax.tasks import PipelineGraph, chain
 from tests.programs.grids import grids_of
@@ -165,11 +165,6 @@ def test_joining_and_parting_touches_no_buffer() -> None:
 def test_replicas_must_have_the_same_number_of_devices() -> None:
     with pytest.raises(ValueError, match=r"replicas have \[2, 1\] devices"):
         StageDevices([jax.devices()[:2], jax.devices()[2:3]])
-
-
-def test_every_mesh_can_be_connected() -> None:
-    connect(grids_of(jax.devices(), 2, 2, 2))
-    connect(grids_of(jax.devices(), 4, 1, 1))
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
