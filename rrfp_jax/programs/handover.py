@@ -109,7 +109,9 @@ def lay_out_stash(
         for place, spec in zip(places, split.stash_specs, strict=True)
     ]
     specs = [_lying(spec, sharding) for spec, sharding in zip(split.stash_specs, shardings, strict=True)]
-    candidates = [p for p in made if p not in owed and _passes_so(boundary, specs[p])]
+    # JAX pairs donated arrays with results of their shape in order, and a backward begins with the last layer: a result
+    # that takes over what the first layer still has to read costs a copy of it
+    candidates = [p for p in reversed(made) if p not in owed and _passes_so(boundary, specs[p])]
     donated = _donatable(specs, candidates, results)
     saved = [p for p in made if p not in donated]
     order = [*donated, *saved, *kept]

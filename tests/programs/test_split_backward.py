@@ -182,3 +182,21 @@ def test_the_wrong_half_is_refused(model: list[CompiledChunk], params: list[Any]
         model[3].of().input_gradient(params[3], Stash(), ())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):
         model[3].of().weight_gradient(params[3], (), model[3].zeros())
+
+
+def test_results_take_over_the_memory_of_what_the_last_layers_kept_first() -> None:
+    """JAX pairs in order, and a backward begins with the last layer: the first layer's arrays are read last."""
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        for layer in params.values():
+            inputs = jnp.tanh(inputs @ layer["w"])
+        return inputs
+
+    def init(key: jax.Array) -> Any:
+        return {f"layers.{layer}": {"w": jnp.eye(WIDTH)} for layer in range(4)}
+
+    deep = Chunk(name="deep", init=init, apply=apply)
+    middle = compile_all([embedding(), deep, head()], chain(3, 1, split=True), make_batch(1), updates=False)[1]
+    donated = middle.of().plan.stash.donated
+    assert len(donated) > 1
+    assert list(donated) == sorted(donated, reverse=True)
