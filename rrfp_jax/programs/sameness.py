@@ -17,7 +17,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.programs.splitting.versions import open_jaxpr
+from rrfp_jax.programs.splitting.versions import effectful, open_jaxpr
 
 _PLAIN = (type(None), bool, int, str, bytes, complex, types.CodeType, range, np.dtype, jax.ShapeDtypeStruct)
 _JAXPRS = tuple({jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr)})  # one class since JAX 0.12
@@ -120,7 +120,7 @@ def program_identity(jaxpr: Any) -> Hashable:
     def equation(eqn: Any) -> Hashable:
         inputs = tuple([used(atom) for atom in eqn.invars])
         # what has an effect is the same as itself alone
-        what = Same(eqn if eqn.effects else eqn.primitive)
+        what = Same(eqn if effectful(eqn) else eqn.primitive)
         return what, inputs, parameter_identity(eqn.params), tuple([defined(var) for var in eqn.outvars])
 
     inputs = tuple([defined(var) for var in (*parts.constvars, *parts.invars)])

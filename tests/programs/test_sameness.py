@@ -157,3 +157,18 @@ def test_the_first_makes_for_all_and_fails_for_all() -> None:
             store.get("key", fail)
     assert len(calls) == 1
     assert store.get("other", lambda: 3) == store.get("other", fail) == 3
+
+
+def test_sums_over_the_axes_of_a_mesh_are_the_same_for_each_trace() -> None:
+    """Naming an axis is no effect on anything outside of the program."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def traced() -> Any:
+        def summed(x: Any) -> Any:
+            return jax.lax.psum(x, "data")
+
+        whole = jax.sharding.PartitionSpec()
+        mapped = jax.shard_map(summed, mesh=mesh, in_specs=(whole,), out_specs=whole, check_vma=False)
+        return jax.make_jaxpr(mapped)(np.ones(3, np.float32))
+
+    assert program_identity(traced()) == program_identity(traced())
