@@ -69,3 +69,12 @@ def test_ranks_whose_meshes_differ_in_the_order_of_axes_do_not_agree(tmp_path: P
         'pipeline.mesh is [["fsdp", 2], ["tensor", 2]] on rank 0, [["tensor", 2], ["fsdp", 2]] on rank 1'
     ]
     assert differences({0: told[0], 1: told[0]}) == []
+
+
+def test_tensor_behind_another_axis_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for mesh, count in (({"tensor": 2, "fsdp": 2}, 0), ({"expert": 1, "tensor": 2}, 0), ({"fsdp": 2, "tensor": 2}, 1)):
+        caplog.clear()
+        check_meshes(load_train_config("cpu/debug", {"pipeline.mesh": mesh}))
+        assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+            "mesh names tensor after fsdp"
+        ] * count

@@ -1,12 +1,15 @@
 """Whether the meshes of a configuration's stages fit its model and its data, before JAX is loaded."""
 
 import difflib
+import logging
 from collections.abc import Mapping
 from math import prod
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models.mesh_fit import check_divides, check_encoder_divides
 from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, Axes, describe_axes
+
+_log = logging.getLogger(__name__)
 
 _KNOWN = (TENSOR, FSDP, EXPERT, CONTEXT)
 _ROWS = (FSDP, EXPERT)
@@ -15,7 +18,7 @@ _ROWS = (FSDP, EXPERT)
 
 def check_meshes(config: TrainConfig) -> None:
     """Raise ValueError for an axis over which nothing is cut, and where layers, experts, rows or positions do not
-    divide.
+    divide. Warns of axes in an order that costs time.
 
     Only data whose microbatches all have the same rows are looked at. Where samples are packed, the rows of some
     microbatches may divide and those of others not; the latter are whole on every device.
@@ -41,6 +44,14 @@ def _check_names(mesh: Mapping[str, int], key: str) -> None:
         raise ValueError(
             f"{key} has an axis {odd!r}, over which nothing of this model is cut: {meant}take {', '.join(_KNOWN[:-1])} "
             f"or {_KNOWN[-1]}"
+        )
+    inner = [name for name, size in mesh.items() if size > 1]
+    if TENSOR in inner[1:]:
+        # every layer adds up its activations over tensor, and the order of the keys says which devices do it together
+        _log.warning(
+            "%s names %s after %s, so devices that are no neighbours, on several hosts perhaps, add up the activations "
+            "of every layer: name %s first",
+            *(key, TENSOR, " and ".join(inner[: inner.index(TENSOR)]), TENSOR),
         )
 
 
