@@ -40,7 +40,7 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
-from rrfp_jax.runtime.transports import Deliver, Failed, Transport
+from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
 from rrfp_jax.runtime.turns import Turns
 from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Timeline
@@ -443,6 +443,9 @@ class PipelineRuntime:
             self._blame(stage, instruction, error)
 
     def _blame(self, stage: int, instruction: RunTask, error: BaseException) -> None:
+        if isinstance(error, TransportFailed):
+            self._transport_failed(error)
+            return
         step = self._steps.name(instruction.step)
         what = f"{step}: {instruction.task} on {name_unit(stage, self._stages_of_replica)} failed: {error_text(error)}"
         self._fail(Failure(TaskFailed, what, self._states(failed_stage=stage), error))

@@ -35,6 +35,7 @@ from rrfp_jax.runtime.operating import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports.edges import is_on_host
+from rrfp_jax.runtime.transports.interface import TransportFailed
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
@@ -118,7 +119,13 @@ class ProgramStage:
         """Elsewhere other stages get a view of a value, for which it must be there."""
         self.hands_ahead = self._posts_at_once
         self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
-        self._enqueue: dict[TaskKind, Callable[[int, int, int], _Enqueued]] = {
+        self._take: dict[TaskKind, Callable[[int, int, int], tuple[Any, ...]]] = {
+            TaskKind.F: self._inputs,
+            TaskKind.B: self._output_grads,
+            TaskKind.I: self._output_grads,
+        }
+        """What tasks read that comes from other chunks."""
+        self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
             TaskKind.I: self._input_gradient,
@@ -210,8 +217,11 @@ class ProgramStage:
 
     def launch(self, step: int, task: Task) -> Launched:
         begun_s = time.perf_counter()
+        read: list[tuple[Any, ...]] = []
         try:
-            enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch)
+            if task.kind in self._take:
+                read.append(self._take[task.kind](step, task.chunk, task.microbatch))
+            enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
             if self._posts_at_once:  # otherwise a program may run within its launch
                 begun_s = time.perf_counter()
             for message, value in enqueued.posts:
@@ -221,10 +231,11 @@ class ProgramStage:
                 self._measure(step, task)
         except BaseException as error:
             self._abort(error)
+            self._check_copies(task, read)
             raise
-        return Launched(begun_s, partial(self._wait, step, task, enqueued))
+        return Launched(begun_s, partial(self._wait, step, task, enqueued, read))
 
-    def _wait(self, step: int, task: Task, enqueued: _Enqueued) -> None:
+    def _wait(self, step: int, task: Task, enqueued: _Enqueued, read: Any) -> None:
         """Wait for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
             # wait for ready arrays too: an array whose program has failed says that it is ready, and raises here alone
@@ -236,9 +247,23 @@ class ProgramStage:
                 self._measure(step, task)
         except BaseException as error:
             self._abort(error)
+            self._check_copies(task, read)
             raise
         if enqueued.record is not None:
             enqueued.record()
+
+    def _check_copies(self, task: Task, read: Any) -> None:
+        """Raise TransportFailed where a failed task is not to blame, since an array that it reads has not come."""
+        leaf: Any
+        for leaf in jax.tree.leaves(read):
+            # one that has failed says that it is ready; what is on its way still has not
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.is_ready():
+                try:
+                    leaf.block_until_ready()
+                except Exception as error:
+                    raise TransportFailed(
+                        f"what {task} reads could not be brought to the devices of stage {self._stage}: {error}"
+                    ) from error
 
     def _stays(self, message: Message) -> bool:
         """Whether a message is for this stage, whose next task may be launched before this one has ended."""
@@ -266,15 +291,19 @@ class ProgramStage:
     def _programs_of(self, step: int, chunk: int, microbatch: int) -> MicrobatchPrograms:
         return self._programs[chunk].of(self._bucket(step, microbatch))
 
-    def _forward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, held = self._steps[step], self.states[chunk]
-        graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
-        inputs = tuple(
+    def _inputs(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
+        """The output of every predecessor, None for those that the microbatch skips."""
+        graph = self._steps[step].graph
+        return tuple(
             self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, microbatch))
             if graph.exists(p, microbatch)
             else None
             for p in graph.predecessors(chunk)
         )
+
+    def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _Enqueued:
+        state, held = self._steps[step], self.states[chunk]
+        graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
         read = (inputs, leaves, step if state.batch.step is None else state.batch.step, microbatch)
         for op in self._keep_inputs if graph.ops else ():
@@ -301,18 +330,16 @@ class ProgramStage:
         """Whether an operation makes the stash of this pair."""
         return any(op.exists(chunk, microbatch) for op in self._remake_stash)
 
-    def _backward(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, held = self._steps[step], self.states[chunk]
-        programs, output_grads = self._programs_of(step, chunk, microbatch), self._output_grads(step, chunk, microbatch)
+    def _backward(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
+        state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, held.accumulators, done = programs.backward(
             held.params, stash, output_grads, held.accumulators, derived=held.derived
         )
         return _Enqueued(done, self._input_grads(step, chunk, microbatch, input_grads))
 
-    def _input_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        state, held = self._steps[step], self.states[chunk]
-        programs, output_grads = self._programs_of(step, chunk, microbatch), self._output_grads(step, chunk, microbatch)
+    def _input_gradient(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
+        state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
         stash = state.stashes.pop((chunk, microbatch))
         input_grads, owed = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
         if state.graph.trains(chunk):

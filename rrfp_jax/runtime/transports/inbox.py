@@ -2,7 +2,9 @@
 
 Pieces become arrays as the receiving program takes them, on worker threads where that takes long. On CPU a program
 takes a whole array as NumPy's, without copying it where it starts at a multiple of 64 bytes, as large ones arrive; what
-is sharded becomes a JAX array of this rank's shards. Elsewhere arrays are put on the devices before they are delivered.
+is sharded becomes a JAX array of this rank's shards. Elsewhere arrays are on their way to the devices when they are
+delivered: a copy waits there for all that was launched before it, as the program that reads it does, and the stage
+should choose its next task knowing what the host has. Whoever reads an array whose copy fails gets the error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf, Slot, is_on_host, num_bytes_of
+from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf, Slot, is_on_host, local_devices, num_bytes_of
 from rrfp_jax.runtime.transports.interface import Deliver, HeldBytes
-from rrfp_jax.runtime.transports.parts import Key
+from rrfp_jax.runtime.transports.parts import Key, pasted
 from rrfp_jax.runtime.transports.routes import Box, box_of, shape_of
 from rrfp_jax.runtime.transports.workers import Workers
 
@@ -113,12 +115,20 @@ def _leaf(leaf: Leaf, rank: int, pieces: list[tuple[Slot, Any]]) -> Any:
 
 
 def _shard(leaf: Leaf, box: Box, pieces: Iterable[tuple[Slot, Any]]) -> Any:
-    """One shard: the piece itself where it is all of it, else pasted together in the host's memory."""
+    """One shard: the piece itself where it is all of it, else pasted together."""
     match list(pieces):
         case [(slot, array)] if slot.within is None and isinstance(array, jax.Array):
             return array
+        case [(slot, _), *_] as several if _is_on_devices(leaf, several):
+            device = local_devices(leaf.target_sharding, leaf.shape)[slot.device]
+            return pasted(shape_of(box), leaf.dtype, several, device)
         case several:
             return _host_shard(leaf, shape_of(box), several)
+
+
+def _is_on_devices(leaf: Leaf, pieces: Iterable[tuple[Slot, Any]]) -> bool:
+    """Whether to paste in the host's memory would mean to wait for a device."""
+    return not is_on_host(leaf.target_sharding) and any(isinstance(array, jax.Array) for _, array in pieces)
 
 
 def _host_shard(leaf: Leaf, shape: tuple[int, ...], pieces: Sequence[tuple[Slot, Any]]) -> np.ndarray:
@@ -159,7 +169,8 @@ def _address(array: np.ndarray) -> int:
 
 
 def _global_array(leaf: Leaf, shards: Mapping[Box, Any]) -> jax.Array:
-    """An array of the target's sharding from this rank's shards."""
+    """An array of the target's sharding from this rank's shards; JAX keeps those in the host's memory until they are
+    copied."""
     if all(isinstance(shard, np.ndarray) for shard in shards.values()):
         made = jax.make_array_from_callback(
             leaf.shape, leaf.target_sharding, lambda index: shards[box_of(index or (), leaf.shape)]
@@ -171,4 +182,8 @@ def _global_array(leaf: Leaf, shards: Mapping[Box, Any]) -> jax.Array:
             leaf.target_sharding,
             [jax.device_put(shards[box_of(index or (), leaf.shape)], device) for device, index in places.items()],
         )
-    return made.block_until_ready()
+    if is_on_host(leaf.target_sharding):
+        # A copy in the host's memory waits for no program, so it is better made here than by the task that reads it,
+        # in place of which another task may be ready.
+        made.block_until_ready()
+    return made

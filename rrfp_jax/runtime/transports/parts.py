@@ -8,17 +8,18 @@ the array it was cut from.
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.network import MalformedMessage
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices
-from rrfp_jax.runtime.transports.routes import shape_of
+from rrfp_jax.runtime.transports.routes import Box, shape_of
 from rrfp_jax.tasks import NO_MICROBATCH
 
 _KINDS = tuple(MessageKind)
@@ -119,6 +120,94 @@ class Cut:
             return jax.device_put(on_host(self.slot, leaf), self._device)
         shard = shard_of(self.slot, leaf)
         return shard if self._program is None else self._program(shard)
+
+
+def pasted(
+    shape: tuple[int, ...], dtype: np.dtype, pieces: Sequence[tuple[Slot, Any]], device: jax.Device
+) -> jax.Array:
+    """A shard of this shape on a device, of the pieces that it consists of, wherever they are.
+
+    Nothing is waited for: arrays of other devices come directly, those in the host's memory while they are kept alive.
+    """
+    ordered = sorted(pieces, key=lambda each: _start(each[0]))
+    arrays = jax.device_put([array for _, array in ordered], device)
+    if len(ordered) == 1 and ordered[0][0].within is None:
+        return arrays[0]
+    return paste_program(shape, dtype, [slot for slot, _ in ordered], device)(arrays)
+
+
+def paste_program(
+    shape: tuple[int, ...], dtype: np.dtype, slots: Iterable[Slot], device: jax.Device
+) -> Callable[[list[Any]], Any]:
+    """Makes a shard on a device of the arrays of these slots, in the order of their places; compiled once."""
+    ordered = sorted(slots, key=_start)
+    return _pasting(shape, dtype, tuple(map(_start, ordered)), tuple(slot.shape for slot in ordered), device)
+
+
+def prepare_pasting(plan: EdgePlan) -> None:
+    """Compile what makes this rank's shards of pieces that several ranks send."""
+    shards: dict[tuple[int, Box], list[Slot]] = {}
+    for slot in (slot for slots in plan.incoming.values() for slot in slots):
+        shards.setdefault((slot.leaf, slot.shard), []).append(slot)
+    for (index, shard), slots in shards.items():
+        if [slot.within for slot in slots] != [None]:
+            leaf = plan.leaves[index]
+            device = local_devices(leaf.target_sharding, leaf.shape)[slots[0].device]
+            paste_program(shape_of(shard), leaf.dtype, slots, device)
+
+
+def _start(slot: Slot) -> tuple[int, ...]:
+    return tuple(part.start for part in slot.within or ())
+
+
+@lru_cache(maxsize=256)
+def _pasting(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    starts: tuple[tuple[int, ...], ...],
+    shapes: tuple[tuple[int, ...], ...],
+    device: jax.Device,
+) -> Callable[[list[Any]], Any]:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def paste(arrays: list[jax.Array]) -> jax.Array:
+        whole = jnp.zeros(shape, dtype)
+        for start, array in zip(starts, arrays, strict=True):
+            whole = jax.lax.dynamic_update_slice(whole, array, start)
+        return whole
+
+    specs = [jax.ShapeDtypeStruct(each, dtype, sharding=sharding) for each in shapes]
+    return jax.jit(paste, out_shardings=sharding).lower(specs).compile()
+
+
+class Reshard:
+    """Brings one array from a unit to another of this process that holds it differently, from device to device.
+
+    JAX's ``device_put`` does so where every device wants exactly what some device has. Elsewhere it waits for the
+    array, takes all of it to the host and back, on the thread that launches. So this cuts on the devices that have it
+    and pastes on those that want it, by programs that are compiled ahead.
+    """
+
+    def __init__(self, plan: EdgePlan, index: int) -> None:
+        leaf, rank = plan.leaves[index], plan.rank
+        self._leaf = leaf
+        ways = zip(plan.outgoing.get(rank, ()), plan.incoming.get(rank, ()), strict=True)  # both in the route's order
+        self._cuts: dict[Box, list[tuple[Slot, Cut]]] = {}
+        for source, target in ways:
+            if source.leaf == index:
+                self._cuts.setdefault(target.shard, []).append((target, Cut(plan, source)))
+        devices = local_devices(leaf.target_sharding, leaf.shape)
+        self._boxes = list(zip(leaf.target.boxes, devices, strict=True))
+        for box, device in self._boxes:
+            slots = [slot for slot, _ in self._cuts.get(box, ())]
+            if [slot.within for slot in slots] != [None]:
+                paste_program(shape_of(box), leaf.dtype, slots, device)
+
+    def __call__(self, array: Any) -> jax.Array:
+        leaf = self._leaf
+        pieces = {box: [(slot, cut(array)) for slot, cut in cuts] for box, cuts in self._cuts.items()}
+        shards = [pasted(shape_of(box), leaf.dtype, pieces.get(box, ()), device) for box, device in self._boxes]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target_sharding, shards)
 
 
 def pull_spec(plan: EdgePlan, slot: Slot) -> jax.ShapeDtypeStruct:

@@ -1,12 +1,13 @@
 """The transport of a process: each part of a message takes the nearest way to each rank that needs it.
 
 Between units of this process payloads are handed over (as views of NumPy's where devices share the host's memory, else
-by ``device_put``); between processes they go through sockets or JAX's transfer servers. Plain data, such as reports
+from device to device); between processes they go through sockets or JAX's transfer servers. Plain data, such as reports
 and verdicts, always goes through sockets, from the rank of the sending unit that
 :func:`~rrfp_jax.runtime.transports.routes.sender_for` names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
@@ -16,10 +17,10 @@ from rrfp_jax.arbitration import Message
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import pack, unpack
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.runtime.transports.edges import EdgePlan, Leaf
+from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Deliver, Failed, HeldBytes, Remote, TransportFailed
-from rrfp_jax.runtime.transports.parts import Key, on_host, pack_key, unpack_key
+from rrfp_jax.runtime.transports.parts import Cut, Key, Reshard, on_host, pack_key, unpack_key
 from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
 from rrfp_jax.runtime.transports.workers import Workers
@@ -37,6 +38,7 @@ elsewhere, which are faster there."""
 EAGER_BYTES = 1 << 16
 """Up to so many bytes, sockets cost less than a transfer, even encrypted."""
 
+_Move = Callable[[Any], Any]
 _CONTROL = b"control"
 _MAX_CONTROL_BYTES = 1 << 28
 _CLOSE_TIMEOUT_S = 2.0
@@ -84,6 +86,10 @@ class PipelineTransport:
             raise ValueError(f"{layout.describe()} need a network: give the PeerNetwork of rank {rank}")
         self._rank, self._network = rank, network
         self._deliver, self._failed = deliver, failed
+        self._moves: dict[EdgePlan, list[_Move]] = {}
+        """How each array of an edge within this process is handed over."""
+        self._own_cuts: dict[EdgePlan, list[Cut]] = {}
+        """The pieces of arrays on devices that stay in this process, of edges between several."""
         self._ways = Ways(layout, placement, rank, edge, prepare=self._prepare, num_buckets=num_buckets)
         self.held = HeldBytes()
         """Bytes on their way, and their peak."""
@@ -130,6 +136,11 @@ class PipelineTransport:
         self._assembling.close(_CLOSE_TIMEOUT_S)
 
     def _prepare(self, plan: EdgePlan) -> None:
+        if plan.is_local or plan.stays:
+            self._moves[plan] = [_move(plan, index) for index in range(len(plan.leaves))]
+            return
+        if not plan.is_source_on_host:
+            self._own_cuts[plan] = [Cut(plan, slot) for slot in plan.outgoing.get(self._rank, ())]
         if self._remote is not None:
             self._remote.prepare(plan)
 
@@ -149,10 +160,8 @@ class PipelineTransport:
             return payload
         leaves = plan.flatten(payload)
         if plan.is_local or plan.stays:
-            if plan.is_single:
-                return _handed_over(plan.leaves[0], leaves[0], plan.stays)
-            handed = [_handed_over(*each, plan.stays) for each in zip(plan.leaves, leaves, strict=True)]
-            return plan.treedef.unflatten(handed)
+            handed = [move(leaf) for move, leaf in zip(self._moves[plan], leaves, strict=True)]
+            return handed[0] if plan.is_single else plan.treedef.unflatten(handed)
         key, remote = None if step is None else Key(step, message, bucket), self._remote
         parts = []
         for receiver in plan.outgoing:
@@ -165,6 +174,8 @@ class PipelineTransport:
 
     def _offer(self, plan: EdgePlan, receiver: int, leaves: list[Any]) -> Any:
         if receiver == self._rank:
+            if plan in self._own_cuts:
+                return [cut(leaves[cut.slot.leaf]) for cut in self._own_cuts[plan]]
             return [on_host(slot, leaves[slot.leaf]) for slot in plan.outgoing[receiver]]
         assert self._remote is not None
         return self._remote.offer(plan, receiver, leaves)
@@ -228,8 +239,19 @@ def check_selection(selection: str) -> None:
         raise ValueError(f"the transport is '{selection}': choose one of {', '.join(get_args(Selection))}")
 
 
-def _handed_over(leaf: Leaf, value: Any, stays: bool) -> Any:
-    """A value within this process, as the receiving program takes it."""
+def _move(plan: EdgePlan, index: int) -> _Move:
+    """How an array of an edge within this process becomes what the receiving program takes."""
+    leaf = plan.leaves[index]
     if leaf.is_whole_on_host:
-        return np.asarray(value)
-    return value if stays else jax.device_put(value, leaf.target_sharding)
+        return np.asarray
+    if plan.stays:
+        return _as_it_is
+    # in most other cases JAX goes over the host's memory, which on CPU is faster than programs that cut and paste
+    on_host = plan.is_source_on_host and plan.on_host
+    if on_host or leaf.source == leaf.target or len(leaf.source.boxes) == 1:
+        return partial(jax.device_put, device=leaf.target_sharding)
+    return Reshard(plan, index)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,9 +1,12 @@
 """Parts through JAX's transfer servers: the receiver fetches arrays from the sender's device to its own.
 
-The sender offers its arrays under a number, then tells the receiver, who pulls them, waits for their arrival on a
-thread of its own, and confirms. (In this order, and with a thread per wait: pulls that are posted ahead of their offers
-can wait for each other for ever.) An offered array is owned here until the confirmation, which travels with the next
-offer that goes that way, or after a moment.
+The sender offers its arrays under a number, once they are complete, then tells the receiver, who pulls them, waits for
+their arrival on a thread of its own, and confirms. (In this order, and with a thread per wait: pulls that are posted
+ahead of their offers can wait for each other for ever.) An offered array is owned here until the confirmation, which
+travels with the next offer that goes that way, or after a moment.
+
+On CPU an array is delivered when it has arrived. Elsewhere it is delivered when it has been asked for: it would be seen
+to arrive only when the device has done all that was launched before.
 
 Small parts go through sockets, whole, as message libraries send them too: a pull costs several times what it takes to
 carry 64 KiB along, encrypted, with the message that would announce it.
@@ -20,7 +23,7 @@ from rrfp_jax.network.plain import field
 from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox, assemble
 from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, Remote, TransportFailed
-from rrfp_jax.runtime.transports.parts import Cut, Key, pack_key, pull_spec, unpack_key
+from rrfp_jax.runtime.transports.parts import Cut, Key, pack_key, prepare_pasting, pull_spec, unpack_key
 from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.transfer_server import TransferServer
 from rrfp_jax.runtime.transports.ways import Ways
@@ -89,6 +92,8 @@ class TransferRemote(Remote):
         self._cuts: dict[tuple[EdgePlan, int], list[Cut]] = {}
         self._specs: dict[tuple[EdgePlan, int], list[jax.ShapeDtypeStruct]] = {}
         self._workers = Workers("rrfp-pull", _NUM_WAITING, failed)
+        self._arrivals = Workers("rrfp-arrivals", 1, failed)
+        """Waits for what was delivered before its arrival; in order, as devices copy."""
 
     def prepare(self, plan: EdgePlan) -> None:
         self._sockets.prepare(plan, without=self._ranks)
@@ -98,6 +103,8 @@ class TransferRemote(Remote):
             self._cuts[plan, receiver] = [Cut(plan, slot) for slot in slots]
         for sender, slots in plan.incoming.items():
             self._specs[plan, sender] = [pull_spec(plan, slot) for slot in slots]
+        if not plan.on_host:
+            prepare_pasting(plan)
 
     def open(self) -> None:
         self._sockets.open()
@@ -109,6 +116,7 @@ class TransferRemote(Remote):
         self._network.unsubscribe(_CONFIRMATION)
         self._sockets.close()
         self._workers.close(_CLOSE_TIMEOUT_S)
+        self._arrivals.close(_CLOSE_TIMEOUT_S)
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
@@ -150,8 +158,13 @@ class TransferRemote(Remote):
     def _fetched(self, plan: EdgePlan, key: Key, sender: int, number: int, came: tuple[list[Any], Any]) -> None:
         num_bytes = num_bytes_of(plan.incoming[sender])
         self._held.add(received=-num_bytes)
-        self._owe(sender, number, num_bytes)
         pieces, payload = came
+        if plan.on_host:
+            self._owe(sender, number, num_bytes)
+        else:  # its sender must keep it until then
+            self._arrivals.submit(
+                lambda: self._arrive(key, sender, pieces), lambda _: self._owe(sender, number, num_bytes)
+            )
         if len(plan.incoming) == 1:
             self._inbox.whole(plan, key, payload)
         else:
@@ -192,9 +205,20 @@ class TransferRemote(Remote):
         """The pieces of an offer, and the payload where they are all there is of the message."""
         try:
             pieces = self._server.pull(sender, number, self._specs[plan, sender])
+            if plan.on_host:
+                jax.block_until_ready(pieces)
         except Exception as error:
-            raise TransportFailed(
-                f"rank {self._network.rank} could not fetch the {key.message} (step {key.step}) from rank {sender}: "
-                f"{error}"
-            ) from error
+            raise self._failure(key, sender, error) from error
         return pieces, assemble(plan, {sender: pieces}) if len(plan.incoming) == 1 else None
+
+    def _arrive(self, key: Key, sender: int, pieces: list[Any]) -> None:
+        """Return once the pieces are here."""
+        try:
+            jax.block_until_ready([piece for piece in pieces if not piece.is_deleted()])
+        except Exception as error:
+            raise self._failure(key, sender, error) from error
+
+    def _failure(self, key: Key, sender: int, error: Exception) -> TransportFailed:
+        return TransportFailed(
+            f"rank {self._network.rank} could not fetch the {key.message} (step {key.step}) from rank {sender}: {error}"
+        )

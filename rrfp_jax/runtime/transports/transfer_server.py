@@ -61,10 +61,8 @@ class TransferServer:
         self._server.await_pull(number, arrays)
 
     def pull(self, rank: int, number: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-        """Fetch what a peer offers; waits until all of it is here."""
+        """Fetch what a peer offers; the arrays are ready once all of it is here."""
         pieces: list[Any] = self._connection(rank).pull(number, specs)
-        for piece in pieces:
-            piece.block_until_ready()
         return pieces
 
     def _connection(self, rank: int) -> Any:

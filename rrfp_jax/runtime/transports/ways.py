@@ -101,8 +101,7 @@ class Ways:
                 f"unit {source} spans processes and hands chunk {message.source}'s output to its own chunk "
                 f"{message.target} in another sharding: give both the same"
             )
-        if not (plan.is_local or plan.stays):
-            self._prepare(plan)
+        self._prepare(plan)
         return Way(plan, target, receivers, self._rank in targets)
 
 
