@@ -1,5 +1,7 @@
 """A pipeline trains exactly what the plain, unpipelined loop trains, whatever the order of its tasks."""
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from rrfp_jax.arbitration import HINTS, Ordering
 from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -185,6 +188,35 @@ def test_outputs_that_are_handed_over_at_the_launch_train_the_same_model(
         options = RuntimeOptions(dispatch_ahead=dispatch_ahead)
         tied_linear.check(hint="bf", window=3, options=options)
         untied_looped.check(hint="bfw", window=2, options=options)
+
+
+def test_batch_leaves_are_on_the_devices_before_their_tasks(
+    tied_linear: Case, untied_looped: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each goes there once, on a thread that neither launches nor waits for a task."""
+    placed: list[str] = []
+    given: list[Any] = []
+    operands, place = MicrobatchPrograms._operands, MicrobatchPrograms.place
+
+    def counting(self: MicrobatchPrograms, inputs: Any, leaves: dict[str, Any], *rest: int) -> Any:
+        given.extend(leaves.values())
+        return operands(self, inputs, leaves, *rest)
+
+    def placing(self: MicrobatchPrograms, leaves: dict[str, Any]) -> Any:
+        placed.extend([threading.current_thread().name] * len(leaves))
+        return place(self, leaves)
+
+    monkeypatch.setattr("rrfp_jax.runtime.program_stage.is_on_host", lambda sharding: False)
+    monkeypatch.setattr(Future, "cancel", lambda future: False)  # a task takes other arrays if its copies are late
+    monkeypatch.setattr(MicrobatchPrograms, "_operands", counting)
+    monkeypatch.setattr(MicrobatchPrograms, "place", placing)
+    for case, hint in ((tied_linear, "bf"), (untied_looped, "bfw")):
+        given.clear()
+        placed.clear()
+        case.check(hint=hint, window=2, options=RuntimeOptions(dispatch_ahead=JUST_IN_TIME))
+        assert len(given) == len(placed) == 3 * NUM_MICROBATCHES * NUM_STEPS
+        assert all(isinstance(leaf, jax.Array) for leaf in given)
+        assert {name.rpartition("-")[2] for name in placed} == {"leaves_0"}
 
 
 def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:

@@ -27,7 +27,7 @@ from rrfp_jax.programs.compiling import count_programs
 from rrfp_jax.programs.derived import DerivedValues
 from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import OwedBytes
-from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
+from rrfp_jax.programs.microbatch_programs import LEAVES_AHEAD, MicrobatchPrograms
 from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
@@ -87,6 +87,8 @@ class ChunkSizes:
     temporaries: Mapping[str, int] = field(default_factory=dict)
     """What each program needs while it runs beside its arguments and results, by its name; 0 where the backend does not
     say."""
+    leaves_ahead_bytes: int = 0
+    """Batch leaves of coming microbatches; 0 on CPU, where they stay where they are."""
 
 
 def largest(sizes: Sequence[ChunkSizes]) -> ChunkSizes:
@@ -266,7 +268,12 @@ class CompiledChunk:
             input_grads_bytes=self._passing_bytes(plan.input_grads),
             owed=plan.owed.num_bytes,
             temporaries=of_programs,
+            leaves_ahead_bytes=self._ahead_bytes(variant.shapes.leaves),
         )
+
+    def _ahead_bytes(self, leaves: Specs) -> int:
+        on_host = all(device.platform == "cpu" for device in self.sharding.device_set)
+        return 0 if on_host else LEAVES_AHEAD * self._passing_bytes(leaves)
 
     def _passing_bytes(self, specs: Specs) -> int:
         """Of what passes between chunks, on one device."""

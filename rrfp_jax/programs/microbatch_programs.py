@@ -11,6 +11,7 @@ What accumulates is taken over by the next call that does, and cannot be waited 
 ``weight_gradient`` return a *token* too, a scalar that is complete when they are and that nothing takes over.
 
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
+``place`` brings batch leaves to the devices ahead of the call that reads them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.tasks import PipelineGraph
 
+LEAVES_AHEAD = 2
+"""For how many microbatches the batch leaves of a chunk go to devices with memory of their own before their tasks are
+launched; see :mod:`rrfp_jax.runtime.leaves_ahead`."""
 Prepare = Callable[[Params], tuple[Any, ...]]
 """Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""
 
@@ -76,7 +80,8 @@ class MicrobatchPrograms:
         self._programs, self._seed = programs, seed
         self.prepare, self._derived_places = prepare, tuple(derived)
         self._is_in_order = self._derived_places == tuple(range(len(derived)))
-        cut = {name: at for name, spec in shapes.leaves.items() if (at := passing(sharding, spec)) is not sharding}
+        self._passing = {name: passing(sharding, spec) for name, spec in shapes.leaves.items()}
+        cut = {name: at for name, at in self._passing.items() if at is not sharding}
         self._at_leaves = {name: at for name, at in cut.items() if not at.is_fully_addressable}
         """Where leaves are put, each process its parts, that are cut over several processes; programs place others."""
         self.is_sink = not graph.successors(index)
@@ -175,11 +180,22 @@ class MicrobatchPrograms:
         operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
         return lean(own, self._derived(params, derived), operands)
 
+    def place(self, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+        """Begin to copy the leaves of a microbatch to the devices; returns them as ``forward`` takes them too."""
+        return {
+            name: jax.device_put(leaves[name], at) if at.is_fully_addressable else _spread(leaves[name], at)
+            for name, at in self._passing.items()
+        }
+
     def _operands(self, inputs: tuple[Any, ...], leaves: dict[str, Any], step: int, microbatch: int) -> Any:
         if (absent := self.constants.inputs) is not None:
             inputs = _fill(inputs, absent)
         if self._at_leaves:
-            leaves = leaves | {name: _spread(leaves[name], at) for name, at in self._at_leaves.items()}
+            leaves = leaves | {
+                name: _spread(leaves[name], at)
+                for name, at in self._at_leaves.items()
+                if not isinstance(leaves[name], jax.Array)
+            }
         counted = counters(self._seed, step, microbatch) if self._chunk.uses_key else ()
         return inputs, leaves, (counted, self._own.numbers)
 

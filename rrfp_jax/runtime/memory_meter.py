@@ -32,7 +32,14 @@ _PROGRAM_OF_KIND = {
 
 def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
     """The sizes of a chunk as the forecast takes them."""
-    once = (sizes.params_bytes, sizes.accumulators_bytes, sizes.optimizer_bytes, sizes.derived_bytes, sizes.zeros_bytes)
+    once = (
+        sizes.params_bytes,
+        sizes.accumulators_bytes,
+        sizes.optimizer_bytes,
+        sizes.derived_bytes,
+        sizes.zeros_bytes,
+        sizes.leaves_ahead_bytes,
+    )
     return ChunkBytes(
         fixed=sum(once),
         stash=sizes.stash_bytes + sizes.kept_bytes,

@@ -29,6 +29,7 @@ from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.held_bytes import held_by, owns_inputs
+from rrfp_jax.runtime.leaves_ahead import LeavesAhead
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.operating import OperationContext, operations_of
@@ -118,6 +119,8 @@ class ProgramStage:
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Elsewhere other stages get a view of a value, for which it must be there."""
         self.hands_ahead = self._posts_at_once
+        self._leaves_ahead = LeavesAhead(stage) if self._posts_at_once else None
+        """None where programs take NumPy's arrays as they are."""
         self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
         self._take: dict[TaskKind, Callable[[int, int, int], tuple[Any, ...]]] = {
             TaskKind.F: self._inputs,
@@ -148,6 +151,18 @@ class ProgramStage:
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch)
         self._mailbox.begin(step)
+        for chunk in self._programs if self._leaves_ahead is not None else ():
+            self._expect_leaves(step, chunk)
+
+    def _expect_leaves(self, step: int, chunk: int) -> None:
+        assert self._leaves_ahead is not None
+        programs, state = self._programs[chunk], self._steps[step]
+        coming = []
+        for microbatch in state.graph.microbatches(chunk):
+            own = programs.of(state.batch.buckets[microbatch])
+            if own.leaves:
+                coming.append(((step, microbatch), partial(_place, own, state.batch, microbatch)))
+        self._leaves_ahead.expect(chunk, coming)
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
         self._mailbox.accept(step, message, payload)
@@ -169,6 +184,8 @@ class ProgramStage:
         peak = self._meter.reset()
         outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
         del self._steps[step]
+        if self._leaves_ahead is not None:
+            self._leaves_ahead.forget(step)
         self._mailbox.finish(step)
         return outcome
 
@@ -304,7 +321,8 @@ class ProgramStage:
     def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _Enqueued:
         state, held = self._steps[step], self.states[chunk]
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
-        leaves = {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
+        placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
+        leaves = _leaves(programs, state.batch, microbatch) if placed is None else placed
         read = (inputs, leaves, step if state.batch.step is None else state.batch.step, microbatch)
         for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
@@ -436,6 +454,15 @@ class ProgramStage:
             )
         held.derived = programs.prepare(held.params)
         return _Enqueued((held.params, held.derived))
+
+
+def _leaves(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:
+    """What a microbatch has of the leaves that the chunk reads."""
+    return {name: batch.leaves[name][microbatch] for name in programs.leaves}
+
+
+def _place(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:
+    return programs.place(_leaves(programs, batch, microbatch))
 
 
 def _start_copies(tree: Any) -> None:
