@@ -272,7 +272,8 @@ class CompiledChunk:
         )
 
     def _ahead_bytes(self, leaves: Specs) -> int:
-        on_host = all(device.platform == "cpu" for device in self.sharding.device_set)
+        devices: set[Any] = self.sharding.device_set
+        on_host = all(device.platform == "cpu" for device in devices)
         return 0 if on_host else LEAVES_AHEAD * self._passing_bytes(leaves)
 
     def _passing_bytes(self, specs: Specs) -> int:

@@ -271,10 +271,10 @@ class ProgramStage:
 
     def _check_copies(self, task: Task, read: Any) -> None:
         """Raise TransportFailed where a failed task is not to blame, since an array that it reads has not come."""
-        leaf: Any
-        for leaf in jax.tree.leaves(read):
+        arrays: list[Any] = [leaf for leaf in jax.tree.leaves(read) if isinstance(leaf, jax.Array)]
+        for leaf in arrays:
             # one that has failed says that it is ready; what is on its way still has not
-            if isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.is_ready():
+            if not leaf.is_deleted() and leaf.is_ready():
                 try:
                     leaf.block_until_ready()
                 except Exception as error:
