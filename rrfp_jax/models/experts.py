@@ -7,18 +7,19 @@ traced.
 *With a capacity* each row of the microbatch sorts its tokens by expert into places, so many for each expert, and every
 expert computes its places. First come, first served: tokens that come later in the row go past an expert that is full,
 and padding comes after all others. So what becomes of a token depends on those before it, not on those after it; but in
-packed rows it does depend on other documents. Rows are cut over the devices and experts too, so the partitioner makes
-an all-to-all of the way into the places, and of the way back; where matrices are smaller than what would travel, it
-gathers these instead.
+packed rows it does depend on other documents. Rows are cut over the axis ``expert`` as experts are: each device fills
+the places of its own rows, an all-to-all brings them to the devices of their experts, and another one back.
 
-*Without one, on TPUs,* the tokens of a microbatch are sorted by expert and multiplied run by run, by
-``jax.lax.ragged_dot``, which these have an instruction for.
+*Without one* each device computes its own rows with all experts, whose matrices it gathers: how many tokens choose the
+experts of a device is not known when a program is made, so nothing could be made large enough to receive them. Tokens
+are sorted by expert. TPUs multiply run by run with ``jax.lax.ragged_dot``. For GPUs XLA expands that into a dense
+product of all tokens with all experts; so runs are filled up to whole blocks there, and each block is one product.
 
-*Without one, elsewhere,* every expert computes every token, and what was not chosen is multiplied by 0. JAX expands
-``ragged_dot`` there into ``num_experts`` products over all that was sorted, ``experts_per_token`` times as much work.
-What is done is ``num_experts / experts_per_token`` times what is needed, so large models on GPUs want a capacity.
+*Without one, on CPUs,* every expert computes every token, and what was not chosen is multiplied by 0: for models as
+small as these are, that is the fastest.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.experts_config import ExpertsConfig
 from rrfp_jax.models.parts import learned, projection
 from rrfp_jax.models.routing import Routes, route, router_loss
+from rrfp_jax.planning.unit_axes import EXPERT
+from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 
 
@@ -95,7 +99,8 @@ class MixtureOfExperts(nnx.Module):
             capacity = self.config.capacity(x.shape[1])
             y = by_places(x, routes, *matrices, capacity=capacity, is_token=is_token, order=order)
         else:
-            y = (by_runs if current_target().platform == "tpu" else by_all)(x, routes, *matrices)
+            compute = {"tpu": by_runs, "gpu": by_blocks}.get(current_target().platform, by_all)
+            y = compute(x, routes, *matrices)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, None if counts is None else router_loss(self.config, logits, routes, counts)
@@ -108,7 +113,12 @@ def by_all(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: j
 
 
 def by_runs(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Tokens are sorted by expert, over the whole microbatch."""
+    """The tokens of a device are sorted by expert, and each expert multiplies its run."""
+    return _on_own_rows(_runs, (x, routes), (gate, up, down))
+
+
+def _runs(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
+    (x, routes), (gate, up, down) = rows, matrices
     per_token, flat = routes.experts.shape[-1], x.reshape(-1, x.shape[-1])
     experts = routes.experts.reshape(-1)
     order = jnp.argsort(experts, stable=True)
@@ -120,6 +130,69 @@ def by_runs(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: 
     y = jax.lax.ragged_dot(inner * weights[:, None].astype(x.dtype), down, sizes)
     back = jnp.argsort(order).reshape(-1, per_token)
     return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
+
+
+def by_blocks(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The same with every run filled up to whole blocks, of which each is one product with one expert."""
+    return _on_own_rows(_blocks, (x, routes), (gate, up, down))
+
+
+def _blocks(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
+    (x, routes), (gate, up, down) = rows, matrices
+    per_token, flat, num_experts = routes.experts.shape[-1], x.reshape(-1, x.shape[-1]), len(gate)
+    experts = routes.experts.reshape(-1)
+    size = block_size(len(experts), num_experts)
+    # However tokens choose, runs fill no more blocks than this: each expert leaves less than one block empty.
+    num_blocks = (len(experts) + num_experts * (size - 1)) // size
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+    blocks = -(-sizes // size)
+    ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+    expert = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), num_experts - 1)
+    within = (jnp.arange(num_blocks) - (ends - blocks)[expert])[:, None] * size + jnp.arange(size)
+    is_taken = within < sizes[expert][:, None]
+    pair = order[jnp.minimum(starts[expert][:, None] + within, len(order) - 1)]
+    taken = jnp.where(is_taken[..., None], flat[pair // per_token], 0)
+    inner = nnx.silu(_block_products(taken, gate, expert)) * _block_products(taken, up, expert)
+    weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[pair]
+    y = _block_products(inner * weights[..., None].astype(x.dtype), down, expert).reshape(-1, x.shape[-1])
+    rank = jnp.argsort(order) - starts[experts]
+    back = ((ends - blocks)[experts] * size + rank).reshape(-1, per_token)
+    return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
+
+
+def block_size(num_rows: int, num_experts: int) -> int:
+    """Returns how many rows a block has: a power of two, at most half of an expert's equal share.
+
+    Smaller blocks are filled better, larger ones read the matrices less often.
+    """
+    return 1 << max(0, min(10, (num_rows // num_experts // 2).bit_length() - 1))
+
+
+@jax.custom_vjp
+def _block_products(blocks: jax.Array, matrices: jax.Array, expert: jax.Array) -> jax.Array:
+    """The product of each block with the matrix of its expert: one after another, so that no matrix is held twice."""
+    return jax.lax.map(lambda each: each[0] @ matrices[each[1]], (blocks, expert))
+
+
+def _keep_operands(blocks: jax.Array, matrices: jax.Array, expert: jax.Array) -> tuple[jax.Array, Any]:
+    return _block_products(blocks, matrices, expert), (blocks, matrices, expert)
+
+
+def _block_gradients(kept: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    blocks, matrices, expert = kept
+
+    def add(sums: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        block, grad, number = each
+        product = jnp.einsum("bk,bn->kn", block, grad, preferred_element_type=jnp.float32)
+        return sums.at[number].add(product), None
+
+    of_matrices, _ = jax.lax.scan(add, jnp.zeros(matrices.shape, jnp.float32), (blocks, grads, expert))
+    of_blocks = jax.lax.map(lambda each: each[0] @ matrices[each[1]].T, (grads, expert))
+    return of_blocks, of_matrices.astype(matrices.dtype), None
+
+
+_block_products.defvjp(_keep_operands, _block_gradients)
 
 
 def by_places(
@@ -135,7 +208,21 @@ def by_places(
 ) -> jax.Array:
     """Every expert computes up to ``capacity`` tokens of each row, the first ones that chose it."""
     is_late = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token
-    places = partial(_places, num_experts=len(gate), capacity=capacity)
+    options: dict[str, Any] = {"num_experts": len(gate), "capacity": capacity, "order": order}
+    return _on_own_rows(partial(_into_places, **options), (x, routes, is_late), (gate, up, down), held=EXPERT)
+
+
+def _into_places(
+    rows: tuple[jax.Array, Routes, jax.Array],
+    matrices: tuple[jax.Array, ...],
+    *,
+    num_experts: int,
+    capacity: int,
+    order: np.ndarray | None,
+) -> jax.Array:
+    """The rows of one device; ``matrices`` are those of its experts, and other devices have the rest."""
+    (x, routes, is_late), (gate, up, down) = rows, matrices
+    places = partial(_places, num_experts=num_experts, capacity=capacity)
     if order is None:
         source, is_taken = jax.vmap(places)(routes.experts, is_late)
     else:
@@ -143,9 +230,15 @@ def by_places(
         source, is_taken = jax.vmap(places)(routes.experts[:, home], is_late[:, home])
         source = jnp.asarray(home)[source]
     taken = jax.vmap(lambda row, at, there: jnp.where(there[..., None], row[at], 0))(x, source, is_taken)
+    is_dealt_out = len(gate) < num_experts
+    if is_dealt_out:
+        taken = jax.lax.all_to_all(taken, EXPERT, split_axis=1, concat_axis=0, tiled=True)
     inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
+    y = jnp.einsum("becm,emh->bech", inner, down)
+    if is_dealt_out:
+        y = jax.lax.all_to_all(y, EXPERT, split_axis=0, concat_axis=1, tiled=True)
     weights = jax.vmap(lambda row, at: jnp.take_along_axis(row.T, at, axis=1))(routes.weights, source) * is_taken
-    y = jnp.einsum("becm,emh->bech", inner, down) * weights[..., None].astype(x.dtype)
+    y = y * weights[..., None].astype(x.dtype)
     return jax.vmap(lambda row, at: jnp.zeros(x.shape[1:], jnp.float32).at[at].add(row))(y, source).astype(x.dtype)
 
 
@@ -157,3 +250,19 @@ def _places(experts: jax.Array, is_late: jax.Array, *, num_experts: int, capacit
     places = (jnp.cumsum(sizes) - sizes)[:, None] + jnp.arange(capacity)
     is_taken = jnp.arange(capacity) < sizes[:, None]
     return order[jnp.minimum(places, len(order) - 1)] // per_token, is_taken
+
+
+def _on_own_rows(compute: Callable[..., jax.Array], rows: Any, matrices: Any, *, held: str | None = None) -> jax.Array:
+    """``compute(rows, matrices)`` on each device for the rows that it has, shaped like the first of them.
+
+    A device has its part of the matrices along the axis ``held``, and gathers them over all other axes. Left to itself
+    the partitioner gathers the matrices of all experts, or the rows of all devices. Where rows are not cut there is
+    nothing to gather but parts of matrices, and it may.
+    """
+    axes = row_axes(get_abstract_mesh().shape, len(jax.tree.leaves(rows)[0]))
+    if not axes:
+        return compute(rows, matrices)
+    cut, own = PartitionSpec(axes), PartitionSpec(held if held in axes else None)
+    # Types that say what varies would make casts of matrices vary, so that each microbatch would cast them again.
+    mapped = jax.shard_map(compute, axis_names=set(axes), in_specs=(cut, own), out_specs=cut, check_vma=False)
+    return mapped(rows, matrices)

@@ -86,14 +86,19 @@ def passing(boundary: Sharding, spec: Any) -> Sharding:
     mesh = mesh_of(boundary)
     if mesh is None or len(spec.shape) < 2:
         return boundary
-    cut = [_dividing(mesh, axes, size) for axes, size in zip(_CUT_BY, spec.shape, strict=False)]
+    cut = [_dividing(mesh.shape, axes, size) for axes, size in zip(_CUT_BY, spec.shape, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*cut)) if any(cut) else boundary
 
 
-def _dividing(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...] | None:
+def row_axes(mesh: Mapping[str, int], num_rows: int) -> tuple[str, ...]:
+    """The axes of a unit over which a microbatch of so many rows is cut; none where it is whole on every device."""
+    return _dividing(mesh, _CUT_BY[0], num_rows) or ()
+
+
+def _dividing(mesh: Mapping[str, int], axes: Sequence[str], size: int) -> tuple[str, ...] | None:
     """Those of the axes that the mesh has, if all of them together divide a dimension of this size."""
-    there = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-    return there if there and size and size % prod(mesh.shape[axis] for axis in there) == 0 else None
+    there = tuple(axis for axis in axes if mesh.get(axis, 1) > 1)
+    return there if there and size and size % prod(mesh[axis] for axis in there) == 0 else None
 
 
 def all_passing(boundary: Sharding, specs: Specs) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models import experts as ways
@@ -25,7 +25,7 @@ CONFIG = LanguageModelConfig(
 BATCH, LENGTH, HIDDEN, INNER = 4, 10, 8, 12
 
 
-by_all, by_runs = jax.jit(ways.by_all), jax.jit(ways.by_runs)
+by_all, by_runs, by_blocks = jax.jit(ways.by_all), jax.jit(ways.by_runs), jax.jit(ways.by_blocks)
 by_places = jax.jit(ways.by_places, static_argnames="capacity")
 
 
@@ -60,7 +60,7 @@ def token_by_token(config: ExpertsConfig, x: np.ndarray, logits: np.ndarray, roo
     return y
 
 
-@pytest.mark.parametrize("compute", [by_all, by_runs])
+@pytest.mark.parametrize("compute", [by_all, by_runs, by_blocks])
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_without_a_capacity_experts_equal_a_loop_over_tokens(compute: Any, renormalise: bool) -> None:
     config = replace(EXPERTS, renormalise=renormalise)
@@ -103,7 +103,7 @@ def test_all_ways_have_the_same_gradients() -> None:
         return jax.jit(gradients)(x, logits, *matrices())
 
     expected = total(by_all)
-    for found in (total(by_runs), total(by_places, capacity=LENGTH)):
+    for found in (total(by_runs), total(by_blocks), total(by_places, capacity=LENGTH)):
         for leaf, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-3)
 
@@ -240,7 +240,7 @@ def test_experts_and_their_widths_must_divide() -> None:
 
 
 def test_tokens_go_to_experts_and_back_by_all_to_all() -> None:
-    """Where matrices are larger than what travels; otherwise the partitioner gathers matrices."""
+    """Also where the partitioner alone decides: matrices are larger than what travels here."""
     experts = replace(EXPERTS, num_experts=8, mlp_dim=64, capacity_factor=2.0)
     config = replace(CONFIG, hidden=32, num_layers=1, experts=experts)
     (chunk,) = language_model(config).split(1)
@@ -260,3 +260,57 @@ def test_tokens_go_to_experts_and_back_by_all_to_all() -> None:
     program = jax.jit(loss, in_shardings=at, out_shardings=boundary).lower(params, leaves).compile()
     np.testing.assert_allclose(program(*jax.device_put((params, leaves), at)), jax.jit(loss)(params, leaves), rtol=1e-5)
     assert len(re.findall(r" all-to-all(?:-start)?\(", program.as_text())) >= 2
+
+
+def differentiated(compute: Any, **rest: Any) -> Any:
+    """From tokens, router's logits and matrices to the sum's gradients and the result."""
+
+    def total(x: Any, logits: Any, *parts: Any) -> Any:
+        y = compute(x, route(EXPERTS, logits), *parts, **rest)
+        return jnp.sin(y).sum(), y
+
+    return jax.value_and_grad(total, argnums=tuple(range(5)), has_aux=True)
+
+
+def on_mesh(function: Any, axes: dict[str, int], x: Any, logits: Any) -> tuple[Any, str]:
+    """What a function returns on devices that hold their rows and experts, and its compiled text."""
+    boundary = StageDevices([jax.devices()[:4]], tuple(axes.items())).unit_sharding(0)
+    assert isinstance(boundary, NamedSharding)
+    by_rows, held = passing(boundary, x), NamedSharding(boundary.mesh, PartitionSpec("expert"))
+    at = (by_rows, by_rows, held, held, held)
+    with use_abstract_mesh(boundary.mesh.abstract_mesh):
+        program = jax.jit(function, in_shardings=at).lower(x, logits, *matrices()).compile()
+    return program(*jax.device_put((x, logits, *matrices()), at)), program.as_text()
+
+
+@pytest.mark.parametrize(
+    ("compute", "axes"),
+    [
+        (ways.by_runs, {"expert": 2, "fsdp": 2}),
+        (ways.by_blocks, {"expert": 2, "fsdp": 2}),
+        (ways.by_places, {"expert": 2, "fsdp": 2}),
+        (ways.by_places, {"tensor": 2, "expert": 2}),
+        (ways.by_places, {"expert": 2, "context": 2}),
+    ],
+)
+def test_devices_that_share_experts_compute_what_one_does(compute: Any, axes: dict[str, int]) -> None:
+    x, logits = normal(BATCH, LENGTH, HIDDEN, seed=5), normal(BATCH, LENGTH, 4, seed=6)
+    rest: dict[str, Any] = {}
+    if compute is ways.by_places:
+        order = np.random.default_rng(0).permutation(LENGTH) if "context" in axes else None
+        rest = {"capacity": 3, "is_token": np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 7 > 0, "order": order}
+    function = differentiated(compute, **rest)
+    found, text = on_mesh(function, axes, x, logits)
+    expected = jax.jit(function)(x, logits, *matrices())
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
+    assert (" all-to-all(" in text) == (compute is ways.by_places)
+
+
+def test_experts_stay_where_they_are_and_tokens_travel() -> None:
+    """Even where the matrices of all experts are smaller than the tokens."""
+    x, logits = normal(16, LENGTH, HIDDEN, seed=5), normal(16, LENGTH, 4, seed=6)
+    _, text = on_mesh(differentiated(ways.by_places, capacity=LENGTH), {"expert": 4}, x, logits)
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 4, "there and back, for tokens and for their gradients"
+    gathered = re.findall(r"= \(?f32\[([\d,]+)\]\S* all-gather", text)
+    assert not {"4,8,12", "4,12,8", "16,10,8", "16,4,10,8"} & set(gathered)
