@@ -50,8 +50,8 @@ class LeavesAhead:
     def forget(self, step: int) -> None:
         """The step has ended."""
         with self._lock:
-            known: dict[Pair, Any]
-            for known in (*self._coming.values(), *self._begun.values()):
+            every: list[dict[Pair, Any]] = [*self._coming.values(), *self._begun.values()]
+            for known in every:
                 for pair in [pair for pair in known if pair[0] == step]:
                     del known[pair]
 
