@@ -52,7 +52,7 @@ def test_the_head_of_a_large_vocabulary_takes_the_place_of_layers() -> None:
     chosen, why = found.lines
     assert chosen.startswith(f"layers_per_chunk auto: {','.join(map(str, counts))}; costs: analytic")
     assert "with 2,2,2,2: a step is expected to take" in why
-    assert plan_run(found.config, Path("nowhere")).num_chunks == 4
+    assert plan_run(found.config, Path("nowhere")).ordered.num_chunks == 4
     assert resolved(found.config).config == found.config
 
 
@@ -149,7 +149,7 @@ def test_an_encoder_gets_stages_by_what_it_costs(
     assert (
         f"auto: encoder {','.join(map(str, encoder))}, decoder {','.join(map(str, decoder))}; costs" in found.lines[0]
     )
-    assert overrides or plan_run(found.config, tmp_path).num_chunks == 4
+    assert overrides or plan_run(found.config, tmp_path).ordered.num_chunks == 4
     (tmp_path / "config.yaml").write_text(found.config.as_yaml())
     run = {"run.run_dir": str(tmp_path)}
     kept = resolved(load_train_config(MULTIMODAL, layers | run | {f"pipeline.{n}": v for n, v in layout.items()}))

@@ -136,7 +136,7 @@ def test_the_stage_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, widt
         chunks=[SimpleNamespace(name=f"layers {n}-{n + 9} with a long name") for n in range(0, 40, 10)],
         placement=looped(2, 2),
         layout=Layout(num_stages=2),
-        process=SimpleNamespace(devices_of=lambda unit: [f"cpu:{unit}"]),
+        process=SimpleNamespace(devices_of=lambda unit: [f"cpu:{unit}"], is_here=True),
         order=SimpleNamespace(foresight=None, bounds=["512 MiB", "8"]),
         forecast=[SimpleNamespace(peak=123 * 2**30, host_peak=0)] * 2,
         num_params=lambda: [1_234_567_890, 2],

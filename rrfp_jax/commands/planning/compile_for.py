@@ -17,7 +17,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.planning.microbatches import leaf_specs
-from rrfp_jax.commands.training.assembly import language_chunks, make_pipeline
+from rrfp_jax.commands.training.assembly import chunks_of, make_pipeline
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
@@ -96,8 +96,8 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     ordered = order_run(config)
     grid = Layout(num_stages=layout.num_stages, data=layout.data, tensor=layout.tensor, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
-    chunks = language_chunks(config, ordered.order) if ordered.cut is None else ordered.cut.chunks
-    pipeline = make_pipeline(config, chunks, process, ordered)
+    ordered.check_cut(config)
+    pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
     buckets, notes = _buckets(config)
     evaluation = None
     if config.evaluation is not None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import jax
 
-from rrfp_jax.arbitration import Order
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import Found, last_committed
 from rrfp_jax.commands.common.process import enter
@@ -258,11 +257,11 @@ def assemble(planned: PlannedRun) -> Run:
     Raises ValueError, with the remedy, on whatever does not fit.
     """
     config, path = planned.config, planned.path
-    chunks = chunks_of(planned)
+    chunks = chunks_of(config, planned.ordered)
     check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
     cache = compile_cache_of(config)
     process = enter_run(planned)
-    pipeline = make_pipeline(config, chunks, process, OrderedRun(planned.ordering, planned.order, planned.cut))
+    pipeline = make_pipeline(config, chunks, process, planned.ordered)
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
     return Run(planned, pipeline, process, RunDirectory(path), cache)
 
@@ -350,13 +349,9 @@ def compile_cache_of(config: TrainConfig) -> CompileCache | None:
     )
 
 
-def chunks_of(planned: PlannedRun) -> list[Chunk]:
-    """The model, cut for the order's placement."""
-    return planned.cut.chunks if planned.cut is not None else language_chunks(planned.config, planned.order)
-
-
-def language_chunks(config: TrainConfig, order: Order) -> list[Chunk]:
-    """A language model, cut for an order's placement; twice where it runs in both directions."""
-    is_mirrored = bool(order.graph.shared)
-    chunks = cut_language_model(config, order.placement.num_chunks // (2 if is_mirrored else 1))
-    return mirrored(chunks) if is_mirrored else chunks
+def chunks_of(config: TrainConfig, ordered: OrderedRun) -> list[Chunk]:
+    """The model, cut for the order's placement; twice where it runs in both directions."""
+    if ordered.cut is not None:
+        return ordered.cut.chunks
+    chunks = cut_language_model(config, ordered.num_chunks)
+    return mirrored(chunks) if ordered.order.graph.shared else chunks

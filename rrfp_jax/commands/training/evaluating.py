@@ -25,7 +25,7 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
     process = enter_run(planned)
     checkpoints = RunDirectory(run.absolute()).checkpoints
     with Pipeline(
-        chunks_of(planned),
+        chunks_of(planned.config, planned.ordered),
         placement=planned.order.placement,
         edges=None if planned.cut is None else planned.cut.edges,
         process=process,

@@ -51,6 +51,11 @@ class PlannedRun:
     """Of a vision-language model; a language model is cut later."""
 
     @property
+    def ordered(self) -> "OrderedRun":
+        """The part that needs neither data nor devices."""
+        return OrderedRun(self.ordering, self.order, self.cut)
+
+    @property
     def training(self) -> dict[str, Any]:
         """What decides the result: the configuration, and in its section of data also which data was found there."""
         section = self.config.data_section
@@ -81,7 +86,7 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
         check_init_from(config)
     check_installed(config.run.trackers, config.tracking.mlflow_uri)
     ordered = order_run(config)
-    return PlannedRun(
+    run = PlannedRun(
         config=config,
         path=path,
         ordering=ordered.ordering,
@@ -92,6 +97,8 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
         known=known,
         cut=ordered.cut,
     )
+    ordered.check_cut(config)
+    return run
 
 
 class OrderedRun(NamedTuple):
@@ -104,27 +111,39 @@ class OrderedRun(NamedTuple):
     cut: "CutModel | None"
     """Of a vision-language model; a language model is cut later."""
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model, each of them counted once where the order has two copies."""
+        return self.order.placement.num_chunks // (2 if self.order.graph.shared else 1)
+
+    def check_cut(self, config: TrainConfig) -> None:
+        """Raise ValueError where a language model cannot be cut for the order."""
+        if self.cut is not None:
+            return
+        layout = config.pipeline
+        counts = layout.layer_counts
+        if counts is not None and len(counts) != self.num_chunks:
+            raise ValueError(
+                f"layers_per_chunk has {len(counts)} numbers for {self.num_chunks} chunks: give one per chunk"
+            )
+        plan_cut(
+            config.model.num_layers,
+            num_chunks=None if counts else self.num_chunks,
+            layers_per_chunk=counts,
+            embedding_in=layout.embedding_chunk,
+            head_in=layout.head_chunk,
+        )
+
 
 def order_run(config: TrainConfig) -> OrderedRun:
-    """Resolve the order of a run and check that its model can be cut so. Raises ValueError where it does not fit."""
+    """Resolve the order of a run. Raises ValueError where it does not fit."""
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
     if config.vision is not None:
         return _with_vision(config, ordering, share)
     _refuse_encoder_options(config)
-    order = order_of(layout, ordering, share)
-    counts, num_chunks = layout.layer_counts, order.placement.num_chunks // (2 if order.graph.shared else 1)
-    if counts is not None and len(counts) != num_chunks:
-        raise ValueError(f"layers_per_chunk has {len(counts)} numbers for {num_chunks} chunks: give one per chunk")
-    plan_cut(
-        config.model.num_layers,
-        num_chunks=None if counts else num_chunks,
-        layers_per_chunk=counts,
-        embedding_in=layout.embedding_chunk,
-        head_in=layout.head_chunk,
-    )
-    return OrderedRun(ordering, order, None)
+    return OrderedRun(ordering, order_of(layout, ordering, share), None)
 
 
 def ordering_of(layout: PipelineConfig) -> Ordering:
