@@ -19,12 +19,14 @@ _COLLECTIVE = re.compile(
     r"(?:-start)?\([^)]*\)(?P<how>.*)"
 )
 _OF_NO_MATTER = re.compile(
-    r", (?:channel_id=\d+|metadata=\{.*|to_apply=\S+|backend_config=\{.*|frontend_attributes=\{.*)"
+    r", (?:channel_id=\d+|metadata=\{.*|to_apply=[^\s,]+|backend_config=\{.*|frontend_attributes=\{.*)"
 )
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(?:\{(?P<listed>(?:\{[\d,]*\},?)*)\}"
-    r"|\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?)"
+    r"|\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+    r"|mesh\[(?P<mesh>[^\]]+)\] \{(?P<axes>[^}]*)\})"
 )
+_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+)|:\((?P<before>\d+)\)(?P<part>\d+))?")
 SUM, ALL_TO_ALL, PERMUTE = "sum", "all-to-all", "permute"
 """The kinds of connections: gathering and scattering use those of sums."""
 
@@ -49,15 +51,37 @@ def exchanges(programs: Iterable[Compiled], num_devices: int) -> list[Exchange]:
 
 
 def _groups(found: re.Match[str], num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of ``{{0,1},{2,3}}``, or the rows of an array of numbers: ``[2,2]<=[2,2]T(1,0)``."""
-    if found["shape"] is None:
+    """Returns the groups, however the compiler has written them.
+
+    ``{{0,1},{2,3}}`` lists them, ``[2,2]<=[2,2]T(1,0)`` are the rows of an array of all numbers, transposed, and
+    ``mesh['x'=2,'y'=2] {'y'}`` those who differ along some axes of a mesh, or along a part of one: ``'y':(1)2``.
+    """
+    if found["mesh"] is not None:
+        rows = _along_axes(found["mesh"], found["axes"])
+    elif found["shape"] is not None:
+        dims, order = _numbers(found["dims"]), found["order"]
+        places = np.arange(prod(dims)).reshape(dims).transpose(None if order is None else _numbers(order))
+        rows = places.reshape(_numbers(found["shape"]))
+    else:
         groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found["listed"])]
         return tuple(groups) or (tuple(range(num_devices)),)
-    dims = _numbers(found["dims"])
-    places = np.arange(prod(dims)).reshape(dims)
-    if found["order"] is not None:
-        places = places.transpose(_numbers(found["order"]))
-    return tuple(tuple(map(int, row)) for row in places.reshape(_numbers(found["shape"])))
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _along_axes(mesh: str, axes: str) -> np.ndarray:
+    wanted = {axis["name"]: axis for axis in _AXIS.finditer(axes)}
+    dims: list[int] = []
+    at: dict[str, int] = {}
+    for axis in _AXIS.finditer(mesh):
+        name, size = axis["name"], int(axis["size"])
+        before, part = 1, size
+        if name in wanted and wanted[name]["part"] is not None:
+            before, part = int(wanted[name]["before"]), int(wanted[name]["part"])
+        at[name] = len(dims) + 1
+        dims += [before, part, size // (before * part)]
+    inner = [at[name] for name in wanted]
+    outer = [dim for dim in range(len(dims)) if dim not in inner]
+    return np.arange(prod(dims)).reshape(dims).transpose(*outer, *inner).reshape(-1, prod(dims[dim] for dim in inner))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

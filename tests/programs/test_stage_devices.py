@@ -101,6 +101,11 @@ def comparable(each: Exchange) -> tuple[str, list[tuple[int, ...]]]:
         ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
         ("replica_groups=[1,4]<=[4]", ((0, 1, 2, 3),)),
         ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=4,'b'=1] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4,'b'=1] {'a':(2)2}", ((0, 1), (2, 3))),
     ],
 )
 def test_groups_are_read_however_they_are_written(groups: str, expected: tuple[tuple[int, ...], ...]) -> None:
@@ -137,5 +142,7 @@ def test_a_pipeline_meets_its_partners_in_all_its_programs(monkeypatch: pytest.M
         pipeline.init(jax.random.key(0))
         pipeline.prepare({"x": np.ones((2, 2, 8), np.float32)})
     assert met == {mesh: own for mesh, own in used.items() if own}
+    groups = {group for own in met.values() for each in own for group in each.groups}
+    assert {len(group) for group in groups} == {2}, "nothing was taken for a group of all devices"
     assert {mesh.shape["tensor"] * mesh.shape["fsdp"] for mesh in met} == {4}
     assert {mesh.size for mesh in met} == {4, 8}, "units, and the stage with its replicas"
