@@ -161,6 +161,13 @@ class ChunkPlan:
         """The accumulators with one more microbatch."""
         return _accumulate(accumulators, self.split.weight_gradient(params, owed, derived=derived))
 
+    def forward_and_backward(self, params: Any, operands: Any, output_grads: Any) -> tuple[Any, Any]:
+        """(outputs, gradients): all that the programs of a microbatch compute, to be compared before it is compiled."""
+        outputs, stash = self.split.forward(params, operands)
+        if not self.has_backward:
+            return outputs, ()
+        return outputs, self.split.full_backward(params, stash, _ordered_sum(output_grads))
+
     def _pick_inputs(self, operand_grads: Any) -> tuple[Any, ...]:
         return tuple(operand_grads[0][place] for place in self.senders)
 

@@ -8,9 +8,8 @@ then.
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.stages import Compiled
 
@@ -94,10 +93,6 @@ def collectives(compiled: Compiled) -> tuple[str, ...]:
     return tuple(f"{one['op']} {one['shape']}{_OF_NO_MATTER.sub('', one['how'])}" for one in found if one)
 
 
-def joint_work(name: str, compiled: Mapping[str, Compiled], partition: Any = ()) -> dict[str, str]:
-    """How the parameters of a chunk of this name lie, and the collectives of its programs, each under a name."""
-    lies = {
-        f"{name}, parameter {jax.tree_util.keystr(path)}": str(spec)
-        for path, spec in jax.tree.leaves_with_path(partition)
-    }
-    return lies | {f"{name}, {title}": "; ".join(collectives(program)) for title, program in compiled.items()}
+def joint_work(name: str, compiled: Mapping[str, Compiled]) -> dict[str, str]:
+    """The collectives of the programs of a chunk of this name, each under a name."""
+    return {f"{name}, {title}": "; ".join(collectives(program)) for title, program in compiled.items()}

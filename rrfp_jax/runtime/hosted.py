@@ -47,6 +47,9 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.tasks import PipelineGraph, Placement
 
+Plans = Mapping[int, Sequence[Variant]]
+"""By base number, what is traced of a hosted chunk."""
+
 
 @dataclass
 class HostedState:
@@ -94,7 +97,7 @@ class HostedModel:
     ) -> None:
         require_jit()
         self.chunks, self.placement, self.process = tuple(chunks), placement, process
-        self._optimizer, self.updates = optimizer, updates
+        self.optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
         self._compiled: dict[Hashable, HostedPrograms] = {}
         self._store = ProgramStore()
@@ -148,7 +151,7 @@ class HostedModel:
     ) -> HostedState:
         state = HostedState({}, {})
         for base in self.base_chunks:
-            devices, model = self._grid(base), (self.chunks, base, self._optimizer)
+            devices, model = self._grid(base), (self.chunks, base, self.optimizer)
             trains = graph.trains(base)
             is_shared = self.updates.shard_optimizer and trains
             for replica, number in self.numbers(base).items():
@@ -190,7 +193,7 @@ class HostedModel:
 
     def _fill_in(self, base: int, state: HostedState) -> None:
         """Give what is still a spec in the optimizer state of a chunk the value that it starts from."""
-        devices, model = self._grid(base), (self.chunks, base, self._optimizer)
+        devices, model = self._grid(base), (self.chunks, base, self.optimizer)
         units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
         if _has_specs(state.shared.get(base)):
             fresh = initial_shared_state(*model, devices, {r: u.params for r, u in units.items()}, store=self._store)
@@ -223,11 +226,13 @@ class HostedModel:
         *,
         max_programs: int | None = None,
         evaluation: Buckets | None = None,
+        check_plans: Callable[[Plans], None] = lambda planned: None,
     ) -> HostedPrograms:
         """Compile everything for microbatches of these shapes, once; ``graph`` is that of one replica.
 
         ``evaluation`` are the shapes of those that are run forward alone; they are numbered after the others.
         ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
+        ``check_plans`` is given all that is traced before anything is compiled.
 
         Raises ValueError where chunks, graph and buckets do not fit, or where that would be more than ``max_programs``
         different ones.
@@ -235,7 +240,9 @@ class HostedModel:
         key = (graph, buckets.key, evaluation and evaluation.key)
         if key not in self._compiled:
             with tracing_for(self._target):
-                self._compiled[key] = self._compile(graph, buckets, evaluation, progress, max_programs)
+                self._compiled[key] = self._compile(
+                    graph, buckets, evaluation, progress, max_programs=max_programs, check_plans=check_plans
+                )
         return self._compiled[key]
 
     def _compile(
@@ -244,7 +251,9 @@ class HostedModel:
         buckets: Buckets,
         evaluation: Buckets | None,
         progress: CompileProgress,
+        *,
         max_programs: int | None,
+        check_plans: Callable[[Plans], None],
     ) -> HostedPrograms:
         require_jit()
         _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
@@ -268,7 +277,7 @@ class HostedModel:
                         self.chunks,
                         graph,
                         *planned[base],
-                        optimizer=self._optimizer,
+                        optimizer=self.optimizer,
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
                         stage=replicas,
@@ -283,6 +292,7 @@ class HostedModel:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
         variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
         _check_number(variants.values(), len(programs.shapes), max_programs)
+        check_plans(variants)
         count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
         queues, num_threads = self._compile_queues()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
@@ -401,7 +411,7 @@ class HostedModel:
             base,
             self.chunks,
             graph,
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             devices=self._grid(base),
             ordered=self.updates.deterministic,
             shard_optimizer=self.updates.shard_optimizer,

@@ -2,15 +2,17 @@
 
 1. the graph of one replica, with this batch's microbatches;
 2. the state, refused if its copies differ;
-3. the programs of the chunks that this process hosts;
+3. the programs of the chunks that this process hosts, refused if processes that share them have traced others;
 4. the sizes of all chunks, which the processes tell each other, and from them the windows;
 5. the order of all replicas, and the memory that it needs, refused if that is too much;
-6. the connections behind collectives;
+6. the programs again, refused if the compiler gave processes that share them other collectives, and the connections
+   behind collectives;
 7. the stages, each with its arbiter, running.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 
@@ -41,7 +43,7 @@ from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes
 from rrfp_jax.runtime.operating import check_evaluation
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.program_stage import ProgramStage
-from rrfp_jax.runtime.same_programs import check_same_programs
+from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
 from rrfp_jax.runtime.same_state import check_same_state
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
@@ -107,7 +109,14 @@ def prepare(
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
         check_same_state(model, state, step)  # before programs are compiled, which may take minutes
-        programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
+        programs = model.compile(
+            graph,
+            buckets,
+            progress,
+            max_programs=options.max_programs,
+            evaluation=evaluated,
+            check_plans=partial(check_same_plans, model),
+        )
         order, forecast = fitting_order(
             model,
             graph,

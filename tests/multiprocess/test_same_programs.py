@@ -43,9 +43,28 @@ def test_another_number_of_steps_on_one_rank_is_refused() -> None:
         assert sentence.startswith("refused: rank 1 goes on after 7 steps and rank 0 after 0: all copies"), sentence
 
 
-@pytest.mark.slow
-def test_another_computation_is_refused_by_its_program() -> None:
+def test_another_computation_is_refused_before_it_is_compiled() -> None:
+    """Compilers of GPUs would wait for each other for hours."""
     for sentence in told("computation"):
+        assert re.search(
+            r"would wait for each other for ever: embedding, layer 0, head, forward and backward, line \d+ of its "
+            r"text, is .* on rank 1 and .* on rank 0; give",
+            sentence,
+        ), sentence
+
+
+@pytest.mark.slow
+def test_another_optimizer_is_refused_by_the_line_that_differs() -> None:
+    for sentence in told("optimizer"):
+        assert re.search(
+            r"update embedding, .*, line \d+ of its text, is .*-2\.0+e-01.* on rank 1 and .*-1\.0+e-01.* on rank 0",
+            sentence,
+        ), sentence
+
+
+@pytest.mark.slow
+def test_other_collectives_after_compiling_are_refused_by_their_program() -> None:
+    for sentence in told("compiled"):
         assert re.search(r"embedding, layer 0, head, forward is all-reduce .* on rank 1 and all-reduce", sentence), (
             sentence
         )

@@ -12,11 +12,12 @@ from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 
 PATIENCE_S = 60.0
+DIFFERENCES = ("partition", "computation", "compiled", "optimizer", "parameters", "steps", "nothing")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("difference", choices=("partition", "computation", "parameters", "steps", "nothing"))
+    parser.add_argument("difference", choices=DIFFERENCES)
     difference = parser.parse_args().difference
     place = membership_from(os.environ)
     assert place is not None
@@ -26,6 +27,10 @@ def main() -> None:
     process = Process(Layout(num_stages=1, tensor=2, num_ranks=2), cluster, patience_s=PATIENCE_S)
     process.connect()
     process.start_jax("cpu")
+    if difference == "compiled":  # as if compilers made different programs of equal ones
+        from rrfp_jax.runtime import prepared
+
+        prepared.check_same_plans = lambda model, planned: None
     _train(process, difference if place.rank else "nothing")
     process.finish()
 
@@ -45,7 +50,7 @@ def _train(process: Any, difference: str) -> None:
         cut = chunk.partition
         assert cut is not None
         chunk = replace(chunk, partition=lambda params, axes: _whole_up(cut(params, axes)))
-    elif difference == "computation":
+    elif difference in ("computation", "compiled"):
         apply = chunk.apply
 
         def twice(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
@@ -56,7 +61,8 @@ def _train(process: Any, difference: str) -> None:
     elif difference == "parameters":
         init = chunk.init
         chunk = replace(chunk, init=lambda key: _halved(init(key)))
-    with Pipeline([chunk], placement=linear(1), process=process, optimizer=optax.sgd(0.1)) as pipeline:
+    optimizer = optax.sgd(0.2 if difference == "optimizer" else 0.1)
+    with Pipeline([chunk], placement=linear(1), process=process, optimizer=optimizer) as pipeline:
         state = pipeline.init(jax.random.key(0))
         if difference == "steps":
             state = pipeline.restore([held for _, held in pipeline.chunk_states(state)], 7)
