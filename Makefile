@@ -11,8 +11,11 @@ CONFIG ?= tpu_gpu_configs/cpu/debug.yaml
 MULTIMODAL := tpu_gpu_configs/cpu/multimodal.yaml
 # Where train-multimodal leaves its run; beside it, with -blind, the one to compare with.
 READING ?= runs/reading
-# What JAX is installed for: cpu, cuda12, cuda13 or tpu; empty: what this machine calls for (rrfp_jax/hardware.py).
+# What JAX is installed for: cpu, cuda12, cuda13 or tpu; empty: what this machine calls for (rrfp_jax/hardware.py). system:
+# the JAX that PYTHON has already, as in an image of a vendor.
 ACCELERATOR ?=
+# A folder that `make wheels` fills; `make setup` installs from it alone.
+WHEELS ?=
 # Extra arguments, for example: make train ARGS="--steps 20"   make test ARGS="-k window"
 ARGS ?=
 
@@ -21,17 +24,21 @@ PINS := $(wildcard requirements/constraints-*.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What the environment is for, chosen when it is made and whenever ACCELERATOR says something else.
 CHOSEN := $(VENV)/.accelerator
-# $(1): what to install, $(2): for which accelerator. On a terminal with one line that tells what pip does; elsewhere a dot
-# for every package. Where it fails, with pip's whole output.
-install = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
-	log=$(VENV)/install.log; what='$(1)'; also=; accelerator=$(2); \
-	if [ $$accelerator != cpu ]; then what="$$what[$$accelerator]"; also=" -c requirements/constraints-$$pins-$$accelerator.txt"; fi; \
-	command="$(PIP) install -c requirements/constraints-$$pins.txt$$also -e $$what"; \
+# $(1): what pip does, $(2): with what, $(3): for which accelerator. On a terminal with one line that tells what pip does;
+# elsewhere a dot for every package. Where it fails, with pip's whole output.
+pip = pins=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
+	log=$(VENV)/install.log; what='$(2)'; also=; accelerator=$(3); constraints=requirements/constraints-$$pins.txt; \
+	case $$accelerator in cpu) ;; \
+	  system) $(BIN)/python -P requirements/beside $$constraints >$(VENV)/constraints.txt; constraints=$(VENV)/constraints.txt;; \
+	  *) what="$$what[$$accelerator]"; also=" -c requirements/constraints-$$pins-$$accelerator.txt";; esac; \
+	command="$(PIP) $(1) -c $$constraints$$also $(if $(filter install,$(1)),-e )$$what"; \
 	say="printf ."; end="\n"; if [ -t 1 ]; then say="printf \r\033[K%.78s"; end="\r\033[K"; fi; \
 	$$command 2>&1 | tee "$$log" | while IFS= read -r line; do case "$$line" in \
-	  Collecting*|"  Downloading"*|Installing*) $$say "$$line";; esac; done \
+	  Collecting*|"  Downloading"*|Installing*|Saved*) $$say "$$line";; esac; done \
 	&& printf "$$end" || { printf "$$end"; cat "$$log" >&2; \
-	  echo "error: pip could not install '$$what'; its output is above" >&2; exit 1; }
+	  echo "error: pip could not $(if $(filter wheel,$(1)),collect,install) '$$what'; its output is above" >&2; exit 1; }
+OFFLINE := $(if $(WHEELS),--no-index --find-links $(WHEELS))
+COLLECTED := $(or $(WHEELS),wheels)
 
 .PHONY: help
 help: ## list every target
@@ -45,7 +52,7 @@ $(BIN)/python:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "making a virtual environment in $(VENV) ($$("$(PYTHON)" -V))"
-	@"$(PYTHON)" -m venv --clear "$(VENV)" >/dev/null \
+	@"$(PYTHON)" -m venv --clear $(if $(filter system,$(ACCELERATOR)),--system-site-packages) "$(VENV)" >/dev/null \
 	  || { rm -rf "$(VENV)"; echo "error: '$(PYTHON) -m venv' failed: on Debian or Ubuntu install the package python3-venv" >&2; exit 1; }
 
 ifneq ($(ACCELERATOR),)
@@ -58,24 +65,40 @@ $(CHOSEN): | $(BIN)/python
 FORCE:
 
 $(VENV)/.installed: pyproject.toml $(PINS) $(CHOSEN) | $(BIN)/python
+	@wheels="$(WHEELS)"; [ -z "$$wheels" ] || { chosen=$$(cat $(CHOSEN)); made=$$(cat "$$wheels/accelerator" 2>/dev/null) \
+	  || { echo "error: '$$wheels' holds no wheels: run 'make wheels WHEELS=FOLDER' where there is a network, and copy it" >&2; exit 1; }; \
+	  case $$chosen in cpu|system|$$made) ;; *) echo "error: '$$wheels' is for $$made, and JAX is to be for $$chosen: run" \
+	    "'make setup ACCELERATOR=$$made WHEELS=$$wheels', or collect others by 'make wheels ACCELERATOR=$$chosen'" >&2; exit 1;; esac; \
+	  tag=$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])'); \
+	  compgen -G "$$wheels/*-$$tag-*.whl" >/dev/null || { echo "error: '$$wheels' is for another Python than $$($(BIN)/python -V): name" \
+	    "the one that collected it by PYTHON=, after 'make clean', or collect with PYTHON=python$${tag:2:1}.$${tag:3}" >&2; exit 1; }; }
 	@echo "installing the pinned dependencies into $(VENV) (about a minute)"
-	@$(call install,.,$$(cat $(CHOSEN)))
+	@$(call pip,install $(OFFLINE),.,$$(cat $(CHOSEN)))
 	@touch "$@"
+
+# The tools go beside whatever JAX is there.
+beside = $$(grep -x system $(CHOSEN) || echo cpu)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools into $(VENV) (about a minute)"
-	@$(call install,.[dev],cpu)
+	@$(call pip,install $(OFFLINE),.[dev],$(beside))
 	@touch "$@"
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what builds the site into $(VENV)"
-	@$(call install,.[docs],cpu)
+	@$(call pip,install $(OFFLINE),.[docs],$(beside))
 	@touch "$@"
 
-.PHONY: setup dev
+.PHONY: setup dev wheels
 setup: $(VENV)/.installed ## make .venv and install the pinned dependencies, for the GPU or TPU that it finds or ACCELERATOR=...
 
 dev: $(VENV)/.installed-dev ## the same with the tools for tests, lint and types
+
+wheels: | $(BIN)/python ## collect what setup installs, into WHEELS=FOLDER, for another host with this Python
+	@mkdir -p "$(COLLECTED)"
+	@$(BIN)/python -S -P rrfp_jax/hardware.py "$(ACCELERATOR)" "$(COLLECTED)/accelerator"
+	@echo "collecting wheels in $(COLLECTED)"
+	@$(call pip,wheel --wheel-dir $(COLLECTED) setuptools,.,$$(cat "$(COLLECTED)/accelerator"))
 
 # -------------------------------------------------------------------------------------------------------- use
 

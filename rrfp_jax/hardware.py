@@ -7,18 +7,21 @@ The standard library is all that is needed here: ``make setup`` runs this file b
     python -P rrfp_jax/hardware.py WANTED FILE    # WANTED as ACCELERATOR= says, empty: what the host calls for
 
 An accelerator is named as the extra that installs JAX for it: ``cuda12``, ``cuda13``, ``tpu``, or ``cpu`` for none.
+``system`` stands for the JAX that the Python of an environment has already, as in the image of a vendor.
 """
 
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-CPU, CUDA12, CUDA13, TPU = "cpu", "cuda12", "cuda13", "tpu"
-ACCELERATORS = (CPU, CUDA12, CUDA13, TPU)
+CPU, CUDA12, CUDA13, TPU, SYSTEM = "cpu", "cuda12", "cuda13", "tpu", "system"
+ACCELERATORS = (CPU, CUDA12, CUDA13, TPU, SYSTEM)
 OLDEST_DRIVER = {CUDA13: 580, CUDA12: 525}
 """The major version of NVIDIA's driver that each CUDA needs at least, the newest CUDA first."""
 PACKAGES = {
@@ -163,6 +166,8 @@ def choose(wanted: str) -> tuple[str, str]:
     """
     if wanted and wanted not in ACCELERATORS:
         raise ValueError(f"ACCELERATOR is '{wanted}': give one of {', '.join(ACCELERATORS)}")
+    if wanted == SYSTEM:
+        return wanted, f"JAX {_system_jax()} of {sys.base_prefix}, as ACCELERATOR says"
     found, installed = find_hardware(), installed_accelerators()
     if wanted:
         _check_alone(wanted, installed)
@@ -176,6 +181,32 @@ def choose(wanted: str) -> tuple[str, str]:
         return kept, f"JAX for {kept}, since {PACKAGES[kept][0]} is installed already; {found.why} here"
     _check_alone(found.accelerator, installed)
     return found.accelerator, f"JAX for {found.accelerator}: {found.why}; ACCELERATOR=... takes another"
+
+
+def _system_jax() -> str:
+    """Returns the version of JAX that the environment takes from its Python; raises ValueError where it is no use."""
+    settings = Path(sys.prefix, "pyvenv.cfg")
+    if not re.search("(?m)^include-system-site-packages = true$", settings.read_text() if settings.exists() else ""):
+        raise ValueError(
+            f"the environment {sys.prefix} does not see the packages of its Python: remove it by 'make clean', then "
+            f"run 'make setup ACCELERATOR={SYSTEM}'"
+        )
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (oldest,) = (need.removeprefix("jax>=") for need in project["dependencies"] if need.startswith("jax>="))
+    other = f"take another image, or JAX from its packages by another ACCELERATOR ({', '.join(ACCELERATORS[:-1])})"
+    try:
+        found = version("jax")
+    except PackageNotFoundError:
+        raise ValueError(f"{sys.base_prefix} has no JAX, and {oldest} or newer is needed: {other}") from None
+    if _release(found) < _release(oldest):
+        raise ValueError(f"{sys.base_prefix} has JAX {found}, and {oldest} or newer is needed: {other}")
+    return found
+
+
+def _release(text: str) -> list[int]:
+    """Returns the numbers at the beginning of a version, as [0, 10, 2] of ``0.10.2.dev3+local``."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return [int(part) for part in found[0].split(".")] if found else []
 
 
 def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
@@ -213,7 +244,7 @@ def main(wanted: str, file: str) -> int:
         return 2
     record = Path(file)
     is_as_recorded = record.exists() and record.read_text(encoding="utf-8").strip() == chosen
-    if is_as_recorded and (chosen == CPU or chosen in installed_accelerators()):
+    if is_as_recorded and (chosen in (CPU, SYSTEM) or chosen in installed_accelerators()):
         return 0
     print(line)
     record.write_text(f"{chosen}\n", encoding="utf-8")
