@@ -210,6 +210,7 @@ case $2 in
 esac
 """
 SRUN = """#!/bin/bash
+printf '%s\n' "$*" >>srun.log
 while [[ $1 == --* ]]; do shift; done
 code=0
 export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES
@@ -316,6 +317,35 @@ def test_an_installed_rrfp_serves_as_well(script: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (tmp_path / ".venv/bin/rrfp").unlink()
     assert submit(script, "gpu/two_nodes_16", *processes, folder=tmp_path, RRFP=str(elsewhere)).returncode == 0
+
+
+@pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])
+def test_rrfp_may_be_started_in_a_container_by_a_command(script: str, tmp_path: Path) -> None:
+    processes = ["8"] if script == "launchers.sbatch" else []
+    command = f"env IMAGE=rrfp.sif {tmp_path}/elsewhere/rrfp"
+    result = submit(script, "gpu/two_nodes_16", *processes, folder=tmp_path, RRFP=command)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / ".venv/bin/rrfp").unlink()
+    assert submit(script, "gpu/two_nodes_16", *processes, folder=tmp_path, RRFP=command).returncode == 0
+
+
+def test_rrfp_may_be_started_in_a_container_by_options_of_srun(tmp_path: Path) -> None:
+    """Then a node has no rrfp but in the container, also for the run key."""
+    command = f"--container-image=rrfp.sqsh --container-mounts=/data {tmp_path}/elsewhere/rrfp"
+    result = submit("launchers.sbatch", "gpu/two_nodes_16", "8", folder=tmp_path, RRFP=command)
+    assert result.returncode == 0, result.stderr
+    tasks = (tmp_path / "srun.log").read_text().splitlines()
+    assert [line.partition(" launch ")[0] for line in tasks] == [
+        f"--nodes=1 --ntasks=1 {command}",
+        f"--kill-on-bad-exit=0 {command}",
+    ]
+    assert rrfp_calls(tmp_path)[0] == ["launch", "--new-key", "runs/rrfp-17/run.key"]
+    refused = submit("ranks.sbatch", "gpu/two_nodes_16", folder=tmp_path, RRFP=command)
+    assert (refused.returncode, refused.stderr) == (
+        BAD_INPUT,
+        "error: RRFP begins with '--container-image=rrfp.sqsh', an option of srun, and the supervisor is not started "
+        "by srun: take launchers.sbatch\n",
+    )
 
 
 @pytest.mark.parametrize("script", ["launchers.sbatch", "ranks.sbatch"])

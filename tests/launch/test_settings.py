@@ -51,3 +51,8 @@ def test_what_the_user_set_stands_and_keys_go_their_own_way():
     assert not made.keys() & {"RRFP_RUN_KEY", "RRFP_RUN_KEY_FILE", "RRFP_DETECT"}
     assert rank_environment(environ, 4)["NPROC"] == "4"
     assert rank_environment({}, None)["NPROC"] == "8"
+
+
+def test_variables_of_nccl_reach_every_rank() -> None:
+    given = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5", "NCCL_DEBUG": "INFO"}
+    assert rank_environment(given, None).items() >= given.items()
