@@ -15,7 +15,6 @@ from itertools import chain
 from math import lcm
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.batching_config import BatchingConfig
@@ -37,7 +36,7 @@ from rrfp_jax.planning.packing import Packing, most_rows, pack
 
 Cost = Callable[[int, Sequence[int]], float]
 """(tokens, patches of each image) -> what a sample costs, a positive number."""
-Patches = Callable[[int, int], NDArray[np.float32]]
+Patches = Callable[[int, int], NDArray[Any]]
 """(number of the sample in its step, number of the image in it) -> its patches ``[patches, patch_dim]``."""
 _MULTIPLE = 8
 """Lengths of rows are multiples of this."""
@@ -235,7 +234,7 @@ class Batching:
         if patches is not None:
             numbers = [(member, image) for member in members for image in range(len(samples[member].images))]
             made = (patches(*number) for number in numbers)
-            leaves["patches"] = patches_leaf(made, microbatch.image_places, shape, self._format.patch_dim)
+            leaves["patches"] = patches_leaf(made, microbatch.image_places, shape, self._format)
         return leaves
 
 

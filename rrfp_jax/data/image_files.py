@@ -91,13 +91,22 @@ def fitting_grid(width: int, height: int, *, block: int, merge: int, max_patches
 def read_pixels(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.float32]:
     """The image in the size of ``grid``, float32 ``[height, width, channels]`` from 0 to 1, grey or RGB.
 
+    Raises ValueError as :func:`read_bytes`.
+    """
+    pixels = read_bytes(path, grid, patch_size=patch_size, channels=channels, max_pixels=max_pixels)
+    return pixels.astype(np.float32) / np.float32(255)
+
+
+def read_bytes(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.uint8]:
+    """The image in the size of ``grid``, ``[height, width, channels]`` from 0 to 255, grey or RGB.
+
     Raises ValueError, in words that follow the name of the file, where it cannot be decoded or is too large.
     """
     size = (grid.columns * patch_size, grid.rows * patch_size)
     with _opened(path, max_pixels, "cannot be decoded") as image:
         image.draft(None, size)  # a large JPEG is decoded at a fraction of its size
         resized = _colours(image, channels).resize(size, Image.Resampling.BICUBIC)
-    return (np.asarray(resized, np.float32) / np.float32(255)).reshape(size[1], size[0], channels)
+    return np.asarray(resized, np.uint8).reshape(size[1], size[0], channels)
 
 
 def read_colours(path: Path, *, channels: int, max_pixels: int) -> Image.Image:

@@ -31,7 +31,7 @@ from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
 from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.held_together import group_keys, most_together
-from rrfp_jax.data.image_files import fitting_grid, read_pixels, size_of_image
+from rrfp_jax.data.image_files import fitting_grid, read_bytes, size_of_image
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.links import check_inside
@@ -108,7 +108,7 @@ class ImageText:
         self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
         self._check_lengths()
         self._format = PatchFormat(
-            config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None
+            config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None, dtype=np.uint8
         )
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
@@ -282,20 +282,20 @@ class ImageText:
     def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
         """Returns the batch of ``step`` (0, 1, ...), lists of microbatches by leaf; unread images are not decoded.
 
-        The leaves are those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` values; images of one
+        The leaves are those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` bytes; images of one
         ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. The samples in ``left_out``, by
         their numbers in the step, count nothing, and their images are blank. Raises BrokenData, naming file and line,
         for an image that cannot be decoded.
         """
         numbers = self._numbers(step)
 
-        def patches(sample: int, image: int) -> NDArray[np.float32]:
+        def patches(sample: int, image: int) -> NDArray[np.uint8]:
             line = self._lines[numbers[sample]]
             grid = [part for part in line.parts if isinstance(part, Grid)][image]
             if sample in left_out:
-                return np.zeros((grid.num_patches, self._format.patch_dim), np.float32)
+                return np.zeros((grid.num_patches, self._format.patch_dim), np.uint8)
             try:
-                return image_patches(self.config, line.files[image], grid)
+                return byte_patches(self.config, line.files[image], grid)
             except ValueError as error:
                 broken = BrokenData(str(self._of_file(line.number, line.files[image], error)))
                 broken.sample = sample
@@ -317,13 +317,12 @@ def image_grid(config: ImageTextConfig, file: Path) -> Grid:
     return fitting_grid(width, height, block=block, merge=config.merge, max_patches=config.max_patches)
 
 
-def image_patches(config: ImageTextConfig, file: Path, grid: Grid) -> NDArray[np.float32]:
+def byte_patches(config: ImageTextConfig, file: Path, grid: Grid) -> NDArray[np.uint8]:
     """``[patches, channels * patch_size**2]``; raises ValueError, likewise, where the image cannot be decoded."""
-    pixels = read_pixels(
+    pixels = read_bytes(
         file, grid, patch_size=config.patch_size, channels=config.channels, max_pixels=config.max_pixels
     )
-    normal = (pixels - np.array(config.mean, np.float32)) / np.array(config.std, np.float32)
-    return patches_of(normal, config.patch_size, 1 if config.row_order else config.merge)
+    return patches_of(pixels, config.patch_size, 1 if config.row_order else config.merge)
 
 
 def _at_home(name: str) -> Path:

@@ -46,7 +46,7 @@ class ImageTextConfig(BatchingConfig):
     max_bad_samples: int = 0
     """Number of samples with an unreadable line or image that are left out before the run saves and ends."""
     mean: tuple[float, ...] = (0.5,)
-    """Subtracted from pixels, which are 0 to 1: one number for all channels, or one for each."""
+    """Subtracted from pixels, which are 0 to 1, by the encoder: one number for all channels, or one for each."""
     std: tuple[float, ...] = (0.5,)
     """What pixels are divided by then: one number for all channels, or one for each."""
 

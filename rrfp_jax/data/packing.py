@@ -39,6 +39,8 @@ class PatchFormat(NamedTuple):
     """A feature is made of ``merge x merge`` patches."""
     is_packed: bool
     """Whether images of different sizes share rows; if not, each fills its row."""
+    dtype: Any = np.float32
+    """Of a patch's values: bytes are pixels as a file has them, which the encoder scales."""
 
 
 def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
@@ -49,7 +51,7 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
     specs = {name: jax.ShapeDtypeStruct(text, np.float32 if name == "weights" else np.int32) for name in TEXT_LEAVES}
     if shape.image_rows:
         specs["image_index"] = jax.ShapeDtypeStruct(text, np.int32)
-        specs["patches"] = jax.ShapeDtypeStruct((*images, patch_format.patch_dim), np.float32)
+        specs["patches"] = jax.ShapeDtypeStruct((*images, patch_format.patch_dim), patch_format.dtype)
         names = ("patch_segments", *_PLACES) if patch_format.is_packed else ("patch_segments",)
         specs |= {name: jax.ShapeDtypeStruct(images, np.int32) for name in names}
     return specs
@@ -108,10 +110,10 @@ def place_leaves(
 
 
 def patches_leaf(
-    patches: Iterable[NDArray[np.float32]], image_places: Packing, shape: Shape, patch_dim: int
-) -> NDArray[np.float32]:
-    """``patches`` of a microbatch, float32 ``[image_rows, image_length, patch_dim]``, from those of each image."""
-    leaf = np.zeros((shape.image_rows, shape.image_length, patch_dim), np.float32)
+    patches: Iterable[NDArray[Any]], image_places: Packing, shape: Shape, patch_format: PatchFormat
+) -> NDArray[Any]:
+    """``patches`` of a microbatch, ``[image_rows, image_length, patch_dim]``, from those of each image."""
+    leaf = np.zeros((shape.image_rows, shape.image_length, patch_format.patch_dim), patch_format.dtype)
     for values, row, start in zip(patches, image_places.rows, image_places.offsets, strict=True):
         leaf[row, start : start + len(values)] = values
     return leaf

@@ -237,7 +237,7 @@ class RenderedText:
         leaves["targets"][:] = 0
         leaves["weights"][:] = 0
         leaves["image_index"] = index_leaf(prompts, own_rows, image_places, shape, self.config.merge)
-        leaves["patches"] = patches_leaf(patches, image_places, shape, self._format.patch_dim)
+        leaves["patches"] = patches_leaf(patches, image_places, shape, self._format)
         leaves |= place_leaves(prompts, image_places, shape, self._format)
         asked = [slice(self._first_asked(pictures), None) for pictures in chosen]
         return HeldOut(

@@ -1,11 +1,34 @@
-"""How pictures become vectors: patches, projected, each with its position."""
+"""How pictures become vectors: patches, projected, each with its position.
+
+The pixels of a file are bytes and travel to the devices as bytes, a quarter of what they take as numbers.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.parts import learned, projection
+
+
+class PixelScale(NamedTuple):
+    """How pixels of a file, 0 to 255, become the numbers that an encoder was made for."""
+
+    mean: tuple[float, ...]
+    """Subtracted from pixels, which are 0 to 1 by then: one number for all channels, or one for each."""
+    std: tuple[float, ...]
+    """What they are divided by, likewise."""
+
+    def scaled(self, patches: jax.Array | np.ndarray) -> jax.Array:
+        """Bytes ``[..., patch_dim]``, in which a channel's values are consecutive, as float32."""
+        per_channel = patches.shape[-1] // max(len(self.mean), len(self.std))
+        mean, std = (
+            np.repeat(np.array(each, np.float32), patches.shape[-1] if len(each) == 1 else per_channel) for each in self
+        )
+        return (jnp.asarray(patches, jnp.float32) / 255 - mean) / std
 
 
 class Patches(nnx.Module):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rrfp_jax.models.attention import segment_bias
 from rrfp_jax.models.audio import Frames
@@ -32,7 +33,7 @@ from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
 from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.projector import Projector, ProjectorShape
 from rrfp_jax.models.tensor_cut import partition_vision_language
-from rrfp_jax.models.vision import Patches
+from rrfp_jax.models.vision import Patches, PixelScale
 from rrfp_jax.models.vision_language_config import (
     Modality,
     VisionLanguageConfig,
@@ -75,6 +76,7 @@ class VisionLanguageModel:
         gives_logits: bool = False,
         context: ContextCut | None = None,
         counts_answers: bool = False,
+        pixels: PixelScale | None = None,
     ) -> ChunkGraph:
         """Cut the model into chunks; every cut computes the same function of the same parameters.
 
@@ -85,7 +87,8 @@ class VisionLanguageModel:
         :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the last chunk returns float32 logits
         ``[batch, length, vocab_size]`` in place of the loss, to read them out.
 
-        Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, and where the
+        Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, or uint8 where
+        ``pixels`` says how these are scaled, and where the
         encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images, patches]``; all its chunks with layers
         then also read ``patch_segments``. Likewise ``frames``, float ``[clips, frames, bins]``, and ``frame_segments``.
         The decoder's first chunk reads ``tokens`` and, where the microbatch has features, ``image_index`` and
@@ -101,14 +104,16 @@ class VisionLanguageModel:
         if audio_layers_per_chunk is not None and self.config.audio is None:
             raise ValueError("audio_layers_per_chunk is given but the model has no audio encoder: leave it out")
         chains = {
-            modality.name: self._encoder_chunks(modality, counts[modality.name], projector_in)
+            modality.name: self._encoder_chunks(modality, counts[modality.name], projector_in, pixels)
             for modality in self.config.modalities
         }
         options = {"packed": packed, "gives_logits": gives_logits, "context": context, "counts_answers": counts_answers}
         chains["decoder"] = self._decoder_chunks(decoder_layers_per_chunk, projector_in, head_in, **options)
         return _graph(chains)
 
-    def _encoder_chunks(self, modality: Modality, counts: Sequence[int] | None, projector_in: str) -> list[Chunk]:
+    def _encoder_chunks(
+        self, modality: Modality, counts: Sequence[int] | None, projector_in: str, pixels: PixelScale | None
+    ) -> list[Chunk]:
         num_layers = modality.encoder.num_layers_run
         words = CutWords(
             counts=f"{'encoder' if modality.name == 'vision' else modality.name}_layers_per_chunk",
@@ -116,13 +121,15 @@ class VisionLanguageModel:
             last="projector" if projector_in == ENCODER else "norm" if modality.encoder.final_norm else "",
         )
         plans = plan_cut(num_layers, layers_per_chunk=[num_layers] if counts is None else counts, words=words)
-        chunks = [self._encoder_chunk(modality, plan, projector_in) for plan in plans]
+        chunks = [self._encoder_chunk(modality, plan, projector_in, pixels) for plan in plans]
         if projector_in == OWN_CHUNK:
             layer = _projector(self.config, modality)
             chunks.append(self._chunk([layer], partial(_run_encoder, stem=None), layer.name, ()))
         return chunks
 
-    def _encoder_chunk(self, modality: Modality, plan: ChunkPlan, projector_in: str) -> Chunk:
+    def _encoder_chunk(
+        self, modality: Modality, plan: ChunkPlan, projector_in: str, pixels: PixelScale | None
+    ) -> Chunk:
         layers = _encoder_layers(modality, plan)
         if plan.head and projector_in == ENCODER:
             layers.append(_projector(self.config, modality))
@@ -131,6 +138,7 @@ class VisionLanguageModel:
         run = partial(
             _run_encoder,
             stem=modality.data_leaf if plan.embedding else None,
+            pixels=pixels,
             segments=modality.segments_leaf if reads_segments else None,
             stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
             compute_dtype=encoder.compute_dtype,
@@ -225,6 +233,7 @@ def _run_encoder(
     leaves: dict[str, jax.Array],
     *,
     stem: str | None,
+    pixels: PixelScale | None = None,
     segments: str | None = None,
     stride: int = 1,
     compute_dtype: str = "float32",
@@ -232,6 +241,10 @@ def _run_encoder(
 ) -> jax.Array:
     """The layers in order; ``drops_first`` leaves the class token out of the features."""
     x, bias = inputs, None
+    if stem is not None and leaves[stem].dtype == jnp.uint8:
+        if pixels is None:
+            raise ValueError(f"{stem} are bytes: give them as floats, or say by `pixels` how the encoder scales bytes")
+        leaves = {**leaves, stem: pixels.scaled(leaves[stem])}
     if segments is not None:
         bias = segment_bias(leaves[segments][:, ::stride], compute_dtype)
     for name, module in modules.items():

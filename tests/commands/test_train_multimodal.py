@@ -187,6 +187,11 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
     assert held.num_samples + planned.dataset.num_samples == 40
     assert planned.cut is not None
     assert [chunk.apply_evaluating is not None for chunk in planned.cut.chunks] == [False, False, False, True]
+    # pixels are scaled by the encoder, which all sets share
+    sections["evaluation"] = {"every": 1, "sets": {"dark": {"mean": [0.1]}}}
+    with pytest.raises(ValueError, match=r"evaluation.sets.dark: .* leave out mean and std"):
+        plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
+    sections["evaluation"] = {"every": 1}
     # what is held out need not have images
     shown = [line for line in lines[4:] if not is_held_out(line["images"][0], 0.2)]
     told = [{"text": f"nothing to see in {number}"} for number in range(20)]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_parts import context_cut, vision_language_config
+from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
@@ -67,6 +67,7 @@ def small_cut(config: TrainConfig, num_stages: int, *, many: int = MANY) -> Smal
         decoder_layers_per_chunk=counts,
         packed=True,
         context=context_cut(config.pipeline),
+        pixels=pixel_scale(config),
     )
     seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * MANY, (PROJECTOR,))
     return SmallCut(

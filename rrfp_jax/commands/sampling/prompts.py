@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from rrfp_jax.commands.sampling.generating import TokenPrompt
 from rrfp_jax.data.image_files import read_pixels, size_of_image
-from rrfp_jax.data.image_text import MARKER, image_grid, image_patches
+from rrfp_jax.data.image_text import MARKER, byte_patches, image_grid
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
+from rrfp_jax.models.vision import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
 from rrfp_jax.planning.packing import pack
 
@@ -53,7 +54,7 @@ def prompt_with_images(
             [_patches(data, image, grid) for image, grid in zip(images, grids, strict=True)],
             places,
             shape,
-            patch_format.patch_dim,
+            patch_format,
         ),
         **place_leaves([sample], places, shape, patch_format),
     }
@@ -99,7 +100,7 @@ def _grid(data: ImageData, image: Path) -> Grid:
 def _patches(data: ImageData, image: Path, grid: Grid) -> NDArray[np.float32]:
     try:
         if isinstance(data, ImageTextConfig):
-            return image_patches(data, image, grid)
+            return np.asarray(PixelScale(data.mean, data.std).scaled(byte_patches(data, image, grid)))
         pixels = read_pixels(image, grid, patch_size=data.patch_size, channels=1, max_pixels=_MOST_PIXELS)
     except ValueError as error:
         raise ValueError(f"image {image} {error}") from None

@@ -67,6 +67,8 @@ def make_evaluation_sets(
     Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
     not exist or cannot be.
     """
+    from rrfp_jax.commands.training.model_parts import pixel_scale
+
     if config.evaluation is None:
         return {}
     sets = {}
@@ -80,6 +82,8 @@ def make_evaluation_sets(
             found = sets[name] = make_data_set(of_set, part, known=known, force=force)
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
+        if pixel_scale(of_set) != pixel_scale(config):
+            raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std")
         if not isinstance(found, RenderedText):  # rendered text never ends
             found.counts_once = True
     return sets

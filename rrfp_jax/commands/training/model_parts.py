@@ -10,6 +10,7 @@ from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.layer_cut import balanced_counts
+from rrfp_jax.models.vision import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.flops import pairs
 from rrfp_jax.planning.unit_axes import CONTEXT
@@ -48,6 +49,11 @@ def context_cut(layout: PipelineConfig) -> ContextCut | None:
     return ContextCut(devices=devices, attention=layout.context_attention) if devices > 1 else None
 
 
+def pixel_scale(config: TrainConfig) -> PixelScale | None:
+    """How the encoder scales the pixels of image files; None where pictures do not come as bytes."""
+    return None if config.image_text is None else PixelScale(config.image_text.mean, config.image_text.std)
+
+
 def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
     """The shape of a model with an encoder."""
     assert config.vision is not None
@@ -84,6 +90,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             packed=True,
             context=context_cut(layout),
             counts_answers=config.counts_answers,
+            pixels=pixel_scale(config),
         )
     except ValueError as error:
         words = {"decoder_layers_per_chunk": "layers_per_chunk", "head_in": "head_chunk"}
