@@ -10,6 +10,7 @@ from rrfp_jax.programs.freezing import freeze as freeze
 from rrfp_jax.programs.layers import ApplyLayers as ApplyLayers
 from rrfp_jax.programs.layers import InitLayers as InitLayers
 from rrfp_jax.programs.model_graph import mirrored as mirrored
+from rrfp_jax.programs.remat import one_layer as one_layer
 from rrfp_jax.runtime import NoProgress as NoProgress
 from rrfp_jax.runtime import PeerLost as PeerLost
 from rrfp_jax.runtime import RunFailed as RunFailed

@@ -82,7 +82,7 @@ class Pipeline:
         ordering: the order of tasks, and how many microbatches may be in flight.
         updates: how gradients become updates: clipping, steps that are left out, deterministic sums, ZeRO-1.
         remat: which values forwards keep or backwards recompute, for all chunks or one for each: ``none``, ``dots``,
-            ``full``, or a policy of ``jax.checkpoint``.
+            ``full``, names of what layers keep, or a policy of ``jax.checkpoint``.
         seed: the seed of the random keys that chunks read.
         options: how the stages run: memory limit, deadline, event logs and the like.
         trains: False for a pipeline that only evaluates: it holds no gradients and no optimizer state, and compiles no

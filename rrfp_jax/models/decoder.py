@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rrfp_jax.models.attention import cached_attention, causal_attention, segment_bias
 from rrfp_jax.models.config import LanguageModelConfig
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
         else:
             bias = None if rows is None else rows.bias
             mixed = causal_attention(query, key, value, window=self.window, bias=bias)
-        return self.output(mixed.reshape(*x.shape[:-1], -1))
+        return self.output(checkpoint_name(mixed.reshape(*x.shape[:-1], -1), "attention"))
 
     def extended(self, x: jax.Array, cache: KeysAndValues, start: jax.Array) -> tuple[jax.Array, KeysAndValues]:
         """The same for the tokens from position ``start`` on, what was before them being in the cache.

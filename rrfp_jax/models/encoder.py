@@ -7,6 +7,7 @@ query, key, value and output apart, ``fc1`` and ``fc2``.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rrfp_jax.models.attention import full_attention
 from rrfp_jax.models.encoder_config import EncoderConfig
@@ -37,7 +38,7 @@ class EncoderAttention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         heads = (part.reshape(*x.shape[:-1], self.num_heads, -1) for part in (query, key, value))
-        return self.output(full_attention(*heads, bias=bias).reshape(x.shape))
+        return self.output(checkpoint_name(full_attention(*heads, bias=bias).reshape(x.shape), "attention"))
 
 
 class EncoderMLP(nnx.Module):

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.models.config import LanguageModelConfig
@@ -233,10 +234,12 @@ def _into_places(
     is_dealt_out = len(gate) < num_experts
     if is_dealt_out:
         taken = jax.lax.all_to_all(taken, EXPERT, split_axis=1, concat_axis=0, tiled=True)
+    taken = checkpoint_name(taken, "experts")
     inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
     y = jnp.einsum("becm,emh->bech", inner, down)
     if is_dealt_out:
         y = jax.lax.all_to_all(y, EXPERT, split_axis=0, concat_axis=1, tiled=True)
+    y = checkpoint_name(y, "experts")
     weights = jax.vmap(lambda row, at: jnp.take_along_axis(row.T, at, axis=1))(routes.weights, source) * is_taken
     y = y * weights[..., None].astype(x.dtype)
     return jax.vmap(lambda row, at: jnp.zeros(x.shape[1:], jnp.float32).at[at].add(row))(y, source).astype(x.dtype)

@@ -32,6 +32,7 @@ from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.models.named_layers import NamedLayer, chunk_of
 from rrfp_jax.models.tensor_cut import partition
 from rrfp_jax.programs.chunk import Chunk, Partition
+from rrfp_jax.programs.remat import one_layer
 
 EMBEDDING = "embedding"
 """The token embedding; with tied embeddings also the copy in the head's chunk."""
@@ -236,10 +237,10 @@ def _run(
     is_token = leaves["segments"] != 0 if packed else None
     for layer in layers:
         if isinstance(layer, DecoderLayer):
-            hidden = layer(hidden, rows)
+            hidden = one_layer(partial(layer, rows=rows))(hidden)
             continue
         counts = None if not num_sparse else is_token if packed else leaves["weights"] != 0
-        hidden, added = layer(hidden, rows, is_token=is_token, counts=counts)
+        hidden, added = one_layer(partial(layer, rows=rows, is_token=is_token, counts=counts))(hidden)
         router_loss = router_loss + added / num_sparse if num_sparse else router_loss
     if not is_last:
         return (hidden, router_loss) if num_sparse else hidden

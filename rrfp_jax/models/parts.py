@@ -28,9 +28,23 @@ class Initial(Protocol):
     def compute_dtype(self) -> str: ...
 
 
+class _LeanRMSNorm(nnx.RMSNorm):
+    """Keeps its input alone for the backward, where differentiation wants float32 copies of it."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return jax.checkpoint(super().__call__, prevent_cse=False)(x)
+
+
+class _LeanLayerNorm(nnx.LayerNorm):
+    """Keeps its input alone, as :class:`_LeanRMSNorm` does."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return jax.checkpoint(super().__call__, prevent_cse=False)(x)
+
+
 def rms_norm(config: Initial, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """RMSNorm over the last ``dim`` numbers (Zhang and Sennrich 2019); its statistics are float32."""
-    return nnx.RMSNorm(
+    return _LeanRMSNorm(
         dim,
         epsilon=config.norm_eps,
         dtype=jnp.dtype(config.compute_dtype),
@@ -41,7 +55,7 @@ def rms_norm(config: Initial, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 def layer_norm(config: Initial, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """LayerNorm over the last ``dim`` numbers (Ba et al. 2016), with scale and bias; its statistics are float32."""
-    return nnx.LayerNorm(
+    return _LeanLayerNorm(
         dim,
         epsilon=config.norm_eps,
         dtype=jnp.dtype(config.compute_dtype),

@@ -41,6 +41,7 @@ from rrfp_jax.models.vision_language_config import (
     check_patch_places,
 )
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.tasks import Edge
 
 
@@ -251,7 +252,7 @@ def _run_encoder(
         if isinstance(module, Projector):
             x, drops_first = module(x[:, 1:] if drops_first else x), False
         elif isinstance(module, EncoderLayer):
-            x = module(x, bias)
+            x = one_layer(partial(module, bias=bias))(x)
         else:
             x = module(leaves if name == stem else x)
     return x[:, 1:] if drops_first else x

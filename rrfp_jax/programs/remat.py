@@ -1,28 +1,49 @@
 """Rematerialisation of a chunk: what its forward keeps for the backward, and what the backward computes again.
 
+A chunk that calls its layers through :func:`one_layer` keeps the input of each, and a backward computes one layer again
+at a time: a barrier makes the next one wait for the gradient that it is needed for. Any other chunk is computed again
+as a whole, and its backward needs room for all of it at once.
+
 With a split backward the input gradient recomputes and the weight gradient reuses what was recomputed. That makes what
 is owed between the two much larger than the stash, so rematerialisation pays most where backwards are not split.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
 
 Remat = str | Policy
 """``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and recomputes the rest;
-``full`` keeps inputs only and recomputes the whole forward; a policy decides itself."""
+``full`` keeps the inputs of layers only and recomputes their whole forward; names of :data:`KEPT`, joined by ``+``,
+keep these besides; a policy decides itself."""
+
+KEPT = ("attention", "experts")
+"""What a layer may be told to keep: the result of attention; tokens where they have reached their experts, and what
+these make of them, so that no backward sends them again. A layer of one's own names its arrays by
+``jax.ad_checkpoint.checkpoint_name``."""
+_CUDNN_FORWARD = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
+"""What cuDNN's forward returns has no name in JAX, and its backward needs all of it."""
 
 _NAMED: dict[str, Policy | None] = {"dots": jax.checkpoint_policies.dots_saveable, "full": None}
+_OUTPUT = "layer"
+"""The name of what a layer returns. The next one begins with it, so it is kept."""
+_of_layers: ContextVar[tuple[Policy | None] | None] = ContextVar("of_layers", default=None)
+"""The policy of the chunk that is being traced; None for one that is not rematerialised."""
 
 
 def check_remat(remat: Remat) -> None:
     """Raise ValueError for a name that stands for no rematerialisation."""
-    if not callable(remat) and remat != "none" and remat not in _NAMED:
-        raise ValueError(f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint")
+    if not callable(remat) and remat != "none" and remat not in _NAMED and not set(remat.split("+")) <= set(KEPT):
+        raise ValueError(
+            f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint, or what layers are to keep: "
+            f"{', '.join(KEPT)}, or {'+'.join(KEPT)}"
+        )
 
 
 def remat_of_chunks(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
@@ -37,11 +58,49 @@ def remat_of_chunks(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Re
     return policies
 
 
+def one_layer(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a layer of a chunk, ``fn(*arrays)``, that a backward computes again without any other layer.
+
+    Call it where the chunk's ``apply`` calls the layer: ``x = one_layer(layer)(params["layers.3"], x)``. Elsewhere,
+    and for chunks that are not rematerialised, it is ``fn``. What ``fn`` closes over is kept as its arguments are.
+    """
+
+    def run(*args: Any) -> Any:
+        found = _of_layers.get()
+        if found is None:
+            return fn(*args)
+        # its barrier keeps the layers of a backward in turn; the chunk's own jax.checkpoint has none
+        outputs = jax.checkpoint(fn, policy=found[0], prevent_cse=True)(*args)
+        return jax.tree.map(lambda each: checkpoint_name(each, _OUTPUT), outputs)
+
+    return run
+
+
 def rematerialised(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """``fn`` under this rematerialisation; raises ValueError for a name that stands for none."""
+    """``fn``, a chunk, under this rematerialisation; raises ValueError for a name that stands for none."""
     check_remat(remat)
     if remat == "none":
         return fn
-    policy = remat if callable(remat) else _NAMED[remat]
+    policies = jax.checkpoint_policies
+    own = remat if callable(remat) else _NAMED[remat] if remat in _NAMED else _keeping(remat.split("+"))
+    kept = policies.save_only_these_names(_OUTPUT)
+
+    def run(*args: Any) -> Any:
+        token = _of_layers.set((own,))
+        try:
+            return fn(*args)
+        finally:
+            _of_layers.reset(token)
+
     # forward and backward are programs of their own, so the compiler cannot merge what both compute
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+    policy = kept if own is None else policies.save_from_both_policies(own, kept)
+    return jax.checkpoint(run, policy=policy, prevent_cse=False)
+
+
+def _keeping(names: Sequence[str]) -> Policy:
+    is_named = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        return ("attention" in names and primitive.name in _CUDNN_FORWARD) or is_named(primitive, *args, **params)
+
+    return policy

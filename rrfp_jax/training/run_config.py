@@ -113,7 +113,8 @@ class PipelineConfig:
     """How many tasks ahead of a backward what its forward did not keep is computed again, in a task of its own, 0 for
     right before it; None: forwards keep it."""
     remat: str = "none"
-    """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``."""
+    """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``, layer by layer; or what
+    layers keep beside their inputs: ``attention``, ``experts`` or ``attention+experts``."""
     memory_limit: int | str | None = None
     """Memory of each stage, in bytes or as ``16GiB``; None: what its device has, if that is known."""
     backward: str | None = None

@@ -3,11 +3,15 @@
 from typing import Any
 
 import jax
+import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.remat import Remat, one_layer
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import accumulator_spec, num_bytes
 from rrfp_jax.tasks import chain
@@ -79,3 +83,94 @@ def test_the_weight_gradient_reuses_what_the_input_gradient_recomputed(remat: Re
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"remat is 'dot': give none, dots, full, or a policy of jax\.checkpoint"):
         plan("dot")
+
+
+WIDTH, INNER, ROWS = 64, 512, 128
+
+
+def layered(num_layers: int, *, by_layer: bool = True) -> list[Chunk]:
+    """A chunk between two others, each layer of which makes much more than it returns."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        shapes = {"up": (WIDTH, INNER), "down": (INNER, WIDTH)}
+        return {
+            f"layers.{n}": {name: jax.random.normal(key, shape) * 0.05 for name, shape in shapes.items()}
+            for n in range(num_layers)
+        }
+
+    def layer(layer: Any, x: jax.Array) -> jax.Array:
+        inner = checkpoint_name(jnp.tanh(x @ layer["up"]), "attention")
+        return x + jnp.sin(jnp.cos(inner) * inner) @ layer["down"]
+
+    def apply(params: Any, x: Any, leaves: Any, *, key: Any) -> Any:
+        for each in params.values():
+            x = (one_layer(layer) if by_layer else layer)(each, x)
+        return x
+
+    def first(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        return leaves["x"] * params["scale"]["value"]
+
+    def last(params: Any, x: Any, leaves: Any, *, key: Any) -> Any:
+        return jnp.sum(x**2), jnp.float32(1)
+
+    return [
+        Chunk(name="first", init=lambda key: {"scale": {"value": jnp.ones(WIDTH)}}, apply=first, leaves=("x",)),
+        Chunk(name="layers", init=init, apply=apply),
+        Chunk(name="last", init=lambda key: {}, apply=last),
+    ]
+
+
+def planned(chunks: list[Chunk], remat: Remat) -> ChunkPlan:
+    """The plan of the chunk with layers."""
+    graph = chain(3, 1)
+    shapes = derive_shapes(chunks, graph, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)})
+    return plan_chunk(1, chunks, graph, shapes, remat=remat)
+
+
+def ready_at_once(plan: ChunkPlan) -> list[bool]:
+    """For each layer that the backward computes again, whether it may before any gradient has come."""
+    params = jax.eval_shape(lambda: layered(6)[1].init(jax.random.key(0)))
+    split, grad = plan.split, plan.output_grads[0]
+    jaxpr = jax.make_jaxpr(split.full_backward)(params, split.stash_specs, grad).jaxpr
+    late, found = {jaxpr.invars[-1]}, []
+    for equation in jaxpr.eqns:
+        waits = any(isinstance(each, jax.extend.core.Var) and each in late for each in equation.invars)
+        late.update(equation.outvars if waits else ())
+        found += [not waits] * (equation.primitive.name == "tanh")
+    return found
+
+
+def test_layers_are_computed_again_one_at_a_time() -> None:
+    """Each waits for the gradient of the next one, and the stash are their inputs."""
+    plan = planned(layered(6), "full")
+    assert ready_at_once(plan) == [False] * 6
+    stash = plan.stash.specs
+    assert num_bytes((stash.donated, stash.saved, stash.kept)) == 6 * ROWS * WIDTH * 4
+    whole = planned(layered(6, by_layer=False), "full")
+    assert ready_at_once(whole) == [True] * 6
+    assert num_bytes((whole.stash.specs.donated, whole.stash.specs.saved)) == 0
+
+
+def test_layers_keep_what_is_named() -> None:
+    sizes = {}
+    for remat in ("full", "experts", "attention", "attention+experts", "dots"):
+        stash = planned(layered(2), remat).stash.specs
+        sizes[remat] = num_bytes((stash.donated, stash.saved, stash.kept))
+    named = 2 * ROWS * INNER * 4
+    assert sizes["experts"] == sizes["full"]
+    assert sizes["attention"] == sizes["attention+experts"] == sizes["full"] + named
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "attention"])
+def test_gradients_of_layers_are_those_without(remat: Remat) -> None:
+    chunks = layered(3)
+    params = chunks[1].init(jax.random.key(0))
+    x, grad = np.random.default_rng(0).standard_normal((2, ROWS, WIDTH), np.float32)
+
+    def gradients(remat: Remat) -> Any:
+        split = planned(chunks, remat).split
+        _, stash = split.forward(params, ((x,), {}, ((), ())))
+        return split.full_backward(params, stash, grad)
+
+    for found, expected in zip(*(jax.tree.leaves(gradients(each)) for each in (remat, "none")), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

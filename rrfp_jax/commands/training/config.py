@@ -177,7 +177,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
         "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
-        "pipeline.remat": ("none", "dots", "full"),
+        "pipeline.remat": ("none", "dots", "full", "attention", "experts", "attention+experts"),
         "pipeline.backward": (SPLIT, FUSED),
         "pipeline.transport": ("auto", "sockets", "transfer"),
         "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
