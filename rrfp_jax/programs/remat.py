@@ -19,7 +19,8 @@ Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
 
 Remat = str | Policy
-"""``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and recomputes the rest;
+"""``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and of fused attention, and
+recomputes the rest;
 ``full`` keeps the inputs of layers only and recomputes their whole forward; names of :data:`KEPT`, joined by ``+``,
 keep these besides; a policy decides itself."""
 
@@ -27,10 +28,24 @@ KEPT = ("attention", "experts")
 """What a layer may be told to keep: the result of attention; tokens where they have reached their experts, and what
 these make of them, so that no backward sends them again. A layer of one's own names its arrays by
 ``jax.ad_checkpoint.checkpoint_name``."""
+KEPT_BY_DOTS = "fused attention"
+"""The name, for ``jax.ad_checkpoint.checkpoint_name``, of what a fused forward of attention gives to its backward.
+``dots`` keeps it; otherwise the backward would run that forward again."""
 _CUDNN_FORWARD = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
 """What cuDNN's forward returns has no name in JAX, and its backward needs all of it."""
+_is_of_fused_attention = jax.checkpoint_policies.save_only_these_names(KEPT_BY_DOTS)
 
-_NAMED: dict[str, Policy | None] = {"dots": jax.checkpoint_policies.dots_saveable, "full": None}
+
+def _is_fused(primitive: Any, *args: Any, **params: Any) -> bool:
+    return primitive.name in _CUDNN_FORWARD or bool(_is_of_fused_attention(primitive, *args, **params))
+
+
+def _dots(primitive: Any, *args: Any, **params: Any) -> bool:
+    is_product = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+    return bool(is_product) or _is_fused(primitive, *args, **params)
+
+
+_NAMED: dict[str, Policy | None] = {"dots": _dots, "full": None}
 _OUTPUT = "layer"
 """The name of what a layer returns. The next one begins with it, so it is kept."""
 _of_layers: ContextVar[tuple[Policy | None] | None] = ContextVar("of_layers", default=None)
@@ -101,6 +116,7 @@ def _keeping(names: Sequence[str]) -> Policy:
     is_named = jax.checkpoint_policies.save_only_these_names(*names)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
-        return ("attention" in names and primitive.name in _CUDNN_FORWARD) or is_named(primitive, *args, **params)
+        is_fused = "attention" in names and _is_fused(primitive, *args, **params)
+        return is_fused or is_named(primitive, *args, **params)
 
     return policy
