@@ -25,6 +25,7 @@ from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
 from rrfp_jax.programs.specs import Specs, gradient_spec, pick, spec_of
 from rrfp_jax.programs.split import SplitBackward, split_backward
 from rrfp_jax.programs.splitting.versions import partitioned_axes
+from rrfp_jax.programs.splitting.widening import widens
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.tasks import PipelineGraph
 
@@ -297,6 +298,7 @@ def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, r
         operands,
         param_gradients={name: name in trained for name in params},
         input_gradients=(tuple(place in senders for place in range(len(shapes.inputs))), False, False),
+        widens=widens(),
     )
     plan = ChunkPlan(
         has_backward=has_backward,

@@ -81,17 +81,19 @@ def split_backward(
     *,
     param_gradients: Any = True,
     input_gradients: Any = True,
+    widens: bool = False,
 ) -> SplitBackward:
     """Splits `fn(params, inputs) -> outputs` for arguments of these shapes.
 
     `params`, `inputs` and the outputs are any pytrees; arguments are arrays or `jax.ShapeDtypeStruct`s. Leaves that are
     not inexact (integers, booleans, random keys) have no gradient, nor have those that `param_gradients` and
     `input_gradients` deny: a boolean for all, or a tree of booleans that is a prefix of `params` or `inputs`. If no
-    input has a gradient, all work is in the weight gradient; if no parameter has one, none is. Raises what tracing `fn`
+    input has a gradient, all work is in the weight gradient; if no parameter has one, none is. With `widens` products
+    that are gradients of parameters, cast to the parameters' dtype, are not rounded before. Raises what tracing `fn`
     raises.
     """
     traced = trace(fn, params, inputs, param_gradients, input_gradients)
-    joined = join(traced)
+    joined = join(traced, widens=widens)
     shared = hoisted(joined.all_nodes, joined.all_outputs, joined.params)
     return SplitBackward(_traced=traced, _joined=joined, _shared=tuple(shared))
 

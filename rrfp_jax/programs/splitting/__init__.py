@@ -5,6 +5,7 @@ The way of a function through this package:
 `tracing`    the function and its pullback become two jaxprs with shared residuals
 `lowering`   both become one list of nodes (`ir`, `operations`), calls inlined; what is fixed is known
 `fixed`      what is derived from parameters is written once, and computed once per update where that pays
+`widening`   gradients of parameters are not rounded before they are added up
 `stash`      which values the forward hands on
 `partition`  the rules: what I needs, what is left for W, inside loops and shard maps too
 `cut`        which values cross from I to W: fewest bytes

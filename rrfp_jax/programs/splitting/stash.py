@@ -22,6 +22,7 @@ from rrfp_jax.programs.splitting.lowering import lower, new_value
 from rrfp_jax.programs.splitting.operations import Apply
 from rrfp_jax.programs.splitting.rules import is_free
 from rrfp_jax.programs.splitting.tracing import Spec, Traced
+from rrfp_jax.programs.splitting.widening import widen_products
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,7 +53,7 @@ class Joined:
         return [*self.outputs, *self.stash, *self.params_grad, *self.inputs_grad]
 
 
-def join(traced: Traced) -> Joined:
+def join(traced: Traced, *, widens: bool = False) -> Joined:
     params = [_value(spec, fixed=True) for spec in traced.params.specs]
     inputs = [_value(spec, fixed=False) for spec in traced.inputs.specs]
     forward: list[Node] = []
@@ -70,6 +71,9 @@ def join(traced: Traced) -> Joined:
     backward = merge_fixed(backward, known, twins)
     gradients = renamed(gradients, twins)
     num_params = sum(traced.params.differentiable)
+    if widens:
+        backward, of_params = widen_products(backward, gradients[:num_params])
+        gradients = [*of_params, *gradients[num_params:]]
 
     whole = [*_repeatable(forward, residuals), *backward]
     live = slice_nodes(whole, gradients)

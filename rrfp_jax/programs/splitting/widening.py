@@ -1,0 +1,85 @@
+"""Gradients of parameters in the dtype in which they are added up, from the product itself.
+
+The gradient of a float32 parameter that is cast to bfloat16 for a product is a product in bfloat16, then a cast back to
+float32. Products add up in float32 anyway. So the rounding in between is left out: the product makes float32, and the
+compiler can add it to the accumulator in the same kernel, where it would write the rounded gradient and read it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jax.sharding import get_abstract_mesh
+
+from rrfp_jax.planning.unit_axes import other_axes
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, values
+from rrfp_jax.programs.splitting.operations import Apply
+from rrfp_jax.programs.target import current_target
+
+_MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+"""What may stand between a product and the cast, and does not mind a dtype."""
+
+
+def widens() -> bool:
+    """Whether products that are gradients of parameters make float32 in what is being traced.
+
+    Where devices hold other rows each, they add up their gradients for every microbatch: rounded ones are half the
+    bytes. XLA has no products of bfloat16 that make float32 for some shapes on CPUs.
+    """
+    return current_target().platform != "cpu" and not other_axes(get_abstract_mesh().shape)
+
+
+def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple[list[Node], list[Operand]]:
+    """The nodes and ``gradients`` without casts of products to a wider dtype, the products being in that dtype.
+
+    What somebody else reads too stays as it is, and so do the products of a loop's passes.
+    """
+    makers = {output: node for node in nodes for output in node.outputs}
+    readers = Counter(operand for node in nodes for operand in values(node.inputs))
+    readers.update(values(gradients))
+    renewed: dict[Node, Node | None] = {}
+    results: list[Operand] = []
+    for gradient in gradients:
+        shown = gradient
+        for node in _chain(gradient, makers, readers):
+            operation, made = node.operation, node.outputs[0]
+            assert isinstance(operation, Apply)
+            assert isinstance(gradient, Value)
+            if operation.name == "convert_element_type":
+                renewed[node] = None
+                continue
+            wide = Value(made.shape, gradient.dtype, fixed=made.fixed, varying=made.varying)
+            if operation.name == "dot_general":
+                params = {**operation.params, "preferred_element_type": np.dtype(gradient.dtype)}
+                renewed[node] = Node(replace(operation, params=params), node.inputs, (wide,))
+            else:
+                renewed[node] = Node(operation, (shown,), (wide,))
+            shown = wide
+        results.append(shown)
+    return [new for node in nodes if (new := renewed.get(node, node)) is not None], results
+
+
+def _chain(gradient: Operand, makers: Mapping[Operand, Node], readers: Mapping[Operand, int]) -> list[Node]:
+    """From a product to the gradient, with one cast to the gradient's dtype in it; empty if there is no such thing."""
+    chain: list[Node] = []
+    shown, casts = gradient, 0
+    while (node := makers.get(shown)) is not None and readers[shown] == 1 and isinstance(node.operation, Apply):
+        chain.append(node)
+        if node.operation.name == "dot_general":
+            dtypes = {operand.dtype for operand in values(node.inputs)}
+            return chain[::-1] if casts == 1 and dtypes == {node.outputs[0].dtype} else []
+        if node.operation.name == "convert_element_type":
+            casts += _is_rounded(node)
+        elif node.operation.name not in _MOVES:
+            return []
+        (shown,) = node.inputs
+    return []
+
+
+def _is_rounded(node: Node) -> bool:
+    """Whether a cast widens what was rounded to 16 bits."""
+    source = getattr(node.inputs[0], "dtype", None)
+    return str(source) in ("bfloat16", "float16") and str(node.outputs[0].dtype) == "float32"
