@@ -17,6 +17,7 @@ from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.context_attention import context_attention
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
+from rrfp_jax.models.head_loss import HeadLoss
 from rrfp_jax.models.parts import learned, projection, rms_norm
 from rrfp_jax.models.rotary import rotate, turned, turns
 
@@ -154,6 +155,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.z_loss = config.z_loss
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """``tokens`` int32 ``[batch, length]`` to vectors ``[batch, length, hidden]`` in the compute dtype."""
@@ -162,6 +164,11 @@ class Embedding(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
         return _float32_product("blh,vh->blv", x, self.table[...].astype(self.compute_dtype))
+
+    def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As :meth:`Head.loss`."""
+        how = HeadLoss(words_first=True, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
+        return how(x, self.table[...], targets, weights)
 
 
 def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -225,10 +232,20 @@ class Head(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.kernel = learned(config, (config.hidden, config.vocab_size), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.z_loss = config.z_loss
 
     def logits(self, x: jax.Array) -> jax.Array:
         """``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
         return _float32_product("blh,hv->blv", x, self.kernel[...].astype(self.compute_dtype))
+
+    def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The loss with its z-loss, summed over tokens by weight, and the z-loss alone; both float32 scalars.
+
+        ``x`` ``[batch, length, hidden]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``. It keeps no
+        logits, see :mod:`rrfp_jax.models.head_loss`.
+        """
+        how = HeadLoss(words_first=False, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
+        return how(x, self.kernel[...], targets, weights)
 
 
 def _float32_product(subscripts: str, x: jax.Array, matrix: jax.Array) -> jax.Array:

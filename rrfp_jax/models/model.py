@@ -245,16 +245,25 @@ def _run(
     if not is_last:
         return (hidden, router_loss) if num_sparse else hidden
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
-    logits = head.logits(modules[FINAL_NORM](hidden))
+    hidden = modules[FINAL_NORM](hidden)
     if gives_logits:
-        return logits
-    loss_sum, weight = token_loss(logits, leaves["targets"], leaves["weights"])
-    added = {ROUTER_LOSS: router_loss * weight} if num_sparse else {}
+        return head.logits(hidden)
+    named: dict[str, jax.Array] = {}
+    if count_answers is None:
+        loss_sum, squares = head.loss(hidden, leaves["targets"], leaves["weights"])
+        weight = jnp.sum(leaves["weights"].astype(jnp.float32))
+    else:  # who counts answers reads the logits anyway
+        logits = head.logits(hidden)
+        loss_sum, weight = token_loss(logits, leaves["targets"], leaves["weights"])
+        squares = z_loss * normaliser_loss(logits, leaves["weights"]) if z_loss else 0
+        loss_sum += squares
+        named |= count_answers(logits, leaves)
     if z_loss:
-        added[Z_LOSS] = z_loss * normaliser_loss(logits, leaves["weights"])
-    counted = {} if count_answers is None else count_answers(logits, leaves)
-    named = added | counted
-    return (loss_sum + sum(added.values()) if added else loss_sum, weight, *([named] if named else []))
+        named[Z_LOSS] = squares
+    if num_sparse:
+        named[ROUTER_LOSS] = router_loss * weight
+        loss_sum += named[ROUTER_LOSS]
+    return loss_sum, weight, *([named] if named else [])
 
 
 def _count_answers(

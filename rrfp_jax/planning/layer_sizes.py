@@ -26,6 +26,8 @@ from rrfp_jax.planning.flops import Flops, TaskFlops
 
 REMATS = ("none", "dots", "full")
 _FLOAT32 = 4
+HEAD_BLOCK_BYTES = 512 << 20
+"""The most that the float32 logits of one block take on one device; see :mod:`rrfp_jax.models.head_loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,28 +226,29 @@ def head_layer(
     compute_bytes: int,
     is_cast: bool,
 ) -> LayerSizes:
-    """Final norm, logits in float32, and the loss; ``vocab`` are the words of one device."""
+    """Final norm, logits in float32, and the loss; ``vocab`` are the words of one device.
+
+    The logits are made by blocks, once in F, with the gradient of their input, and once in W.
+    """
     c = compute_bytes
     stream, logits = hidden * c, vocab * _FLOAT32
-    none = hidden * (3 * _FLOAT32 + c) + logits + 21
-    stash = {"none": none, "dots": logits + stream + 8, "full": 8}[remat]
-    forward = num_tokens * (3 * stream + 3 * logits) + num_params * c
-    again = {"none": 0.0, "dots": num_tokens * (stream + 2 * logits), "full": forward}[remat]
+    stash = {"none": hidden * 3 * _FLOAT32 + 2 * stream + 20, "dots": 2 * stream + 12, "full": stream + 12}[remat]
+    passes = (4 + 2 * c / _FLOAT32) * logits  # three kernels read them, and their gradient is written and read
+    normed = num_tokens * 3 * stream
     return LayerSizes(
         flops=flops,
         num_params=num_params,
         moved_bytes=(
-            forward,
-            num_tokens * (2 * stream + 3 * logits) + num_params * c + again,
-            num_tokens * (stream + logits) + num_params * 2 * _FLOAT32,
+            normed + num_tokens * (stream + passes) + 2 * num_params * c,
+            normed + (0.0 if remat == "none" else normed),
+            num_tokens * (stream + passes) + num_params * (c + 2 * _FLOAT32),
         ),
         kept_bytes=num_tokens * stream if remat == "full" else 0,
         stash_bytes=num_tokens * stash,
-        owed_bytes=num_tokens * (stream + logits) + hidden * c,
+        owed_bytes=num_tokens * (stream + 12) + hidden * c,
         derived_bytes=num_params * c if is_cast else 0,
-        temporaries_bytes=2 * num_tokens * logits,
+        temporaries_bytes=2 * min(num_tokens * logits, HEAD_BLOCK_BYTES),
         more_temporaries_bytes=num_params * _FLOAT32,
-        recomputed=flops if remat == "full" else Flops(),
     )
 
 

@@ -31,6 +31,8 @@ these make of them, so that no backward sends them again. A layer of one's own n
 KEPT_BY_DOTS = "fused attention"
 """The name, for ``jax.ad_checkpoint.checkpoint_name``, of what a fused forward of attention gives to its backward.
 ``dots`` keeps it; otherwise the backward would run that forward again."""
+KEPT_ALWAYS = "kept"
+"""The name (``checkpoint_name``) of what is small and dear to compute again: only a policy of one's own drops it."""
 _CUDNN_FORWARD = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
 """What cuDNN's forward returns has no name in JAX, and its backward needs all of it."""
 _is_of_fused_attention = jax.checkpoint_policies.save_only_these_names(KEPT_BY_DOTS)
@@ -45,10 +47,14 @@ def _dots(primitive: Any, *args: Any, **params: Any) -> bool:
     return bool(is_product) or _is_fused(primitive, *args, **params)
 
 
-_NAMED: dict[str, Policy | None] = {"dots": _dots, "full": None}
+_always = jax.checkpoint_policies.save_only_these_names(KEPT_ALWAYS)
+_NAMED: dict[str, Policy] = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(_dots, _always),
+    "full": _always,
+}
 _OUTPUT = "layer"
 """The name of what a layer returns. The next one begins with it, so it is kept."""
-_of_layers: ContextVar[tuple[Policy | None] | None] = ContextVar("of_layers", default=None)
+_of_layers: ContextVar[Policy | None] = ContextVar("of_layers", default=None)
 """The policy of the chunk that is being traced; None for one that is not rematerialised."""
 
 
@@ -85,7 +91,7 @@ def one_layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         if found is None:
             return fn(*args)
         # its barrier keeps the layers of a backward in turn; the chunk's own jax.checkpoint has none
-        outputs = jax.checkpoint(fn, policy=found[0], prevent_cse=True)(*args)
+        outputs = jax.checkpoint(fn, policy=found, prevent_cse=True)(*args)
         return jax.tree.map(lambda each: checkpoint_name(each, _OUTPUT), outputs)
 
     return run
@@ -101,19 +107,18 @@ def rematerialised(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     kept = policies.save_only_these_names(_OUTPUT)
 
     def run(*args: Any) -> Any:
-        token = _of_layers.set((own,))
+        token = _of_layers.set(own)
         try:
             return fn(*args)
         finally:
             _of_layers.reset(token)
 
     # forward and backward are programs of their own, so the compiler cannot merge what both compute
-    policy = kept if own is None else policies.save_from_both_policies(own, kept)
-    return jax.checkpoint(run, policy=policy, prevent_cse=False)
+    return jax.checkpoint(run, policy=policies.save_from_both_policies(own, kept), prevent_cse=False)
 
 
 def _keeping(names: Sequence[str]) -> Policy:
-    is_named = jax.checkpoint_policies.save_only_these_names(*names)
+    is_named = jax.checkpoint_policies.save_only_these_names(KEPT_ALWAYS, *names)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         is_fused = "attention" in names and _is_fused(primitive, *args, **params)
