@@ -66,15 +66,14 @@ def start_jax(
         jax.config.update("jax_platforms", platform)
     if platform == _CPU:
         use_virtual_devices(num_local)
-    elif platform != _TPU:
-        take_part_of_memory(per_device, os.environ)
-        if (visible := visible_devices(rank, hosts, num_local, os.environ, per_device=per_device)) is not None:
-            jax.config.update("jax_cuda_visible_devices", visible)
-            jax.config.update("jax_rocm_visible_devices", visible)
+    elif platform != _TPU and (visible := visible_devices(rank, hosts, num_local, os.environ, per_device=per_device)):
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
     use_gloo(listen_on)
     connect_client(membership.coordinator, rank, num_ranks, key, timeout_s=timeout_s)
     if platform != _CPU:
-        require_accelerator()
+        with taking_part_of_memory(per_device, os.environ):
+            require_accelerator()
     check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
     return tuple(jax.local_devices()[:num_local])
 
@@ -130,13 +129,15 @@ def pin_threads(num_devices: int) -> None:
     os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))
 
 
-def take_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> None:
-    """Let JAX take the share of a GPU's memory that plans count, unless the user has said how much.
+@contextmanager
+def taking_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Around JAX's start: let it take the share of a GPU's memory that plans count, unless the user has said how much.
 
     JAX by itself takes 0.75. Each of ``per_device`` processes on one GPU gets an equal part of what their contexts
-    leave. The variable is read when the first device is made. Raises ValueError where contexts leave nothing.
+    leave. Processes that this one starts do not inherit it. Raises ValueError where contexts leave nothing.
     """
     if any(name in environ for name in _MEMORY_FRACTIONS):
+        yield
         return
     share = SHARE_OF_GPU
     if per_device > 1:
@@ -148,6 +149,10 @@ def take_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> N
             f"GPU of {total / 2**30:.1f} GiB: start fewer, or set {_MEMORY_FRACTIONS[0]}"
         )
     environ[_MEMORY_FRACTIONS[0]] = f"{share:.3f}"
+    try:
+        yield
+    finally:
+        del environ[_MEMORY_FRACTIONS[0]]
 
 
 def visible_devices(

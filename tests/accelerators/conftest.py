@@ -19,6 +19,9 @@ def accelerator() -> str:
     import jax
 
     if STAND_IN not in os.environ:
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # processes under test share the GPU with this one
         try:
             start_alone(None)
         except ValueError as error:

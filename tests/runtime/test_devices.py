@@ -11,7 +11,7 @@ from rrfp_jax.runtime import start_jax
 from rrfp_jax.runtime.start_jax import (
     check_devices,
     naming_neighbours,
-    take_part_of_memory,
+    taking_part_of_memory,
     visible_devices,
 )
 
@@ -56,24 +56,32 @@ def test_processes_take_what_their_contexts_leave(
 ):
     monkeypatch.setattr(start_jax, "smallest_gpu_bytes", lambda: None if gib is None else gib * 2**30)
     environ: dict[str, str] = {}
-    take_part_of_memory(per_device, environ)
-    assert environ == {"XLA_CLIENT_MEM_FRACTION": expected}
+    with taking_part_of_memory(per_device, environ):
+        assert environ == {"XLA_CLIENT_MEM_FRACTION": expected}
+    assert not environ, "processes that are started later have GPUs of their own, or share one"
     given = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}
-    take_part_of_memory(per_device, given)
+    with taking_part_of_memory(per_device, given):
+        assert given == {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}
     assert given == {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}
 
 
 def test_more_processes_than_a_device_holds_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start_jax, "smallest_gpu_bytes", lambda: 16 * 2**30)
-    with pytest.raises(ValueError, match=r"processes_per_device is 20, and the contexts .* fill a GPU of 16\.0 GiB"):
-        take_part_of_memory(20, {})
+    told = r"processes_per_device is 20, and the contexts .* fill a GPU of 16\.0 GiB"
+    with pytest.raises(ValueError, match=told), taking_part_of_memory(20, {}):
+        pass
 
 
 def test_a_process_that_is_alone_takes_the_share_that_plans_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setattr(process, "check_plugin", lambda platform: None)
+    read: list[float] = []
+    monkeypatch.setattr(
+        start_jax, "require_accelerator", lambda: read.append(float(os.environ["XLA_CLIENT_MEM_FRACTION"]))
+    )
     start_alone(None)
-    assert float(os.environ.pop("XLA_CLIENT_MEM_FRACTION")) == SHARE_OF_GPU
+    assert read == [SHARE_OF_GPU]
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
 
 
 def test_missing_devices_are_named_on_every_rank():

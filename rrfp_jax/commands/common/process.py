@@ -97,10 +97,9 @@ def start_alone(platform: str | None) -> None:
     """Start JAX in the only process of a run; raise ValueError as :func:`check_plugin`, or where a plugin fails."""
     check_plugin(platform)
     if platform != "cpu":
-        from rrfp_jax.runtime.start_jax import explaining_plugins, require_accelerator, take_part_of_memory
+        from rrfp_jax.runtime.start_jax import explaining_plugins, require_accelerator, taking_part_of_memory
 
-        take_part_of_memory(1, os.environ)
-        with explaining_plugins():
+        with explaining_plugins(), taking_part_of_memory(1, os.environ):
             require_accelerator()
 
 
