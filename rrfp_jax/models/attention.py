@@ -1,34 +1,59 @@
-"""Attention by the fastest implementation that the platform has for it.
+"""Attention by the fastest implementation that the target has for it; :func:`implementation` is the whole rule.
 
-On NVIDIA GPUs that is cuDNN's flash attention, by way of ``jax.nn.dot_product_attention``, where dtype, head size and
-what is asked allow: what its forward keeps for the backward grows with the length of the text. Elsewhere XLA compiles
-the formula as it stands, and keeps the scores of every token against every other.
+``cudnn``: flash attention of cuDNN, on NVIDIA GPUs. ``splash``: JAX's flash attention for TPUs. ``tiles``: our own
+tiles with a streaming softmax (:mod:`rrfp_jax.models.streaming`), for long rows that no kernel takes. ``formula``: XLA
+compiles the formula as it stands, and keeps the scores of every token against every other; that is right for short
+rows. What the first three keep for the backward grows with the length of the text, not with its square.
 
-Which one it is, is settled when a program is traced, so that forward and backward agree on what is kept.
+Kernels know no mesh: each device of a stage calls them with its own rows and heads (:func:`_on_mesh`). The choice is
+made when a program is traced, so that forward and backward agree on what is kept.
 
-Packed rows hold several samples, told apart by segment ids: a token looks only at tokens of its own id. That is said by
-a bias on the scores, made once for all layers of a chunk (:func:`segment_bias`): unlike a mask, the formula keeps
-nothing of it for the backward, and cuDNN keeps one. The weight of all other tokens is exactly 0, so nothing of a sample
-shows in the bits of its neighbours. Padding is a segment like any other, with id 0: each of its tokens looks at itself
-at least, and no row of the softmax is empty.
+Packed rows hold several samples, told apart by segment ids: a token looks only at tokens of its own id, and the weight
+of all other tokens is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a segment like
+any other, with id 0: each of its tokens looks at itself at least, and no row of the softmax is empty.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
+from math import gcd, prod
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.models.streaming import tiled_attention
+from rrfp_jax.planning.unit_axes import EXPERT, FSDP, TENSOR
+from rrfp_jax.private.jax_names import fused_attention_stablehlo
+from rrfp_jax.programs.remat import KEPT_BY_DOTS
 from rrfp_jax.programs.target import Target, current_target
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["cudnn", "splash", "tiles", "formula"]
 
-_CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
-_CUDNN_HEAD_DIM = 128
-"""The widest heads that cuDNN takes on every GPU that it supports, in multiples of 8."""
-_UNSEEN = -(2.0**41)
-"""Score of tokens that are not looked at: far below all others, and small enough for cuDNN to subtract two of them."""
+_Heads = tuple[jax.Array, jax.Array, jax.Array]
+"""Queries, keys and values."""
+_LONG = 1024
+"""Rows above this length are not left to the formula: the scores of 16 heads are 64 MiB in float32 there."""
+_NO_SEGMENT = -1
+"""Segment id of positions that are added at the end of a row to make its length even, or one of whole blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a layer asks of attention on one device."""
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    is_causal: bool
+    window: int | None = None
+    is_packed: bool = False
 
 
 def causal_attention(
@@ -37,21 +62,24 @@ def causal_attention(
     value: jax.Array,
     *,
     window: int | None = None,
-    bias: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Every token looks at itself and at earlier ones; scores and softmax are float32.
 
     ``query`` ``[batch, length, heads, head_dim]``, ``key`` and ``value`` ``[batch, length, kv_heads, head_dim]``, where
     ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. With a ``window`` it looks at that many
-    tokens, itself included; with the ``bias`` of packed rows, at those of its own segment.
+    tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, length]`` of ids from 0 on, at those
+    of its own segment.
     """
-    local = None if window is None or window >= query.shape[1] else (window - 1, 0)
-    return _attention(query, key, value, bias, is_causal=True, local_window_size=local)
+    reach = None if window is None or window >= query.shape[1] else window
+    return _attention(query, key, value, segments, is_causal=True, window=reach)
 
 
-def full_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None) -> jax.Array:
-    """Every patch or frame looks at all others, with ``bias`` at those of its own segment; otherwise the same."""
-    return _attention(query, key, value, bias, is_causal=False)
+def full_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None = None
+) -> jax.Array:
+    """Every patch or frame looks at all others, with ``segments`` at those of its own; otherwise the same."""
+    return _attention(query, key, value, segments, is_causal=False, window=None)
 
 
 def cached_attention(
@@ -68,66 +96,214 @@ def cached_attention(
     return jax.nn.dot_product_attention(query, keys, values, mask=is_seen[None, None], implementation="xla")
 
 
-def segment_bias(segments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What to add to scores so that tokens look at their own segment: ``[batch, 1, length, length]`` of ``dtype``.
-
-    ``segments`` are int ``[batch, length]``; ``dtype`` is that of the queries.
-    """
-    is_seen = segments[:, None, :, None] == segments[:, None, None, :]
-    return jnp.where(is_seen, 0.0, _UNSEEN).astype(dtype)
+# -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def implementation(target: Target, dtype: jnp.dtype, head_dim: int) -> Implementation:
-    """Returns the implementation that a target should run."""
-    fits = dtype in _CUDNN_DTYPES and head_dim <= _CUDNN_HEAD_DIM and not head_dim % 8
-    return "cudnn" if target.is_nvidia and fits else "xla"
+def implementation(target: Target, asked: Asked) -> Implementation:
+    """Returns the implementation that a target runs."""
+    if target.is_nvidia and _cudnn_widths(target, asked) is not None:
+        return "cudnn"
+    if target.platform == "tpu" and asked.dtype in (jnp.bfloat16, jnp.float32) and asked.length >= _LANES:
+        return "splash"
+    return "tiles" if asked.length > _LONG else "formula"
 
 
-def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, **asked: Any) -> jax.Array:
+def _attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    is_causal: bool,
+    window: int | None,
+) -> jax.Array:
+    cut = _Cut.of(query.shape, key.shape)
+    (rows, length, heads, head_dim), kv_heads = query.shape, key.shape[2] * cut.copies
+    asked = Asked(
+        rows=rows // cut.num_row_parts, length=length, heads=heads // cut.num_head_parts,
+        kv_heads=kv_heads // cut.num_head_parts, head_dim=head_dim, dtype=query.dtype, is_causal=is_causal,
+        window=window, is_packed=segments is not None,
+    )  # fmt: skip
     target = current_target()
-    choice = implementation(target, query.dtype, query.shape[-1])
-    asked_of_cudnn = (target, query.shape, key.shape, query.dtype, bias is not None)
-    problem = _refusal(*asked_of_cudnn, **asked) if choice == "cudnn" else None
+    choice = implementation(target, asked)
+    problem = _refusal(target, asked) if choice == "cudnn" else None
     if problem is not None:
         _say_once(problem)
-        choice = "xla"
-    compute = even_attention if choice == "cudnn" else jax.nn.dot_product_attention
-    return compute(query, key, value, bias, implementation=choice, **asked)
+        choice = "tiles" if length > _LONG else "formula"
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window}
+    if choice == "formula":
+        return _formula(query, key, value, segments, **options)
+    kernels: dict[str, Callable[..., jax.Array]] = {
+        "cudnn": partial(_cudnn, widths=_cudnn_widths(target, asked)),
+        "splash": _splash,
+        "tiles": tiled_attention,
+    }
+    return _on_mesh(partial(kernels[choice], **options), cut, (query, key, value), segments)
 
 
-def even_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, *, is_causal: bool, **asked: Any
+# -- over the mesh of a stage ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the devices of a mesh share the rows and heads of a call."""
+
+    axes: frozenset[str]
+    """All axes of the mesh."""
+    rows: tuple[str, ...] = ()
+    """Axes that share the rows."""
+    num_row_parts: int = 1
+    heads: str | None = None
+    """The axis that shares the heads."""
+    num_head_parts: int = 1
+    copies: int = 1
+    """How often each key head is repeated, so that the axis shares them as it shares the queries' heads."""
+
+    @classmethod
+    def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "_Cut":
+        mesh = get_abstract_mesh()
+        free = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+        sizes = {axis: mesh.shape[axis] for axis in free if mesh.shape[axis] > 1}
+        heads = TENSOR if query[2] % sizes.get(TENSOR, 1) == 0 and TENSOR in sizes else None
+        # the axes that cut rows between chunks come first; one that shares nothing else takes rows where they divide
+        rows: tuple[str, ...] = ()
+        for axis in sorted(sizes.keys() - {heads}, key=lambda axis: (axis != FSDP, axis != EXPERT, axis)):
+            if query[0] % (prod(sizes[each] for each in rows) * sizes[axis]) == 0:
+                rows = (*rows, axis)
+        num_head_parts = sizes[heads] if heads else 1
+        copies = num_head_parts // gcd(key[2], num_head_parts)
+        return cls(frozenset(free), rows, prod(sizes[axis] for axis in rows), heads, num_head_parts, copies)
+
+
+def _on_mesh(kernel: Callable[..., jax.Array], cut: _Cut, heads: _Heads, segments: Any) -> jax.Array:
+    """Each device computes its own rows and heads."""
+    if not cut.axes:
+        return kernel(*heads, segments)
+    query, key, value = heads
+    if cut.copies > 1:
+        # query head h reads key head h // (heads / kv_heads); so it does among repeated ones, on every device
+        key, value = (jnp.repeat(part, cut.copies, axis=2) for part in (key, value))
+    whole_rows = PartitionSpec(cut.rows or None)
+    own = PartitionSpec(cut.rows or None, None, cut.heads)
+    compute = jax.shard_map(
+        kernel,
+        axis_names=cut.axes,
+        in_specs=(own, own, own, None if segments is None else whole_rows),
+        out_specs=own,
+        check_vma=False,
+    )
+    return compute(query, key, value, segments)
+
+
+# -- the formula -------------------------------------------------------------------------------------------------------
+
+
+def _formula(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, *, is_causal: bool, window: int | None
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` over an even length, as cuDNN's backward wants it.
+    bias = None
+    if segments is not None:
+        # unlike a mask, nothing of a bias is kept for the backward
+        is_seen = segments[:, None, :, None] == segments[:, None, None, :]
+        bias = jnp.where(is_seen, 0.0, -(2.0**41)).astype(query.dtype)
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, is_causal=is_causal, local_window_size=local, implementation="xla"
+    )
 
-    Odd rows, such as those with a class token, get one more position, which no other looks at.
+
+# -- cuDNN -------------------------------------------------------------------------------------------------------------
+
+_ID_COLUMNS = 64
+"""Two for every bit of a segment id; see :func:`_with_ids`."""
+
+
+def _cudnn_widths(target: Target, asked: Asked) -> tuple[int, int] | None:
+    """Returns the head sizes of queries and values in cuDNN's call, or None where cuDNN does not take what is asked.
+
+    A backward takes heads of up to 256 on Hopper and of up to 128 elsewhere, and on both Hopper and datacentre
+    Blackwell queries of 192 with values of 128. All are multiples of 8.
     """
-    length = query.shape[1]
-    if length % 2:
-        query, key, value = (jnp.pad(part, ((0, 0), (0, 1), (0, 0), (0, 0))) for part in (query, key, value))
-        if bias is not None:
-            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=_UNSEEN)
-        elif not is_causal:
-            asked["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
-    return jax.nn.dot_product_attention(query, key, value, bias, is_causal=is_causal, **asked)[:, :length]
+    major, size = (target.capability or (8, 0))[0], asked.head_dim
+    widest = 256 if major == 9 else 128
+    if asked.dtype not in (jnp.bfloat16, jnp.float16) or size % 8 or size > widest:
+        return None
+    if not asked.is_packed:
+        return size, size
+    if 64 < size <= 128:
+        return (192, 128) if major in (9, 10) else None
+    return (size + _ID_COLUMNS,) * 2 if size + _ID_COLUMNS <= widest else None
+
+
+def _cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any,
+    *, is_causal: bool, window: int | None, widths: tuple[int, int] | None,
+) -> jax.Array:  # fmt: skip
+    assert widths is not None
+    length, size = query.shape[1], query.shape[-1]
+    options: dict[str, Any] = {}
+    if length % 2:  # cuDNN's backward wants an even length
+        query, key, value, segments = _lengthened(length + 1, query, key, value, segments)
+        if segments is None and not is_causal:
+            options["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
+    if segments is None:
+        local = None if window is None else (window - 1, 0)
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, is_causal=is_causal, local_window_size=local, implementation="cudnn", **options
+        )
+        return mixed[:, :length]
+    query, key = _with_ids(query, key, segments, widths[0])
+    fused = fused_attention_stablehlo
+    mixed = fused.dot_product_attention(
+        query,
+        key,
+        _widened(value, widths[1]),
+        scale=size**-0.5,
+        mask_type=fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK,
+        sliding_window_length=window,
+    )
+    return mixed[:, :length, :, :size]
+
+
+def _with_ids(query: jax.Array, key: jax.Array, segments: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys with the segments' ids in columns of their own, so that no bias has to say what is seen.
+
+    A bit ``a`` of a query's id and ``b`` of a key's add ``-c (a (1 - b) + (1 - a) b)`` to the score: exactly 0 where
+    they are equal, so equal ids leave the score as it is; and otherwise ``-c``, after which a weight is exactly 0.
+    """
+    bits = (segments[..., None] >> jnp.arange(_ID_COLUMNS // 2)) & 1
+    asks, answers = jnp.concatenate([bits, 1 - bits], axis=-1), jnp.concatenate([1 - bits, bits], axis=-1)
+    # c is 2 ** 23, in factors that float16 holds
+    columns = (asks * 2**8, answers * -(2**15))
+    return tuple(  # type: ignore[return-value]
+        _widened(jnp.concatenate([part, _for_heads(each, part)], axis=-1), width)
+        for part, each in zip((query, key), columns, strict=True)
+    )
+
+
+def _for_heads(columns: jax.Array, part: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(columns[:, :, None].astype(part.dtype), (*part.shape[:-1], columns.shape[-1]))
+
+
+def _widened(part: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(part, ((0, 0),) * 3 + ((0, width - part.shape[-1]),))
 
 
 @cache
-def _refusal(
-    target: Target, query: tuple[int, ...], key: tuple[int, ...], dtype: jnp.dtype, is_biased: bool, **asked: Any
-) -> str | None:
-    """Why cuDNN does not take these shapes, if it does not: older GPUs and versions do less, and so does a backward."""
-    del target  # a key of the cache: JAX asks for its capability
-    batch, length = query[:2]
-    heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key)]
-    bias = jax.ShapeDtypeStruct((batch, 1, length, length), dtype) if is_biased else None
+def _refusal(target: Target, asked: Asked) -> str | None:
+    """Why JAX gives cuDNN no such call, if it does not: older versions of cuDNN do less, and so does a backward."""
+    query = jax.ShapeDtypeStruct((asked.rows, asked.length, asked.heads, asked.head_dim), asked.dtype)
+    key = jax.ShapeDtypeStruct((asked.rows, asked.length, asked.kv_heads, asked.head_dim), asked.dtype)
+    segments = np.zeros((asked.rows, asked.length), np.int32) if asked.is_packed else None
+    options: dict[str, Any] = {"is_causal": asked.is_causal, "window": asked.window}
+    compute = partial(_cudnn, segments=segments, widths=_cudnn_widths(target, asked), **options)
 
-    def gradients(bias: Any, *heads: Any) -> Any:
-        mixed, pullback = jax.vjp(partial(even_attention, bias=bias, implementation="cudnn", **asked), *heads)
+    def gradients(*heads: Any) -> Any:
+        mixed, pullback = jax.vjp(compute, *heads)
         return pullback(mixed)
 
     try:
-        jax.eval_shape(gradients, bias, *heads)
+        jax.eval_shape(gradients, query, key, key)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return None
@@ -136,3 +312,59 @@ def _refusal(
 @cache
 def _say_once(problem: str) -> None:
     logging.getLogger(__name__).warning("attention is not fused, and takes more memory and time: %s", problem)
+
+
+# -- TPUs --------------------------------------------------------------------------------------------------------------
+
+_LANES, _LARGEST_BLOCK = 128, 1024
+_FEW_BLOCKS = 4
+"""Up to so many blocks of keys one kernel makes all gradients; it holds the queries' once for every block."""
+
+
+def _splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any,
+    *, is_causal: bool, window: int | None, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    # not at the head: a process without TPUs needs no compiler for their kernels
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length, heads, size = query.shape[1:]
+    step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
+    padded = -(-length // step) * step
+    if padded > length:
+        if segments is None and not is_causal:
+            segments = jnp.zeros(query.shape[:2], jnp.int32)
+        query, key, value, segments = _lengthened(padded, query, key, value, segments)
+    block = padded if padded <= _LARGEST_BLOCK else _LARGEST_BLOCK if padded % _LARGEST_BLOCK == 0 else step
+    half = block if block % (2 * _LANES) else block // 2
+    is_few = padded // block <= _FEW_BLOCKS
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=half,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=half,
+        block_q_dq=None if is_few else block, block_kv_dq=None if is_few else block, use_fused_bwd_kernel=is_few,
+    )  # fmt: skip
+    shape = (padded, padded)
+    mask: Any = splash.FullMask(shape)
+    if is_causal:
+        mask = (
+            splash.CausalMask(shape)
+            if window is None
+            else splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+        )
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+        residual_checkpoint_name=KEPT_BY_DOTS, interpret=interpret,
+    )  # fmt: skip
+    # the kernel takes heads before positions, and no factor for the scores
+    scaled = (query * size**-0.5).astype(query.dtype)
+    query, key, value = (part.swapaxes(1, 2) for part in (scaled, key, value))
+    ids = None if segments is None else splash.SegmentIds(segments, segments)
+    return jax.vmap(kernel)(query, key, value, ids).swapaxes(1, 2)[:, :length]
+
+
+def _lengthened(length: int, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any) -> Any:
+    """Rows with positions at the end that no other looks at, provided attention is causal or told segments."""
+    more = length - query.shape[1]
+    longer = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
+    told = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=_NO_SEGMENT)
+    return *longer, told

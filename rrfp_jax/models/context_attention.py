@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from rrfp_jax.models.attention import causal_attention, segment_bias
+from rrfp_jax.models.attention import causal_attention
 from rrfp_jax.models.context_cut import AUTO, GATHER, RING, ContextCut, SequenceOrder
 from rrfp_jax.models.streaming import (
+    LARGEST_TILE,
     Gradients,
     Keys,
     Looked,
@@ -37,15 +39,16 @@ from rrfp_jax.models.streaming import (
     Places,
     Softmax,
     causal,
+    key_tiles,
     look,
     look_back,
     nothing_seen,
+    query_tiles,
     result,
+    untiled,
 )
 from rrfp_jax.planning.unit_axes import CONTEXT, TENSOR
-
-_LARGEST_TILE = 1024
-"""Of queries and of keys: of 8 heads in float32 the scores of a pair of tiles are 32 MiB."""
+from rrfp_jax.programs.remat import KEPT_BY_DOTS
 
 
 class _Look(NamedTuple):
@@ -89,7 +92,7 @@ def context_attention(
     if mesh.shape.get(CONTEXT, 1) != cut.devices or cut.devices == 1 or length % cut.devices:
         return _uncut(query, key, value, order, segments)
     piece = length // cut.devices // (2 if order.is_balanced(length) else 1)
-    tile = next(size for size in range(min(piece, _LARGEST_TILE), 0, -1) if piece % size == 0)
+    tile = next(size for size in range(min(piece, LARGEST_TILE), 0, -1) if piece % size == 0)
     attention = cut.attention if cut.attention != AUTO else automatic(query.shape, key.shape, mesh.shape)
     seen = _Look(length, order, attention == RING, tile)
     cut_spec = PartitionSpec(None, CONTEXT)
@@ -118,8 +121,7 @@ def _uncut(
         home = np.argsort(there)
         query, key, value = (array[:, home] for array in (query, key, value))
         segments = None if segments is None else segments[:, home]
-    bias = None if segments is None else segment_bias(segments, query.dtype)
-    mixed = causal_attention(query, key, value, window=order.window, bias=bias)
+    mixed = causal_attention(query, key, value, window=order.window, segments=segments)
     return mixed if there is None else mixed[:, there]
 
 
@@ -132,20 +134,20 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, s
 
 
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, seen: _Look) -> Any:
-    queries, own = _query_tiles(query, key.shape[2], seen.tile), _Sent.of(key, value, segments, seen.tile)
+    queries, own = query_tiles(query, key.shape[2], seen.tile), _Sent.of(key, value, segments, seen.tile)
 
     def round_(state: Softmax, held: _Sent, number: Any, pairs: jax.Array) -> Softmax:
         return look(state, queries, Keys(held.keys, held.values), _between(seen, own, held, number, pairs))
 
     state = _in_rounds(round_, nothing_seen(queries), own, seen)
     mixed, logsums = result(state)
-    mixed = _untiled(mixed).astype(query.dtype)
+    mixed, logsums = (checkpoint_name(part, KEPT_BY_DOTS) for part in (untiled(mixed).astype(query.dtype), logsums))
     return mixed, (query, key, value, segments, mixed, logsums)
 
 
 def _backward(seen: _Look, kept: Any, mixed_grad: jax.Array) -> Any:
     query, key, value, segments, mixed, logsums = kept
-    own, tiles = _Sent.of(key, value, segments, seen.tile), partial(_query_tiles, num_keys=key.shape[2], size=seen.tile)
+    own, tiles = _Sent.of(key, value, segments, seen.tile), partial(query_tiles, num_keys=key.shape[2], size=seen.tile)
     products = mixed_grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     looked = Looked(tiles(query), logsums, tiles(mixed_grad), tiles(products).sum(-1))
 
@@ -158,7 +160,7 @@ def _backward(seen: _Look, kept: Any, mixed_grad: jax.Array) -> Any:
     none = jnp.zeros_like(looked.queries, jnp.float32)
     of_queries, of_sent = _back_in_rounds(round_, none, own, seen)
     of_key, of_value = (part.swapaxes(0, 1).reshape(key.shape) for part in of_sent)
-    return _untiled(of_queries).astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype), None
+    return untiled(of_queries).astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -173,20 +175,8 @@ class _Sent(NamedTuple):
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, segments: Any, tile: int) -> "_Sent":
-        keys, values = (part.reshape(len(part), -1, tile, *part.shape[2:]).swapaxes(0, 1) for part in (key, value))
-        of_rows = None if segments is None else segments.reshape(len(segments), -1, tile).swapaxes(0, 1)
-        return cls(keys, values, of_rows)
-
-
-def _query_tiles(query: jax.Array, num_keys: int, size: int) -> jax.Array:
-    batch, local, heads, dim = query.shape
-    tiles = query.reshape(batch, local // size, size, num_keys, heads // num_keys, dim)
-    return tiles.transpose(1, 0, 3, 4, 2, 5)
-
-
-def _untiled(tiles: jax.Array) -> jax.Array:
-    num, batch, num_keys, group, tile, dim = tiles.shape
-    return tiles.transpose(1, 0, 4, 2, 3, 5).reshape(batch, num * tile, num_keys * group, dim)
+        keys, values = key_tiles(key, tile), key_tiles(value, tile)
+        return cls(keys, values, None if segments is None else key_tiles(segments, tile))
 
 
 def _between(seen: _Look, own: "_Sent", held: "_Sent", number: Any, pairs: jax.Array) -> Pairs:

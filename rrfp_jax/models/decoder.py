@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from rrfp_jax.models.attention import cached_attention, causal_attention, segment_bias
+from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.context_attention import context_attention
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
@@ -29,14 +29,13 @@ class PackedRows(NamedTuple):
     """Of the rotary angles, float32 ``[batch, length, 1, head_dim / 2]``."""
     cos: jax.Array
     """Likewise."""
-    bias: jax.Array
-    """Keeps tokens to their segment, ``[batch, 1, length, length]`` in the compute dtype."""
+    segments: jax.Array
+    """Ids of the segments, int32 ``[batch, length]``; a token looks at those of its own."""
 
 
 def packed_rows(config: LanguageModelConfig, positions: jax.Array, segments: jax.Array) -> PackedRows:
     """From the position of every token in its segment and the segment's id, both int ``[batch, length]``."""
-    bias = segment_bias(segments, jnp.dtype(config.compute_dtype))
-    return PackedRows(*turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), bias)
+    return PackedRows(*turns(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling), segments)
 
 
 class CutRows(NamedTuple):
@@ -101,8 +100,8 @@ class Attention(nnx.Module):
             options: dict[str, Any] = {"cut": rows.cut, "segments": rows.segments}
             mixed = context_attention(query, key, value, window=self.window, **options)
         else:
-            bias = None if rows is None else rows.bias
-            mixed = causal_attention(query, key, value, window=self.window, bias=bias)
+            segments = None if rows is None else rows.segments
+            mixed = causal_attention(query, key, value, window=self.window, segments=segments)
         return self.output(checkpoint_name(mixed.reshape(*x.shape[:-1], -1), "attention"))
 
     def extended(self, x: jax.Array, cache: KeysAndValues, start: jax.Array) -> tuple[jax.Array, KeysAndValues]:

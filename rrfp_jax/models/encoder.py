@@ -32,13 +32,13 @@ class EncoderAttention(nnx.Module):
         self.query_norm = rms_norm(config, config.hidden, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, config.hidden, rngs) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """``[rows, length, hidden]`` to the same shape and dtype; ``bias`` is that of packed rows, if they are."""
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         heads = (part.reshape(*x.shape[:-1], self.num_heads, -1) for part in (query, key, value))
-        return self.output(checkpoint_name(full_attention(*heads, bias=bias).reshape(x.shape), "attention"))
+        return self.output(checkpoint_name(full_attention(*heads, segments=segments).reshape(x.shape), "attention"))
 
 
 class EncoderMLP(nnx.Module):
@@ -64,9 +64,9 @@ class EncoderLayer(nnx.Module):
         self.mlp = EncoderMLP(config, rngs)
         self.attention_scale, self.mlp_scale = (_layer_scale(config) for _ in range(2))
 
-    def __call__(self, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """``[rows, length, hidden]`` to the same shape and dtype."""
-        x = x + _scaled(self.attention(self.attention_norm(x), bias), self.attention_scale)
+        x = x + _scaled(self.attention(self.attention_norm(x), segments), self.attention_scale)
         return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 

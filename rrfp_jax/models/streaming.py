@@ -12,11 +12,18 @@ computes the scores again.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.programs.remat import KEPT_BY_DOTS
+
+LARGEST_TILE = 1024
+"""Of queries and of keys: of 8 heads in float32 the scores of a pair of tiles are 32 MiB."""
 _UNSEEN = -1e30
 """Score of what is not seen, and the largest score of a query that has seen nothing yet."""
 
@@ -127,6 +134,24 @@ def look_back(gradients: Gradients, own: Looked, there: Keys, pairs: Pairs) -> G
     return jax.lax.scan(one, gradients, pairs.numbers)[0]
 
 
+def query_tiles(query: jax.Array, num_keys: int, size: int) -> jax.Array:
+    """Queries ``[batch, length, heads, head_dim]`` in tiles of ``size`` positions, for so many key heads."""
+    batch, local, heads, dim = query.shape
+    tiles = query.reshape(batch, local // size, size, num_keys, heads // num_keys, dim)
+    return tiles.transpose(1, 0, 3, 4, 2, 5)
+
+
+def key_tiles(part: jax.Array, size: int) -> jax.Array:
+    """Keys, values or segments, ``[batch, length, ...]``, in tiles of ``size`` positions."""
+    return part.reshape(len(part), -1, size, *part.shape[2:]).swapaxes(0, 1)
+
+
+def untiled(tiles: jax.Array) -> jax.Array:
+    """What is in tiles as queries are, as it was before."""
+    num, batch, num_keys, group, tile, dim = tiles.shape
+    return tiles.transpose(1, 0, 4, 2, 3, 5).reshape(batch, num * tile, num_keys * group, dim)
+
+
 def causal(queries: Places, keys: Places, window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Which keys of a pair of tiles the queries see, bool ``[1 or batch, 1, 1, tile, tile]``."""
 
@@ -135,10 +160,19 @@ def causal(queries: Places, keys: Places, window: int | None) -> Callable[[jax.A
         is_seen = (distance >= 0)[None, None, None]
         if window is not None:
             is_seen &= distance < window
+        return is_seen & same_segment(queries, keys)(query, key)
+
+    return seen
+
+
+def same_segment(queries: Places, keys: Places) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Likewise where every token sees all of its segment, or of its row where rows are not packed."""
+
+    def seen(query: jax.Array, key: jax.Array) -> jax.Array:
         if queries.segments is None or keys.segments is None:
-            return is_seen
+            return jnp.ones((1,) * 5, bool)
         own, other = queries.segments[query], keys.segments[key]
-        return is_seen & (own[:, None, None, :, None] == other[:, None, None, None, :])
+        return own[:, None, None, :, None] == other[:, None, None, None, :]
 
     return seen
 
@@ -149,3 +183,75 @@ def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
 
 def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
+
+
+# -- rows that are whole on a device -----------------------------------------------------------------------------------
+
+
+class _Look(NamedTuple):
+    """What is known of a call when it is traced."""
+
+    is_causal: bool
+    window: int | None
+    tile: int
+
+    def pairs(self, length: int, segments: Any) -> Pairs:
+        """The pairs of tiles of which a token sees another."""
+        count = length // self.tile
+        query, key = (part.reshape(-1) for part in np.mgrid[:count, :count])
+        # of a pair of tiles, the nearest tokens
+        nearest = (query - key - 1) * self.tile + 1
+        keep = (query >= key) & (nearest < (self.window or length)) if self.is_causal else query >= 0
+        positions = jnp.arange(length, dtype=jnp.int32).reshape(count, self.tile)
+        places = Places(positions, None if segments is None else key_tiles(segments, self.tile))
+        seen = causal(places, places, self.window) if self.is_causal else same_segment(places, places)
+        return Pairs(jnp.asarray(np.stack([query[keep], key[keep]], axis=1).astype(np.int32)), seen)
+
+
+def tiled_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None,
+    *, is_causal: bool, window: int | None, largest_tile: int = LARGEST_TILE,
+) -> jax.Array:  # fmt: skip
+    """Attention as :mod:`rrfp_jax.models.attention` has it, in pairs of tiles of at most ``largest_tile`` positions."""
+    length = query.shape[1]
+    count = -(-length // largest_tile)
+    tile = -(-length // count)
+    more = count * tile - length
+    if more:  # positions at the end that no other sees
+        query, key, value = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
+        if segments is None and not is_causal:
+            segments = jnp.zeros((len(query), length), jnp.int32)
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    return _tiled(query, key, value, segments, _Look(is_causal, window, tile))[:, :length]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _tiled(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, look_at: _Look) -> jax.Array:
+    return _forward(query, key, value, segments, look_at)[0]
+
+
+def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, look_at: _Look) -> Any:
+    queries, there = query_tiles(query, key.shape[2], look_at.tile), _keys(key, value, look_at)
+    state = look(nothing_seen(queries), queries, there, look_at.pairs(query.shape[1], segments))
+    mixed, logsums = result(state)
+    mixed, logsums = (checkpoint_name(part, KEPT_BY_DOTS) for part in (untiled(mixed).astype(query.dtype), logsums))
+    return mixed, (query, key, value, segments, mixed, logsums)
+
+
+def _backward(look_at: _Look, kept: Any, mixed_grad: jax.Array) -> Any:
+    query, key, value, segments, mixed, logsums = kept
+    tiles = partial(query_tiles, num_keys=key.shape[2], size=look_at.tile)
+    products = mixed_grad.astype(jnp.float32) * mixed.astype(jnp.float32)
+    looked = Looked(tiles(query), logsums, tiles(mixed_grad), tiles(products).sum(-1))
+    there = _keys(key, value, look_at)
+    none = Gradients(*(jnp.zeros_like(part, jnp.float32) for part in (looked.queries, *there)))
+    sums = look_back(none, looked, there, look_at.pairs(query.shape[1], segments))
+    of_key, of_value = (part.swapaxes(0, 1).reshape(key.shape) for part in (sums.keys, sums.values))
+    return untiled(sums.queries).astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype), None
+
+
+_tiled.defvjp(_forward, _backward)
+
+
+def _keys(key: jax.Array, value: jax.Array, look_at: _Look) -> Keys:
+    return Keys(key_tiles(key, look_at.tile), key_tiles(value, look_at.tile))

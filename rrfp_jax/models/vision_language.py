@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rrfp_jax.models.attention import segment_bias
 from rrfp_jax.models.audio import Frames
 from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
@@ -142,7 +141,6 @@ class VisionLanguageModel:
             pixels=pixels,
             segments=modality.segments_leaf if reads_segments else None,
             stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
-            compute_dtype=encoder.compute_dtype,
             drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
         )
         leaves = (*leaves, *(() if modality.segments_leaf in leaves else (modality.segments_leaf,) * reads_segments))
@@ -237,22 +235,19 @@ def _run_encoder(
     pixels: PixelScale | None = None,
     segments: str | None = None,
     stride: int = 1,
-    compute_dtype: str = "float32",
     drops_first: bool = False,
 ) -> jax.Array:
     """The layers in order; ``drops_first`` leaves the class token out of the features."""
-    x, bias = inputs, None
+    x, ids = inputs, None if segments is None else leaves[segments][:, ::stride]
     if stem is not None and leaves[stem].dtype == jnp.uint8:
         if pixels is None:
             raise ValueError(f"{stem} are bytes: give them as floats, or say by `pixels` how the encoder scales bytes")
         leaves = {**leaves, stem: pixels.scaled(leaves[stem])}
-    if segments is not None:
-        bias = segment_bias(leaves[segments][:, ::stride], compute_dtype)
     for name, module in modules.items():
         if isinstance(module, Projector):
             x, drops_first = module(x[:, 1:] if drops_first else x), False
         elif isinstance(module, EncoderLayer):
-            x = one_layer(partial(module, bias=bias))(x)
+            x = one_layer(partial(module, segments=ids))(x)
         else:
             x = module(leaves if name == stem else x)
     return x[:, 1:] if drops_first else x

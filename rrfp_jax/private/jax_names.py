@@ -35,8 +35,9 @@ NAMES = {
     ),
     "CacheInterface": Private("the interface of such a cache", _CACHE),
     "fused_attention_stablehlo": Private(
-        "the compute capability of a GPU that is not here, in place of the running backend's",
-        "jax.nn.dot_product_attention asking the devices that it is lowered for",
+        "the compute capability of a GPU that is not here, in place of the running backend's; and heads of queries and "
+        "keys that are wider than those of values",
+        "jax.nn.dot_product_attention asking the devices that it is lowered for, and taking such heads or segment ids",
     ),
 }
 
@@ -79,6 +80,7 @@ __all__ = [
     "backends_are_initialized",
     "compilation_cache",
     "compiler",
+    "fused_attention_stablehlo",
     "global_state",
     "make_cpu_client",
     "register_backend_factory",

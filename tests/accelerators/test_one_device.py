@@ -11,7 +11,7 @@ import pytest
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.attention import causal_attention, full_attention, implementation, segment_bias
+from rrfp_jax.models.attention import Asked, causal_attention, full_attention, implementation
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk_plan import plan_chunk
@@ -94,10 +94,11 @@ def test_fused_attention_is_the_formula() -> None:
         np.float32(causal_attention(query, key, value)), np.float32(as_formula), atol=3e-2, rtol=3e-2
     )
     target = current_target()
+    asked = Asked(rows=2, length=length, heads=heads, kv_heads=heads, head_dim=64, dtype=dtype, is_causal=True)
     if target.capability is not None and target.capability >= (8, 0):
         assert target.is_nvidia
-        assert implementation(target, dtype, 64) == "cudnn"
-    if implementation(target, dtype, 64) != "cudnn":
+        assert implementation(target, asked) == "cudnn"
+    if implementation(target, asked) not in ("cudnn", "splash"):
         return
     chunks = language_model(model("bfloat16")).split(num_chunks=NUM_STAGES)
     leaf = {name: jax.ShapeDtypeStruct((ROWS, length), np.int32) for name in ("tokens", "targets")}
@@ -117,15 +118,16 @@ def test_attention_of_encoders_and_packed_rows_is_the_formula(length: int, is_pa
     keys = jax.random.split(jax.random.key(0), 3)
     heads = [jax.random.normal(key, (2, length, 2, 80), jnp.bfloat16) for key in keys]
     segments = jnp.minimum(jnp.arange(length) // 100, 1)[None] + jnp.arange(2)[:, None]
-    bias = segment_bias(segments, jnp.bfloat16) if is_packed else None
-    formula = partial(jax.nn.dot_product_attention, implementation="xla")
+    mask = (segments[:, :, None] == segments[:, None])[:, None] if is_packed else None
+    formula = partial(jax.nn.dot_product_attention, mask=mask, implementation="xla")
+    told = {"segments": segments if is_packed else None}
     for function, expected in (
-        (full_attention, formula),
-        (partial(causal_attention, window=50), partial(formula, is_causal=True, local_window_size=(49, 0))),
+        (partial(full_attention, **told), formula),
+        (partial(causal_attention, window=50, **told), partial(formula, is_causal=True, local_window_size=(49, 0))),
     ):
 
         def with_gradients(attention: Any, *heads: Any) -> Any:
-            mixed, pullback = jax.vjp(partial(attention, bias=bias), *heads)
+            mixed, pullback = jax.vjp(attention, *heads)
             return mixed, pullback(jnp.cos(mixed))
 
         made, wanted = (jax.jit(partial(with_gradients, each))(*heads) for each in (function, expected))

@@ -1,12 +1,11 @@
 """Attention over sequences cut over ``context`` is that of one device: values and gradients."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from rrfp_jax.models.attention import causal_attention, segment_bias
+from rrfp_jax.models.attention import causal_attention
 from rrfp_jax.models.context_attention import automatic, context_attention
 from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
 
@@ -19,9 +18,10 @@ def on_devices(
     query, *arrays = (rng.normal(size=shape).astype(np.float32) for _ in range(4))
     key, value, outer = (*(each[:, :, :kv_heads] for each in arrays[:2]), arrays[2])
     segments = np.sort(rng.integers(0, 3, (2, length)), axis=1).astype(np.int32) if packed else None
-    bias = None if segments is None else segment_bias(jnp.asarray(segments), jnp.float32)
     order = SequenceOrder(devices, window)(length)
-    mixed, pullback = jax.vjp(lambda *heads: causal_attention(*heads, window=window, bias=bias), query, key, value)
+    mixed, pullback = jax.vjp(
+        lambda *heads: causal_attention(*heads, window=window, segments=segments), query, key, value
+    )
     whole = [np.asarray(each)[:, order] for each in (mixed, *pullback(outer))]
 
     mesh = Mesh(np.array(jax.devices()[: devices * tensor]).reshape(devices, tensor), ("context", "tensor"))
