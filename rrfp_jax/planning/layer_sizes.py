@@ -140,14 +140,15 @@ def transformer_layer(
     none: float = norms * 3 * _FLOAT32 + 2 * (2 + w.num_normed) * _FLOAT32
     none += (2 * w.hidden + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
     none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
-    dots: float = (w.query * (1 if is_fused else 2) + 2 * w.key + 2 * w.hidden + (1 + w.is_gated) * w.mlp) * c
-    dots += 0 if is_fused else scores * _FLOAT32
+    dots: float = (2 * w.query + 2 * w.key + 2 * w.hidden + (1 + w.is_gated) * w.mlp) * c
+    dots += (w.num_heads if is_fused else scores) * _FLOAT32
     stash = {"none": none, "dots": dots, "full": 0.0}[remat]
     owed = products * c * num_tokens + norms * c
     elementwise = (10 * w.hidden + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
     attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
     forward = num_tokens * (products * c + elementwise + attention) + num_params * c
-    again = {"none": 0.0, "dots": num_tokens * (elementwise + attention), "full": forward}[remat]
+    again_of_scores = 0 if is_fused else attention
+    again = {"none": 0.0, "dots": num_tokens * (elementwise + again_of_scores), "full": forward}[remat]
     working = (3 * w.hidden + 3 * w.mlp) * _FLOAT32 + (0 if is_fused or remat != "none" else 2 * scores * _FLOAT32)
     made, gradients = num_tokens * _made(w, 0.0 if is_fused else scores, length, remat, c), num_params * _FLOAT32
     handed = owed if remat == "full" else 0.0
@@ -167,7 +168,7 @@ def transformer_layer(
         more_temporaries_bytes=round(max(gradients, made)),
         split_temporaries_bytes=round(max(gradients, made - handed)),
         output_bytes=round(stream * num_tokens),
-        recomputed=_again(flops, remat, is_fused=is_fused),
+        recomputed=flops if remat == "full" else Flops(),
     )
 
 
@@ -188,13 +189,6 @@ def _made(w: Widths, scores: float, length: float, remat: str, compute_bytes: in
     if remat == "full":
         return norms + (2 * w.query + 2 * w.key) * _FLOAT32 + inner - products * (_FLOAT32 - c) + attention
     return norms - w.hidden * c + inner - products * c + attention
-
-
-def _again(flops: Flops, remat: str, *, is_fused: bool) -> Flops:
-    if remat == "full":
-        return flops
-    is_attention_again = remat == "dots" and is_fused
-    return Flops(among_activations=flops.among_activations) if is_attention_again else Flops()
 
 
 def embedding_layer(
