@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import get_abstract_mesh
 
@@ -21,6 +23,18 @@ from rrfp_jax.programs.target import current_target
 
 _MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
 """What may stand between a product and the cast, and does not mind a dtype."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Alone(Apply):
+    """A product that is not joined with others that read the same operand.
+
+    XLA joins such products on GPUs (those of queries, keys and values, say), and then adds their parts to the
+    accumulators in kernels of their own.
+    """
+
+    def run(self, *arrays: Any) -> Sequence[Any]:
+        return super().run(*jax.lax.optimization_barrier(arrays))
 
 
 def widens() -> bool:
@@ -37,8 +51,8 @@ def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple
 
     What somebody else reads too stays as it is, and so do the products of a loop's passes.
     """
-    makers = {output: node for node in nodes for output in node.outputs}
-    readers = Counter(operand for node in nodes for operand in values(node.inputs))
+    makers: dict[Operand, Node] = {output: node for node in nodes for output in node.outputs}
+    readers: Counter[Operand] = Counter(operand for node in nodes for operand in values(node.inputs))
     readers.update(values(gradients))
     renewed: dict[Node, Node | None] = {}
     results: list[Operand] = []
@@ -54,7 +68,8 @@ def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple
             wide = Value(made.shape, gradient.dtype, fixed=made.fixed, varying=made.varying)
             if operation.name == "dot_general":
                 params = {**operation.params, "preferred_element_type": np.dtype(gradient.dtype)}
-                renewed[node] = Node(replace(operation, params=params), node.inputs, (wide,))
+                product = _Alone(**vars(operation) | {"params": params})
+                renewed[node] = Node(product, node.inputs, (wide,))
             else:
                 renewed[node] = Node(operation, (shown,), (wide,))
             shown = wide
