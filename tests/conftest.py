@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
@@ -48,6 +49,27 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.stash[_temporary] = tempfile.TemporaryDirectory(prefix="rrfp-tests-", ignore_cleanup_errors=True)
         os.environ["RRFP_COMPILE_CACHE"] = config.stash[_temporary].name
+
+
+ONE_IN = {"test_explore_": 4, "test_groups_explore": 4, "test_reductions": 4}
+"""By how the name of a module begins, how many sets of parameters there are for each that the fast tests take."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Some tests have many sets of parameters: the fast tests take one in so many of each test, the slow ones the rest.
+
+    That are explorations, which are exhaustive, and tests with the mark ``one_in``.
+    """
+    numbers: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        of_module = (each for name, each in ONE_IN.items() if item.path.name.startswith(name))
+        one_in = next(of_module, 1) if mark is None else mark.args[0]
+        kind = item.nodeid.partition("[")[0]
+        if numbers[kind] % one_in:
+            item.add_marker(pytest.mark.slow)
+        numbers[kind] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -132,6 +132,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
 def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))

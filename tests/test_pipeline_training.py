@@ -82,6 +82,7 @@ def untied_looped() -> Case:
     return Case(make_model(tied=False, layers_per_chunk=(1, 1, 1, 1)), looped(2, 2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 @pytest.mark.parametrize("window", [1, 3, (4, 1, 2)])
 def test_every_hint_on_a_linear_placement(tied_linear: Case, hint: str, window: Any) -> None:

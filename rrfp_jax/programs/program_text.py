@@ -131,11 +131,12 @@ class ProgramText:
         return 0 if found is None else len(re.findall(r"\(\d+,", found[1]))
 
     def arrays_with(self, length: int) -> list[str]:
-        """Arrays outside of kernels with at least two dimensions of this length, such as scores of attention."""
+        """Arrays outside of kernels with at least two dimensions of this length and a third, as scores of attention."""
         found: dict[str, None] = {}
         for instruction, _, _ in self._run():
             for dtype, dims in _ARRAY.findall(instruction.shape):
-                if dims.split(",").count(str(length)) > 1:
+                sizes = dims.split(",")
+                if len(sizes) > 2 and sizes.count(str(length)) > 1:
                     found[f"{dtype}[{dims}]"] = None
         return list(found)
 

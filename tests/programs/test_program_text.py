@@ -57,8 +57,9 @@ def test_a_program_is_read_once_with_what_its_loops_do() -> None:
 
 
 def test_arrays_of_two_equal_lengths_are_found_where_they_leave_a_kernel() -> None:
-    assert ProgramText(TEXT).arrays_with(8) == ["f32[8,8]"]
-    assert ProgramText(TEXT).arrays_with(6) == []
+    scores = TEXT.replace("%copied = f32[8,8]", "%copied = f32[2,8,8]")
+    assert ProgramText(scores).arrays_with(8) == ["f32[2,8,8]"]
+    assert ProgramText(TEXT).arrays_with(8) == []  # a matrix of parameters
 
 
 def test_a_bound_takes_products_or_bytes_whichever_is_longer() -> None:

@@ -67,8 +67,6 @@ def make_evaluation_sets(
     Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
     not exist or cannot be.
     """
-    from rrfp_jax.commands.training.model_parts import pixel_scale
-
     if config.evaluation is None:
         return {}
     sets = {}
@@ -82,7 +80,7 @@ def make_evaluation_sets(
             found = sets[name] = make_data_set(of_set, part, known=known, force=force)
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
-        if pixel_scale(of_set) != pixel_scale(config):
+        if _scale(of_set) != _scale(config):
             raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std")
         if not isinstance(found, RenderedText):  # rendered text never ends
             found.counts_once = True
@@ -198,3 +196,8 @@ def _check_positions(
             f"vision knows {vision.max_rows} rows and {vision.max_columns} columns of patches, and the largest image "
             f"has {rows} and {columns}: give max_rows and max_columns of at least that"
         )
+
+
+def _scale(config: TrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """How the pixels of image files are scaled; None where there are none."""
+    return None if config.image_text is None else (config.image_text.mean, config.image_text.std)
