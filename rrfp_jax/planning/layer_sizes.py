@@ -4,11 +4,11 @@ The bytes follow from what the chunk programs keep (:mod:`rrfp_jax.programs.spli
 token and in the dtype of computing unless said otherwise,
 
 =========  =========================================================================================================
-``none``   of each norm its input three times in float32 and its result; queries, keys, values, attention's result; of a
-           gated MLP six times its width, of a plain one four times; where attention is not fused its scores, in float32
-           and in the dtype of computing
+``none``   of each norm its input and its result; queries, keys, values, attention's result; of a gated MLP six times
+           its width, of a plain one four times; where attention is not fused its scores, in float32 and in the dtype
+           of computing
 ``dots``   the results of all matrix products, scores in float32; the stream between layers
-``full``   the chunk's input, once for the chunk
+``full``   the layer's input
 =========  =========================================================================================================
 
 Between I and W wait the inputs of all products with parameters and the gradients of their results, whatever is
@@ -44,8 +44,6 @@ class Widths:
     is_gated: bool = True
     normed_heads: int = 0
     """Widths of what is normalised beside the two norms of the stream: queries and keys, in some models."""
-    num_normed: int = 0
-    """How many vectors these are."""
     mlp_kept: int = 6
     """How many times the width of the MLP a backward needs."""
 
@@ -137,12 +135,12 @@ def transformer_layer(
     stream, products = w.hidden * c, _products(w)
     scores = w.num_heads * length
     norms = 2 * w.hidden + w.normed_heads
-    none: float = norms * 3 * _FLOAT32 + 2 * (2 + w.num_normed) * _FLOAT32
+    none: float = norms * c
     none += (2 * w.hidden + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
     none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
     dots: float = (2 * w.query + 2 * w.key + 2 * w.hidden + (1 + w.is_gated) * w.mlp) * c
     dots += (w.num_heads if is_fused else scores) * _FLOAT32
-    stash = {"none": none, "dots": dots, "full": 0.0}[remat]
+    stash = {"none": none, "dots": dots, "full": stream}[remat]
     owed = products * c * num_tokens + norms * c
     elementwise = (10 * w.hidden + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
     attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
@@ -160,7 +158,6 @@ def transformer_layer(
             2 * forward - num_params * c + again,
             num_tokens * products * c + num_params * 2 * _FLOAT32,
         ),
-        kept_bytes=round(stream * num_tokens) if remat == "full" else 0,
         stash_bytes=round(stash * num_tokens),
         owed_bytes=round(owed),
         derived_bytes=num_params * c if is_cast else 0,
@@ -226,7 +223,7 @@ def head_layer(
     """
     c = compute_bytes
     stream, logits = hidden * c, vocab * _FLOAT32
-    stash = {"none": hidden * 3 * _FLOAT32 + 2 * stream + 20, "dots": 2 * stream + 12, "full": stream + 12}[remat]
+    stash = {"none": 3 * stream, "dots": 2 * stream, "full": 2 * stream}[remat] + 12
     passes = (4 + 2 * c / _FLOAT32) * logits  # three kernels read them, and their gradient is written and read
     normed = num_tokens * 3 * stream
     return LayerSizes(
@@ -237,7 +234,6 @@ def head_layer(
             normed + (0.0 if remat == "none" else normed),
             num_tokens * (stream + passes) + num_params * (c + 2 * _FLOAT32),
         ),
-        kept_bytes=num_tokens * stream if remat == "full" else 0,
         stash_bytes=num_tokens * stash,
         owed_bytes=num_tokens * (stream + 12) + hidden * c,
         derived_bytes=num_params * c if is_cast else 0,
@@ -260,12 +256,11 @@ def dense_layer(
     """Products one after another, from the first of these widths to the last, such as a projector."""
     c, inner = compute_bytes, widths[1:-1]
     moved = num_rows * c * (widths[0] + 2 * sum(inner) + widths[-1]) + num_params * c
-    stash = {"none": widths[0] + 3 * sum(inner), "dots": widths[0] + sum(inner), "full": 0}[remat]
+    stash = {"none": widths[0] + 3 * sum(inner), "dots": widths[0] + sum(inner), "full": widths[0]}[remat]
     return LayerSizes(
         flops=flops,
         num_params=num_params,
         moved_bytes=(moved, moved * returns_gradient, moved + num_params * 2 * _FLOAT32),
-        kept_bytes=num_rows * widths[0] * c if remat == "full" else 0,
         stash_bytes=num_rows * stash * c,
         owed_bytes=num_rows * (widths[0] + 2 * sum(inner) + widths[-1]) * c,
         derived_bytes=num_params * c if is_cast else 0,

@@ -94,8 +94,7 @@ def test_a_book_for_every_way_to_run() -> None:
     full = book.at(microbatch_size=2, remat="full").types["layer"]
     assert shared.fixed_bytes < 0.51 * one.fixed_bytes
     assert one.forward_ms / 2 < shared.forward_ms < one.forward_ms
-    assert full.stash_bytes == 0
-    assert full.kept_bytes == full.output_bytes
+    assert full.stash_bytes == full.output_bytes  # the layer's input
     assert full.input_gradient_ms > one.input_gradient_ms + 0.9 * one.forward_ms
     assert full.flops == one.flops
     small = book.at(microbatch_size=1).types["layer"]

@@ -225,7 +225,6 @@ def _decoder_widths(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Wi
         mlp=(_expert_dims(model, way) if is_sparse else model.mlp_dim) // way.tensor,
         num_heads=model.num_heads // way.tensor,
         normed_heads=(query + key) * model.qk_norm,
-        num_normed=(query + key) // model.size_per_head * model.qk_norm,
     )
 
 
@@ -299,6 +298,5 @@ def _encoder_widths(vision: VisionConfig, way: Way) -> Widths:
         num_heads=vision.num_heads // part,
         is_gated=False,
         normed_heads=2 * vision.hidden * vision.qk_norm,
-        num_normed=2 * vision.qk_norm,
         mlp_kept=6 if vision.activation == "gelu_tanh" else 4,
     )
