@@ -151,12 +151,12 @@ class ChunkPlan:
     def input_gradient(
         self, donated: Any, params: Any, derived: Any, rest: Any, output_grads: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """(input_grads, made)."""
+        """(made, input_grads): what the first layer makes last, since results take over donated arrays in order."""
         stash, total = self.stash.arrays(donated, *rest), _ordered_sum(output_grads)
         operand_grads, made = self.split.backward_made(params, stash, total, derived=derived)
         leaves = jax.tree.leaves(total)
         sums = sums_owed(self.split, self.output_grads)
-        return self._pick_inputs(operand_grads), (*made, *(leaves[i] for i in sums))
+        return (*made, *(leaves[i] for i in sums)), self._pick_inputs(operand_grads)
 
     def weight_gradient(self, accumulators: Any, params: Any, derived: Any, owed: Any) -> Any:
         """The accumulators with one more microbatch."""

@@ -94,9 +94,9 @@ class GradientPrograms:
             return plan
         made: Any = ()
         if jax.tree.leaves((plan.input_grads, plan.made)):
-            results = (input_grads, chosen)
+            results = (chosen, input_grads)
             program = self._compile("input_gradient", plan.input_gradient, stash.donated, *rest, results=results)
-            self.input_gradient, made = program, program.output_shardings[1]
+            self.input_gradient, made = program, program.output_shardings[0]
         plan = plan.owing(boundary, made)
         if jax.tree.leaves(trained):
             specs = (sums, params, derived, plan.owed.specs)

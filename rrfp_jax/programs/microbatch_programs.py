@@ -240,7 +240,7 @@ class MicrobatchPrograms:
         made: tuple[Any, ...] = ()
         if self._programs.input_gradient is not None:
             own = self._own.to_own(params)
-            input_grads, made = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
+            made, input_grads = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
         at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
         return input_grads, tuple([at_hand[place] for place in self.plan.owed.leaves])
 
