@@ -15,10 +15,12 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.planning.devices import SHARE_OF_GPU, device_of
+from rrfp_jax.planning.flops import Flops
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.tasks import chain
+from tests.models.cudnn_on_cpu import cudnn_on_cpu
 
 ROWS = Rows(num_rows=3, length=40)
 MODEL = LanguageModelConfig(
@@ -58,6 +60,17 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
         assert report is not None
         assert sizes.derived_bytes == report.derived_bytes
         assert sizes.num_params * 4 == num_bytes(plan.params)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_bytes_of_layers_whose_attention_is_fused(remat: str) -> None:
+    """What a fused forward gives its backward is kept by ``dots`` too."""
+    model = replace(MODEL, head_dim=16, compute_dtype="bfloat16")
+    layer = list(decoder_layers(model, Way(rows=ROWS, remat=remat, is_cuda=True), packed=False))[1]
+    with cudnn_on_cpu():
+        plan = traced(model, remat)[1]
+    assert layer.sizes.stash_bytes == pytest.approx(num_bytes(tuple(plan.stash.specs)), rel=1e-3)
+    assert layer.sizes.recomputed == Flops()
 
 
 def test_the_layers_of_a_model_with_an_encoder() -> None:
