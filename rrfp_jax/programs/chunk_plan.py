@@ -143,10 +143,10 @@ class ChunkPlan:
         """(accumulators, input_grads); ``owned`` is ``(accumulators, donated)``, ``rest`` is ``(saved, kept)``."""
         accumulators, donated = owned
         stash = self.stash.arrays(donated, *rest)
-        operand_grads, params_grads = self.split.full_backward(
-            params, stash, _ordered_sum(output_grads), derived=derived
+        operand_grads, totals = self.split.full_backward(
+            params, stash, _ordered_sum(output_grads), derived=derived, sums=jax.tree.leaves(accumulators)
         )
-        return _accumulate(accumulators, params_grads), self._pick_inputs(operand_grads)
+        return pick(totals, accumulators), self._pick_inputs(operand_grads)
 
     def input_gradient(
         self, donated: Any, params: Any, derived: Any, rest: Any, output_grads: Any

@@ -52,8 +52,9 @@ import jax
 
 from rrfp_jax.programs.sameness import program_identity
 from rrfp_jax.programs.splitting.fixed import hoisted
-from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate, is_fixed
+from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate, is_fixed, read
 from rrfp_jax.programs.splitting.liveness import slice_nodes
+from rrfp_jax.programs.splitting.operations import Barrier
 from rrfp_jax.programs.splitting.partition import Halves, partition
 from rrfp_jax.programs.splitting.report import SplitReport, make_report
 from rrfp_jax.programs.splitting.rules import light_outputs
@@ -247,15 +248,28 @@ class SplitBackward:
         return self._traced.params.unflatten_gradient(gradients)
 
     def full_backward(
-        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+        self,
+        params: Any,
+        stash: Sequence[Any],
+        output_grad: Any,
+        *,
+        derived: Sequence[Any] | None = None,
+        sums: Sequence[Any] | None = None,
     ) -> tuple[Any, Any]:
-        """(input_grad, params_grad) in one program, from the same stash."""
+        """(input_grad, params_grad) in one program, from the same stash.
+
+        With `sums`, arrays like the gradients of the parameters, each gradient is added to its own, and barriers wait
+        for all sums that can be made before them: a compiler that sees enough memory would hold the gradients of all
+        layers to the end.
+        """
         joined = self._joined
         environment = self._bind_params(params) | self._bind_backward(stash, output_grad)
-        gradients = self._run(joined.backward, environment, [*joined.params_grad, *joined.inputs_grad], derived)
+        totals = None if sums is None else Totals(joined.params_grad, sums)
+        gradients = self._run(joined.backward, environment, [*joined.params_grad, *joined.inputs_grad], derived, totals)
         count = len(joined.params_grad)
         input_grad = self._traced.inputs.unflatten_gradient(gradients[count:])
-        return input_grad, self._traced.params.unflatten_gradient(gradients[:count])
+        of_params = gradients[:count] if totals is None else totals.finished(environment)
+        return input_grad, self._traced.params.unflatten_gradient(of_params)
 
     def _bind_params(self, params: Any) -> dict[Value, Any]:
         return dict(zip(self._joined.params, self._traced.params.flatten(params), strict=True))
@@ -269,11 +283,51 @@ class SplitBackward:
         return dict(zip(values, [*stash, *cotangents], strict=True))
 
     def _run(
-        self, nodes: Sequence[Node], environment: dict[Value, Any], wanted: Sequence[Operand], derived: Any
+        self,
+        nodes: Sequence[Node],
+        environment: dict[Value, Any],
+        wanted: Sequence[Operand],
+        derived: Any,
+        totals: Totals | None = None,
     ) -> list[Any]:
         if derived is not None:
             environment.update(zip(self._shared, derived, strict=True))
-        return evaluate(slice_nodes(nodes, wanted, given=set(environment)).nodes, environment, wanted)
+        needed = slice_nodes(nodes, wanted, given=set(environment)).nodes
+        return evaluate(needed, environment, wanted, None if totals is None else totals.held_back)
+
+
+class Totals:
+    """Sums to which gradients are added while the nodes run that make them."""
+
+    def __init__(self, gradients: Sequence[Operand], sums: Sequence[Any]) -> None:
+        self._gradients, self._sums = gradients, list(sums)
+        self._is_added = [False] * len(self._sums)
+
+    def held_back(self, node: Node, environment: dict[Value, Any], arrays: Sequence[Any]) -> Sequence[Any] | None:
+        """What a barrier gives, which waits for new sums as well; None for any other node."""
+        if not isinstance(node.operation, Barrier):
+            return None
+        waited = self._add(environment)
+        results = node.operation.run(*arrays, *(self._sums[index] for index in waited))
+        for index, total in zip(waited, results[len(arrays) :], strict=True):
+            self._sums[index] = total
+        return results[: len(arrays)]
+
+    def finished(self, environment: dict[Value, Any]) -> list[Any]:
+        """All sums, once all nodes have run."""
+        self._add(environment)
+        return self._sums
+
+    def _add(self, environment: dict[Value, Any]) -> list[int]:
+        added = []
+        for index, gradient in enumerate(self._gradients):
+            is_there = not isinstance(gradient, Value) or gradient in environment
+            if is_there and not self._is_added[index]:
+                total = self._sums[index]
+                self._sums[index] = total + jax.numpy.asarray(read(environment, gradient)).astype(total.dtype)
+                self._is_added[index] = True
+                added.append(index)
+        return added
 
 
 def _places(values: Sequence[Value], sources: Mapping[Origin, Sequence[Operand]]) -> tuple[Place, ...]:

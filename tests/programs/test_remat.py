@@ -127,28 +127,39 @@ def planned(chunks: list[Chunk], remat: Remat) -> ChunkPlan:
     return plan_chunk(1, chunks, graph, shapes, remat=remat)
 
 
-def ready_at_once(plan: ChunkPlan) -> list[bool]:
-    """For each layer that the backward computes again, whether it may before any gradient has come."""
+def waits(plan: ChunkPlan, *, of: Any) -> list[bool]:
+    """For each layer that the backward computes again, last one first, whether it waits for one of some operands.
+
+    ``of`` picks them of the accumulators and the output gradients.
+    """
     params = jax.eval_shape(lambda: layered(6)[1].init(jax.random.key(0)))
-    split, grad = plan.split, plan.output_grads[0]
-    jaxpr = jax.make_jaxpr(split.full_backward)(params, split.stash_specs, grad).jaxpr
-    late, found = {jaxpr.invars[-1]}, []
+    stash, sums = plan.stash.specs, accumulator_spec(params)
+    operands = ((sums, stash.donated), params, (), (stash.saved, stash.kept), plan.output_grads)
+    jaxpr = jax.make_jaxpr(plan.backward)(*operands).jaxpr
+    names = jax.tree.unflatten(jax.tree.structure(operands), jaxpr.invars)
+    late, found = set(jax.tree.leaves(of(names[0][0], names[-1]))), []
     for equation in jaxpr.eqns:
-        waits = any(isinstance(each, jax.extend.core.Var) and each in late for each in equation.invars)
-        late.update(equation.outvars if waits else ())
-        found += [not waits] * (equation.primitive.name == "tanh")
+        is_late = any(isinstance(each, jax.extend.core.Var) and each in late for each in equation.invars)
+        late.update(equation.outvars if is_late else ())
+        found += [is_late] * (equation.primitive.name == "tanh")
     return found
 
 
 def test_layers_are_computed_again_one_at_a_time() -> None:
     """Each waits for the gradient of the next one, and the stash are their inputs."""
     plan = planned(layered(6), "full")
-    assert ready_at_once(plan) == [False] * 6
+    assert waits(plan, of=lambda sums, grads: grads) == [True] * 6
     stash = plan.stash.specs
     assert num_bytes((stash.donated, stash.saved, stash.kept)) == 6 * ROWS * WIDTH * 4
     whole = planned(layered(6, by_layer=False), "full")
-    assert ready_at_once(whole) == [True] * 6
+    assert waits(whole, of=lambda sums, grads: grads) == [False] * 6
     assert num_bytes((whole.stash.specs.donated, whole.stash.specs.saved)) == 0
+
+
+def test_gradients_are_added_up_before_the_next_layer() -> None:
+    """So that a backward does not hold those of all layers."""
+    plan = planned(layered(6), "full")
+    assert waits(plan, of=lambda sums, grads: sums["layers.5"]) == [False] + [True] * 5
 
 
 def test_layers_keep_what_is_named() -> None:

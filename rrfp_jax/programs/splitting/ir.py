@@ -12,7 +12,7 @@ compared by identity. Each of them knows two things that a jaxpr variable does n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,9 +99,19 @@ def read(environment: Mapping[Value, Any], operand: Operand) -> Any:
     return operand.array if isinstance(operand, Constant) else environment[operand]
 
 
-def evaluate(nodes: Iterable[Node], environment: dict[Value, Any], outputs: Iterable[Operand]) -> list[Any]:
-    """Runs the nodes in order, extending `environment`, and returns the arrays of `outputs`."""
+def evaluate(
+    nodes: Iterable[Node],
+    environment: dict[Value, Any],
+    outputs: Iterable[Operand],
+    instead: Callable[[Node, dict[Value, Any], Sequence[Any]], Sequence[Any] | None] | None = None,
+) -> list[Any]:
+    """Runs the nodes in order, extending `environment`, and returns the arrays of `outputs`.
+
+    What `instead` returns for a node, its environment and its operands, unless None, are the results of that node.
+    """
     for node in nodes:
-        arrays = node.operation.run(*(read(environment, operand) for operand in node.inputs))
+        operands = [read(environment, operand) for operand in node.inputs]
+        results = None if instead is None else instead(node, environment, operands)
+        arrays = node.operation.run(*operands) if results is None else results
         environment.update(zip(node.outputs, arrays, strict=True))
     return [read(environment, operand) for operand in outputs]
