@@ -7,11 +7,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rrfp_jax.hardware import ACCELERATORS, CPU, OLDEST_DRIVER, PACKAGES, TPU
+from rrfp_jax.hardware import OLDEST_DRIVER, PACKAGES, TPU
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = [name for name in ACCELERATORS if name != CPU]
+EXTRAS = [*PACKAGES]
 
 
 def pins(name: str) -> dict[str, str]:

@@ -94,7 +94,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     _start_without_devices(config)
     layout = config.pipeline
     ordered = order_run(config)
-    grid = Layout(num_stages=layout.num_stages, data=layout.data, tensor=layout.tensor, mesh=layout.meshes)
+    grid = Layout(num_stages=layout.num_stages, data=layout.data, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
     ordered.check_cut(config)
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
