@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental import topologies
 
 from rrfp_jax.planning.devices import DEVICES, SHARE_OF_GPU
 from rrfp_jax.programs.target import Target, current_target, devices_for, memory_bytes_of, tracing_for
@@ -57,6 +58,15 @@ def test_the_memory_of_a_device_that_is_not_here_is_that_of_its_record() -> None
     assert memory_bytes_of(present) == 2**36
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("Unknown backend")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+
+
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -71,6 +81,7 @@ def test_a_target_that_cannot_be_had_is_refused_with_the_remedy(name: str, probl
         devices_for(name, 1)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it() -> None:
     with pytest.raises(ValueError, match=r"'make setup ACCELERATOR=cuda12' installs the compiler"):
         devices_for("h100", 8)
