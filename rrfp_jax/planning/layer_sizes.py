@@ -74,8 +74,6 @@ class LayerSizes:
     """Over axes of the mesh that share no matrices."""
     moved_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """What F, the input gradient and the weight gradient read and write."""
-    kept_bytes: int = 0
-    """From F to the backward where it is the first layer of a chunk."""
     stash_bytes: int = 0
     owed_bytes: int = 0
     derived_bytes: int = 0

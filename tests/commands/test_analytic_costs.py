@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
     for layer, plan in zip(layers, traced(model, remat), strict=True):
         sizes, report = layer.sizes, plan.split.report
         stash = num_bytes(tuple(plan.stash.specs))
-        assert sizes.stash_bytes + sizes.kept_bytes == pytest.approx(stash, rel=1e-3)
+        assert sizes.stash_bytes == pytest.approx(stash, rel=1e-3)
         assert sizes.owed_bytes == pytest.approx(plan.owed.num_bytes.total, rel=5e-3)
         assert report is not None
         assert sizes.derived_bytes == report.derived_bytes

@@ -11,7 +11,7 @@ from rrfp_jax.commands.planning.small_cut import SmallCut, small_cut
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs.byte_fit import ChunkParts
 from rrfp_jax.planning.costs.cost_fit import ChunkWork, Work
-from rrfp_jax.programs.analysis import cost_of, memory_of
+from rrfp_jax.programs.analysis import ProgramCost, cost_of, memory_of
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.compiling import CompileProgress
@@ -59,26 +59,31 @@ def compile_chunks(
     buckets = Buckets(cut.chunks, leaf_specs(config, setting.microbatch_size))
     found: list[tuple[ChunkParts, ChunkWork]] = []
     compiled: list[CompiledChunk] = []
+    costs: dict[int, ProgramCost | None] = {}  # by id, since telling them may take to read a program's whole text
     for backward in (SPLIT, FUSED):
         graph = Ordering(hint="bf", backward=backward).fitted(placement, model_graph(cut.chunks, cut.edges, None))
         chunks = model.compile(graph, buckets, progress).chunks
         compiled += chunks.values()
-        found += zip(*_seen(config, cut, chunks), strict=True)
+        costs |= {id(each): cost_of(each) for chunk in chunks.values() for each in chunk.compiled.values()}
+        found += zip(*_seen(config, cut, chunks, costs), strict=True)
     programs = [program for chunk in compiled for program in chunk.compiled.values()]
     return CompiledChunks(
         parts=tuple(parts for parts, _ in found),
         work=tuple(work for _, work in found),
-        tells_work=all(cost_of(program) is not None for program in programs),
+        tells_work=None not in costs.values(),
         tells_memory=all(memory_of(program) is not None for program in programs),
     )
 
 
 def _seen(
-    config: TrainConfig, cut: SmallCut, chunks: Mapping[int, CompiledChunk]
+    config: TrainConfig,
+    cut: SmallCut,
+    chunks: Mapping[int, CompiledChunk],
+    costs: Mapping[int, ProgramCost | None],
 ) -> tuple[list[ChunkParts], list[ChunkWork]]:
     rows = {chunk: plain_sizes(_shared(config, each.sizes)) for chunk, each in chunks.items()}
     work = [
-        ChunkWork(layer=cut.layers[chunk][0], count=len(cut.layers[chunk]), work=_work(each))
+        ChunkWork(layer=cut.layers[chunk][0], count=len(cut.layers[chunk]), work=_work(each, costs))
         for chunk, each in chunks.items()
     ]
     return parts_of(cut, rows), work
@@ -91,12 +96,12 @@ def _shared(config: TrainConfig, sizes: ChunkSizes) -> ChunkSizes:
     return replace(sizes, optimizer_bytes=-(-sizes.optimizer_bytes // config.pipeline.data))
 
 
-def _work(chunk: CompiledChunk) -> dict[str, Work]:
+def _work(chunk: CompiledChunk, costs: Mapping[int, ProgramCost | None]) -> dict[str, Work]:
     """By kind of task; of several buckets the most."""
     found: dict[str, Work] = {}
     once = Work()
     for name, program in chunk.compiled.items():
-        cost, first = cost_of(program), name.partition(" ")[0]
+        cost, first = costs[id(program)], name.partition(" ")[0]
         if cost is None:
             continue
         if first in _ONCE:

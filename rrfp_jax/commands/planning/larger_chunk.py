@@ -36,7 +36,7 @@ def _layers_of_a_chunk(config: TrainConfig) -> int:
 
 def _number_that_fits(layers: ModelLayers, num_bytes: float, num_microbatches: int) -> int:
     one = layers.types[named(LAYER, layers.types)]
-    in_flight = one.sizes.kept_bytes + one.sizes.stash_bytes + one.sizes.owed_bytes
+    in_flight = one.sizes.stash_bytes + one.sizes.owed_bytes
     each = one.fixed_bytes + num_microbatches * in_flight + one.sizes.more_temporaries_bytes
     return int(num_bytes // each) - 1
 
