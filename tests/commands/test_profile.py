@@ -57,7 +57,8 @@ def test_a_profile_is_a_file_of_costs(tiny: Path, tmp_path: Path) -> None:
     for entry in book.entries:
         layer = entry.types["layer"]
         assert min(layer.forward_ms, layer.weight_gradient_ms, layer.backward_ms or 0, layer.update_ms) > 0
-        assert (layer.kept_bytes > 0) == (entry.remat == "full")
+        assert layer.kept_bytes == 0
+        assert (layer.stash_bytes == layer.output_bytes) == (entry.remat == "full")  # each layer keeps its input alone
     small, large = book.entries[0].types["layer"], book.entries[1].types["layer"]
     assert small.fixed_bytes == large.fixed_bytes
     assert 2 * small.stash_bytes == pytest.approx(large.stash_bytes, rel=0.02)
