@@ -1,10 +1,10 @@
 """Compile a program ahead of time, once; and once for all who need the same.
 
 Nothing may be traced or compiled while a step runs: a stage that compiles while its peers wait can hang them all. So
-every program is lowered and compiled for the shapes it will see, and a second trace is an error.
+every program is lowered and compiled for the shapes it will see; a compiled program refuses others and is never traced
+again.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import chex
 import jax
 import jax.extend.core as jex
 from jax.stages import Compiled
@@ -23,7 +22,6 @@ from rrfp_jax.programs.store import ProgramStore
 CompileProgress = Callable[[int, int], None]
 """Told how many programs are compiled, and of how many."""
 
-_serial = itertools.count()
 _count: ContextVar["ProgramCount | None"] = ContextVar("count", default=None)
 
 
@@ -83,11 +81,8 @@ def compile_program(
     def program(*args: Any) -> Any:
         return function(*args)
 
-    # chex counts traces by name and call stack, so every program needs a name of its own
-    program.__name__ = f"{name}_{next(_serial)}"
-    once = chex.assert_max_traces(program, n=1)
-    once.__name__ = name
-    jitted = jax.jit(once, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
+    program.__name__ = name
+    jitted = jax.jit(program, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
     begin_s = time.perf_counter()
     compiled = jitted.lower(*specs).compile()
     if (count := _count.get()) is not None:

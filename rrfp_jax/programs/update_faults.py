@@ -9,6 +9,7 @@ keep that, and a division by zero makes it; operations that are not listed forge
 called a fault. An update that overflows because of its gradients is not seen.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def _flag_of_result(name: str, inputs: list[Any]) -> Flag:
     if name == "select_n":
         return _chosen(inputs[0], inputs[1:])
     if name == "div" and not isinstance(divisor := inputs[1], _Unknown):
-        return _any(flags[0], jnp.all(jnp.isnan(divisor) | (divisor == 0)))
+        return _any(flags[0], _all(jnp.isnan(divisor) | (divisor == 0)))
     return flags[0] if name in _SAME or name == "div" else False
 
 
@@ -108,7 +109,7 @@ def _chosen(which: Any, choices: Sequence[Any]) -> Flag:
     if all(flag is False for flag in flags):
         return False
     if isinstance(which, _Unknown) or jnp.size(which) != 1:
-        return False if any(flag is False for flag in flags) else jnp.all(jnp.stack(flags))
+        return False if any(flag is False for flag in flags) else functools.reduce(jax.lax.bitwise_and, flags)
     index = jnp.clip(jnp.asarray(which).reshape(()).astype(jnp.int32), 0, len(flags) - 1)
     return jnp.stack([jnp.asarray(flag) for flag in flags])[index]
 
@@ -118,9 +119,14 @@ def _flag(value: Any) -> Flag:
         return value.is_spoilt
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return False
-    return jnp.all(~jnp.isfinite(value))
+    return _all(jax.lax.bitwise_not(jnp.isfinite(value)))
+
+
+def _all(truths: Any) -> Flag:
+    return jnp.all(truths) if jnp.ndim(truths) else truths
 
 
 def _any(*flags: Flag) -> Flag:
     found = [flag for flag in flags if flag is not False]
-    return jnp.any(jnp.stack(found)) if found else False
+    # Not by `jnp.any`: each call would cost a trace of its own, and every layer makes some.
+    return functools.reduce(jax.lax.bitwise_or, found) if found else False

@@ -10,10 +10,12 @@ A shared layer is updated by a program of its own, which is the same for every c
 program XLA may round the same formula differently, and the copies would drift apart.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -99,14 +101,20 @@ class _Updates:
         faults = [update_fault(self.optimizer, params) for params in groups]
         found: list[Any] = []
 
-        def signed(squared_norm: Any, scalars: Any) -> Any:
+        def is_spoilt(scalars: Any) -> Any:
             flags = [fault(own) for fault, own in zip(faults, scalars, strict=True)]
-            found.extend(flags)
-            flags = [flag for flag in flags if flag is not False]
-            return jnp.where(jnp.stack(flags).any(), -squared_norm, squared_norm) if flags else squared_norm
+            found.extend(flag for flag in flags if flag is not False)
+            return functools.reduce(jax.lax.bitwise_or, found) if found else False
 
-        jax.eval_shape(signed, jax.ShapeDtypeStruct((), np.float32), scalars)
-        return (_unchanged, ()) if all(flag is False for flag in found) else (signed, scalars)
+        traced = jax.make_jaxpr(is_spoilt)(scalars)
+        if not found:
+            return _unchanged, ()
+
+        def signed(squared_norm: Any, scalars: Any) -> Any:
+            (flag,) = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(scalars))
+            return jnp.where(flag, -squared_norm, squared_norm)
+
+        return signed, scalars
 
     def _scalars_of(self, states: Sequence[Any] | None) -> Any:
         """Returns the scalars of an optimizer state, or zeros if no state is given."""
