@@ -51,7 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["RRFP_COMPILE_CACHE"] = config.stash[_temporary].name
 
 
-ONE_IN = {"test_explore_": 4, "test_groups_explore": 4, "test_reductions": 4}
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Take one worker more than there are cores: tests that start processes wait a fifth of their time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+ONE_IN = {"test_explore_": 7, "test_groups_explore": 7, "test_reductions": 7}
 """By how the name of a module begins, how many sets of parameters there are for each that the fast tests take."""
 
 
@@ -112,9 +118,13 @@ def _drop_programs(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting the tests has made lives to the end: garbage is looked for elsewhere, in a seventh less time."""
+    """Leave what collecting the tests has made, which lives to the end, out of the search for garbage.
+
+    JAX makes many objects that live long, so whole searches are frequent by default, and take a tenth of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(2_000, 10, 50)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

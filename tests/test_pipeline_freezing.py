@@ -132,12 +132,13 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
 def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "consume"),
     [
@@ -160,6 +161,7 @@ def test_two_chunks_per_stage() -> None:
     case.check(looped_case.reordered(order))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shard_optimizer", [pytest.param(False, marks=pytest.mark.slow), True], ids=["each its own", "ZeRO-1"]
 )
@@ -204,6 +206,7 @@ def test_deterministic_runs_have_the_same_bits_in_any_order(name: str, orders: l
         jax.tree.map(np.testing.assert_array_equal, first[2], other[2])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("patterns", [["embedding"], ["embedding", "layers"], ["layers.0"]])
 def test_tied_embeddings(patterns: list[str]) -> None:
     chunks = freeze(plain_model((1, 1, 0), tied=True), patterns)
@@ -261,6 +264,7 @@ def held_until(num_updates: int, frozen: Collection[str], inner: optax.GradientT
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "resumed",
     [

@@ -19,6 +19,7 @@ STEPS = make_steps(20, 3)
 BUCKETS = [microbatch for step in STEPS for microbatch in step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", [pytest.param("bf", marks=pytest.mark.slow), "bfw"])
 @pytest.mark.parametrize(
     ("patterns", "kinds"),

@@ -69,6 +69,7 @@ def expected() -> tuple[list[float], Any]:
 IN_ORDER = {"balance": False, "gather_text": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

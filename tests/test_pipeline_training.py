@@ -82,7 +82,7 @@ def untied_looped() -> Case:
     return Case(make_model(tied=False, layers_per_chunk=(1, 1, 1, 1)), looped(2, 2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 @pytest.mark.parametrize("window", [1, 3, (4, 1, 2)])
 def test_every_hint_on_a_linear_placement(tied_linear: Case, hint: str, window: Any) -> None:
@@ -95,12 +95,14 @@ def test_strict_tables_on_a_linear_placement(tied_linear: Case, name: str) -> No
     tied_linear.check(consume="strict", schedule=tied_linear.table(name))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> None:
     schedule = untied_looped.table("interleaved-1f1b") if hint == "schedule" else None
     untied_looped.check(hint=hint, window=2, schedule=schedule, footprint=False if schedule else None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "1f1b-split", "zb-h1", "zb-h2", "zb-auto"])
 def test_tables_with_foresight_on_a_linear_placement(tied_linear: Case, name: str) -> None:
     tied_linear.check(schedule=tied_linear.table(name))
@@ -170,6 +172,7 @@ def on_accelerator(stage: StageExecutor) -> StageExecutor:
     return AcceleratedStage(stage, EmulatedAccelerator(launch_ms=0.1), lambda step, task: 0.5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap_stage", [None, on_accelerator])
 @pytest.mark.parametrize("dispatch_ahead", [0, 1, JUST_IN_TIME])
 def test_tasks_handed_over_early_train_the_same_model(

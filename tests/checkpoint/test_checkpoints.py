@@ -76,6 +76,7 @@ def _same_place(one: jax.Array, other: jax.Array) -> None:
     assert one.sharding == other.sharding
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("saved", ["one", "tensor", "grid"])
 @pytest.mark.parametrize("wanted", ["one", "tensor", "grid", "data"])
 def test_any_sharding_restores_into_any_other(tmp_path: Path, saved: str, wanted: str) -> None:

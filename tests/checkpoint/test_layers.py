@@ -47,6 +47,7 @@ OPTIMIZERS = {
 CUTS = st.sets(st.integers(1, len(LAYERS) - 1), max_size=5).map(sorted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @settings(max_examples=3)
 @given(first=CUTS, second=CUTS)

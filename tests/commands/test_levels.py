@@ -24,6 +24,7 @@ def levels(capsys):
     return run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("durations", ["10,10,10", "10,5,5", "8,12,3"])
 def test_strict_execution_of_every_schedule_is_its_ideal_table(levels, durations):
     rows = levels(*SIZES, "--durations-ms", durations)["schedules"]

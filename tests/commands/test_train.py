@@ -345,6 +345,7 @@ def test_a_run_without_progress_ends_with_its_own_code_and_a_report(tmp_path: Pa
     assert not (tmp_path / "timeline.png").exists()
 
 
+@pytest.mark.slow
 def test_strict_settings_of_jax_are_not_for_our_models_and_what_cannot_be_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

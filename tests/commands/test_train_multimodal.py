@@ -56,6 +56,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
     """Without vision: rows of few lengths, each sample attending to itself alone."""
     texts = tmp_path / "texts.jsonl"
@@ -231,6 +232,7 @@ def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name
         load_train_config(MULTIMODAL, {name: 8})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("pipeline", "stages"),
     [

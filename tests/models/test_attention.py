@@ -215,6 +215,7 @@ def test_tiles_compute_the_formula(is_packed: bool, options: dict[str, Any]):
     assert_close(made, wanted, 1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize(("is_packed", "few_blocks"), [(False, 1), (True, 4)])
 def test_the_kernel_of_tpus_computes_the_formula(

@@ -283,6 +283,7 @@ def on_mesh(function: Any, axes: dict[str, int], x: Any, logits: Any) -> tuple[A
     return program(*jax.device_put((x, logits, *matrices()), at)), program.as_text()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("compute", "axes"),
     [

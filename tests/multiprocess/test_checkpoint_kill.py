@@ -54,6 +54,7 @@ def test_a_process_killed_while_saving(tmp_path: Path) -> None:
     check_lives(tmp_path, ["apart", "apart"], 1, random.Random(1))
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_killed_while_saving(tmp_path: Path) -> None:
     check_lives(tmp_path, ["mixed"], 2, random.Random(2))
 

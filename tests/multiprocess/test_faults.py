@@ -64,6 +64,7 @@ def test_a_killed_rank(num_ranks: int, rank: int) -> None:
     assert "code 5, lost another rank" in launcher.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "encrypts"),
     [
@@ -120,6 +121,7 @@ def test_a_task_that_fails(fault: str, error: str) -> None:
     assert "ranks 0, 2: code 5, lost another rank" in launcher.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_task_that_fails_with_a_text_of_5_mb(num_ranks: int) -> None:
     """Its cause comes to all at once: nobody waits for a deadline."""
@@ -180,6 +182,7 @@ def _came_too_late(launcher: Launched, rank: int) -> bool:
     return any(re.search(said, line) for line in launcher.own_lines())
 
 
+@pytest.mark.slow
 def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> None:
     for folder in ("text", "other/text"):
         (tmp_path / folder).mkdir(parents=True)

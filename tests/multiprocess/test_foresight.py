@@ -14,6 +14,7 @@ from tests.multiprocess.runs import QUICK_TO_COMPILE, outcome_of, training_confi
 SIZES = ("--num-stages", 4, "--num-microbatches", 6, "--steps", 3)
 
 
+@pytest.mark.slow
 def test_stages_of_two_processes_hold_for_each_other_and_every_log_replays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

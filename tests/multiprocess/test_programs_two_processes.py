@@ -53,6 +53,7 @@ def reference() -> Any:
     return trained_plainly()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_processes_equal_the_plain_loop(results: list[Any], reference: Any, case: str) -> None:
     mine, other = (each[case] for each in results)
@@ -61,6 +62,7 @@ def test_two_processes_equal_the_plain_loop(results: list[Any], reference: Any, 
     jax.tree.map(np.testing.assert_array_equal, mine[1], other[1])
 
 
+@pytest.mark.slow
 def test_initial_values_do_not_depend_on_the_processes(results: list[Any]) -> None:
     for each in results:
         jax.tree.map(np.testing.assert_array_equal, *each["initial"])

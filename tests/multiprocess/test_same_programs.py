@@ -19,6 +19,7 @@ def told(difference: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_another_partition_on_one_rank_is_refused_by_name() -> None:
     for sentence in told("partition"):
         assert sentence.startswith(
@@ -28,6 +29,7 @@ def test_another_partition_on_one_rank_is_refused_by_name() -> None:
         ), sentence
 
 
+@pytest.mark.slow
 def test_other_parameters_on_one_rank_are_refused_by_name() -> None:
     for sentence in told("parameters"):
         assert re.match(
@@ -38,6 +40,7 @@ def test_other_parameters_on_one_rank_are_refused_by_name() -> None:
         )
 
 
+@pytest.mark.slow
 def test_another_number_of_steps_on_one_rank_is_refused() -> None:
     for sentence in told("steps"):
         assert sentence.startswith("refused: rank 1 goes on after 7 steps and rank 0 after 0: all copies"), sentence

@@ -117,10 +117,7 @@ def check(number: int, moment: str, num_processes: int, folder: Path) -> tuple[s
     return told, took_s
 
 
-QUICK = [
-    (signal.SIGHUP, "mid run", 1),
-    (signal.SIGUSR2, "mid run", 4),
-]
+QUICK = [(signal.SIGHUP, "mid run", 1)]
 ALL = [(number, moment, processes) for processes in (1, 4) for moment in MOMENTS for number in SIGNALS]
 
 
@@ -135,6 +132,7 @@ def test_a_signal_ends_a_run_in_good_order(number: int, moment: str, num_process
         assert took_s < ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_storm_of_signals_changes_nothing_after_the_first(num_processes: int, tmp_path: Path) -> None:
     with running(tmp_path, num_processes) as run:

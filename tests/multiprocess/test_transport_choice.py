@@ -25,6 +25,7 @@ def test_on_cpu_auto_takes_sockets_and_says_why() -> None:
     assert text.count(line) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", pytest.param("transfer", marks=pytest.mark.slow)])
 def test_where_all_neighbours_fetch_what_was_offered_arrays_go_by_transfer(transport: str) -> None:
     code, text, said = run(*LARGE_ARRAYS, "--transport", transport)

@@ -7,6 +7,7 @@ import pytest
 from tests.multiprocess.transport_member import SHARDINGS, exchange, offer_and_never_serve, started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["sockets", pytest.param("transfer", marks=pytest.mark.slow)])
 def test_units_of_several_processes_exchange_arrays_in_any_sharding(selection: str) -> None:
     with started(4, exchange, (selection,)) as ranks:

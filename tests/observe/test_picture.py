@@ -61,6 +61,7 @@ def test_timeline_without_reasons_says_so(sample: SampleTimeline) -> None:
     assert [key.label for key in idle_keys(drawn)] == [UNEXPLAINED_LABEL]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "options"),
     [

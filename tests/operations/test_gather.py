@@ -81,6 +81,7 @@ def run(plan, consume, jitter=0.0):
     return timeline
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("consume", ["strict", "ready"])
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "1f1b", "zb-v", "zb-h1"])
 def test_a_prefetch_of_one_task_hides_gathers_that_take_no_longer_than_it(name, consume):

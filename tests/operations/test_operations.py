@@ -160,6 +160,7 @@ def whole_s():
     return run(offloaded(8), 8).of_step(1).makespan_s()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("consume", ["strict", "ready"])
 @pytest.mark.parametrize("slots", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("lanes", [("d2h", "h2d"), ("copy", "copy")])

@@ -23,6 +23,7 @@ TABLES = ["interleaved-1f1b", "zb-v", "v-half", "1f1b", "zb-h1"]
 _CHUNK = ChunkBytes(fixed=0, stash=0, owed=0, inputs=0, output_grads=0, outputs=0, temporaries=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("foresight", ["on", "off"])
 @pytest.mark.parametrize("table", TABLES)
 @settings(max_examples=15, deadline=None)

@@ -119,6 +119,7 @@ def sharded(trained_sharded: Sharded) -> GridTrainer:
     return trained_sharded.trainer
 
 
+@pytest.mark.slow
 def test_training_with_a_sharded_optimizer_equals_the_plain_loop(reference: Any, trained_sharded: Sharded) -> None:
     assert_same_training(trained_sharded.losses, trained_sharded.params, *reference)
 

@@ -45,6 +45,7 @@ def expected() -> Any:
     return gradients(False, "none")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("remat", POLICIES)
 def test_gradients_are_those_without(expected: Any, remat: str, split: bool) -> None:

@@ -125,6 +125,7 @@ def golden(name: str) -> dict[str, list[str]]:
     return {what: digests.split() for what, _, digests in rows}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_sizes(variant: str) -> None:
     known, (first, second) = golden("every_size.txt"), (range(1, 9), range(3, 25, 7))

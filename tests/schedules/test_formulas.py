@@ -29,6 +29,7 @@ def request(name: str, num_stages: int, num_microbatches: int, loops: int) -> Sc
     return ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=chunks)
 
 
+@pytest.mark.one_in(2)
 @settings(max_examples=25, deadline=None)
 @given(
     p=st.integers(1, 8), m=st.integers(1, 24), loops=st.integers(1, 3), lengths=st.sampled_from(LENGTHS), data=st.data()

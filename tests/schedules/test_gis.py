@@ -48,6 +48,7 @@ def test_groups_of_2_on_4_stages_as_figure_6_of_the_paper_shows_them() -> None:
     assert "".join(map(str, last)) == "121112223114223334445336445556667558667778887788"
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("p", range(1, 9))
 def test_groups_from_half_of_the_stages_to_all_run_without_a_pause_and_smaller_ones_do_not(p: int, v: int) -> None:

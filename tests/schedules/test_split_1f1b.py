@@ -65,6 +65,7 @@ def test_the_gain_over_the_fused_table_with_8_stages_and_16_microbatches(
     assert split.peak_activations() == fused.peak_activations()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("comm_ms", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("num_stages", [*range(2, 9), *(pytest.param(p, marks=pytest.mark.slow) for p in range(9, 17))])

@@ -82,6 +82,7 @@ def test_a_seed_is_not_negative():
         Links(loss_seed=-1)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("durations_ms", [(10.0, 10.0, 10.0), (10.0, 15.0, 5.0), (8.0, 12.0, 12.0)], ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 def test_where_nothing_varies_foresight_is_never_slower_than_the_table_consumed_strictly(group, durations_ms):
