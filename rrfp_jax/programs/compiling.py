@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.programs.kernel_timing import timing_alone
 from rrfp_jax.programs.sameness import program_identity
 from rrfp_jax.programs.store import ProgramStore
 
@@ -84,7 +86,10 @@ def compile_program(
     program.__name__ = name
     jitted = jax.jit(program, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
     begin_s = time.perf_counter()
-    compiled = jitted.lower(*specs).compile()
+    lowered = jitted.lower(*specs)
+    places: list[Sharding] = jax.tree.leaves((in_shardings, out_shardings))
+    with timing_alone(device for place in places for device in place.device_set):
+        compiled = lowered.compile()
     if (count := _count.get()) is not None:
         count.seconds[id(compiled)] = time.perf_counter() - begin_s
     count_programs(1)

@@ -24,6 +24,7 @@ from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit
+from rrfp_jax.programs.kernel_timing import times_kernels
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
 from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
@@ -312,7 +313,7 @@ class HostedModel:
         other in every program. They cannot wait in a circle: all of them compile what they share in one order, and
         every list has a thread of its own.
         """
-        if not self.process.is_here or not _times_kernels(self.process.own_device(self.process.units[0])):
+        if not self.process.is_here or not times_kernels(self.process.own_device(self.process.units[0])):
             return [[base] for base in self.base_chunks], None
         queues: list[tuple[set[jax.Device], list[int]]] = []
         for base in self.base_chunks:
@@ -448,11 +449,6 @@ class HostedModel:
             return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
 
         return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))
-
-
-def _times_kernels(device: jax.Device) -> bool:
-    """Whether XLA compiles for a device by trying programs on it; it does not for a GPU that is not here."""
-    return device.platform == "gpu" and device in jax.local_devices()
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:

@@ -54,7 +54,7 @@ class Watched(CompiledChunk):
 
 @pytest.mark.parametrize("times_kernels", [True, False])
 def test_a_gpu_has_one_compilation_at_a_time(monkeypatch: pytest.MonkeyPatch, times_kernels: bool) -> None:
-    monkeypatch.setattr(hosted, "_times_kernels", lambda device: times_kernels)
+    monkeypatch.setattr(hosted, "times_kernels", lambda device: times_kernels)
     monkeypatch.setattr(hosted, "CompiledChunk", Watched)
     monkeypatch.setattr(Watched, "together", [])
     first, second = jax.devices()[:2]
