@@ -30,6 +30,8 @@ PACKAGES = {
     TPU: ("libtpu",),
 }
 """What makes JAX use each; the first one tells whether it is installed."""
+RECORD = ".accelerator"
+"""The file, in an environment that ``make setup`` has made, that names the accelerator."""
 _SMI_TIMEOUT_S = 60.0
 """It wakes GPUs that nothing has used, which takes seconds for each."""
 _GOOGLE = "0x1ae0"
@@ -83,10 +85,26 @@ def install_command(accelerator: str) -> str:
     return f'{shlex.quote(sys.executable)} -m pip install "rrfp-jax[{accelerator}]"'
 
 
+def replacement(new: str, *old: str) -> str:
+    """The command that installs JAX for an accelerator in place of the plugins of others, or of its own.
+
+    Where the plugins are those of an image, pip takes nothing out of it: the environment is made anew without them.
+    """
+    if is_of_image():
+        return f"make clean && {install_command(new)}"
+    return f"{removal(*old)} && {install_command(new)}"
+
+
 def removal(*accelerators: str) -> str:
     """The command that takes the plugins of accelerators out of this environment."""
     packages = [package for accelerator in accelerators for package in PACKAGES[accelerator]]
     return f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(packages)}"
+
+
+def is_of_image() -> bool:
+    """Whether the environment takes JAX and its plugins from the Python that it was made with (``system``)."""
+    record = Path(sys.prefix, RECORD)
+    return record.is_file() and record.read_text(encoding="utf-8").strip() == SYSTEM
 
 
 def too_old() -> str:
@@ -222,8 +240,8 @@ def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
         f", or keep it by 'make setup ACCELERATOR={others[0]}'" if chosen not in installed and len(others) == 1 else ""
     )
     raise ValueError(
-        f"the environment holds {held} and is to be for {chosen}, but {reason}: run '{removal(*others)} && make setup "
-        f"ACCELERATOR={chosen}'{keep}"
+        f"the environment holds {held} and is to be for {chosen}, but {reason}: run "
+        f"'{replacement(chosen, *others)}'{keep}"
     )
 
 

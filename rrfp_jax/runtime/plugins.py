@@ -20,8 +20,10 @@ from rrfp_jax.hardware import (
     find_hardware,
     install_command,
     installed_accelerators,
+    is_of_image,
     major,
     removal,
+    replacement,
     too_old,
 )
 
@@ -75,13 +77,21 @@ def idle_plugin(environ: Mapping[str, str], reason: str | None) -> str | None:
         )
     plugin = f"{PACKAGES[own][0]} {installed[own]}"
     if found.driver is not None and major(found.driver) < OLDEST_DRIVER[own]:
-        again = f"run '{removal(own)} && {install_command(found.accelerator)}'"
+        again = f"run '{replacement(found.accelerator, own)}'"
+        if is_of_image():
+            again = f"take an image for this driver, or {again}"
         remedy = "update the driver" if found.is_too_old else again
         return f"{plugin} needs NVIDIA driver {OLDEST_DRIVER[own]}, and this host has {found.driver}: {remedy}"
     said = "JAX's messages above say why" if reason is None else f"JAX says: {reason}"
+    again = f"install it again by '{replacement(own, own)}'"
+    if is_of_image():
+        again = (
+            "it is the image's own, so let the container see the driver's libraries and devices, leave LD_LIBRARY_PATH "
+            f"as the image has it, or take JAX's own packages by '{replacement(own, own)}'"
+        )
     return (
         f"this host has {found.why} and {plugin} is installed, but it fails to load, so JAX sees CPU devices only "
-        f"({said}): install it again by '{removal(own)} && {install_command(own)}', or take platform cpu"
+        f"({said}): {again}, or take platform cpu"
     )
 
 
@@ -94,7 +104,7 @@ def two_cudas(installed: Mapping[str, str]) -> str | None:
     other = CUDA12 if keep == CUDA13 else CUDA13
     return (
         f"jax-cuda12-plugin {installed[CUDA12]} and jax-cuda13-plugin {installed[CUDA13]} are both installed, and JAX "
-        f"works with one: keep {keep} by '{removal(other)}'"
+        f"works with one: keep {keep} by '{replacement(keep, other) if is_of_image() else removal(other)}'"
     )
 
 

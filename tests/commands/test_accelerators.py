@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.runtime.plugins import check_plugin
+from rrfp_jax.runtime.plugins import check_plugin, idle_plugin
 from tests.commands.running import ROOT, run_command, sentence
 from tests.environment import of_child
 from tests.fake_hosts import fake_package, fake_plugin, fake_smi
@@ -153,6 +153,33 @@ def test_both_plugins_are_named_with_the_command_that_leaves_one(here: Callable[
     with pytest.raises(ValueError, match=r"keep cuda12 by '.* -m pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt'"):
         check_plugin(None)
     check_plugin("cpu")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "driver", "remedy"),
+    [
+        ([13], "580.65.06", "let the container see the driver's libraries and devices, "),
+        ([13], "535.1", "take an image for this driver, or run 'make clean && make setup ACCELERATOR=cuda12'"),
+        ([12, 13], "535.1", "keep cuda12 by 'make clean && make setup ACCELERATOR=cuda12'"),
+    ],
+)
+def test_plugins_of_an_image_are_not_to_be_taken_out_of_it(
+    here: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plugins: list[int],
+    driver: str,
+    remedy: str,
+) -> None:
+    packages = here(driver)
+    for number in plugins:
+        fake_package(packages, f"jax-cuda{number}-plugin")
+    (tmp_path / ".accelerator").write_text("system\n")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    told = idle_plugin({}, None)
+    assert told is not None
+    assert remedy in told
+    assert "uninstall" not in told
 
 
 @pytest.mark.parametrize(("name", "value"), [("JAX_PLATFORMS", "cpu"), ("CUDA_VISIBLE_DEVICES", "")])
