@@ -98,9 +98,8 @@ def _gather_sizes(
 
 
 def _evaluation_sizes(process: Process, programs: HostedPrograms) -> dict[int, ChunkBytes]:
-    """Of every chunk of all replicas, what evaluations need; nothing of a chunk that none of them runs."""
-    own = {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in programs.chunks.items()}
-    told = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in own.items()]
+    """What evaluations need of every chunk of all replicas."""
+    told = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in programs.sizes_of_evaluation.items()]
     gathered = process.gather("sizes of evaluations", told)
     return {chunk: ChunkBytes.from_tuple(row) for rows in gathered.values() for chunk, *row in rows}
 

@@ -22,7 +22,7 @@ from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
-from rrfp_jax.programs.compiled import CompiledChunk, Variant
+from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit
 from rrfp_jax.programs.kernel_timing import times_kernels
 from rrfp_jax.programs.remat import Remat
@@ -74,6 +74,11 @@ class HostedPrograms:
     """By base number, what the replicas of a stage do together; empty without data parallelism."""
     seconds: dict[int, float] = field(default_factory=dict)
     """How long each program took to compile, by the ``id`` of the compiled program."""
+
+    @property
+    def sizes_of_evaluation(self) -> dict[int, ChunkSizes]:
+        """What every hosted chunk needs in evaluations; as in training where it has no part in them."""
+        return {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in self.chunks.items()}
 
     def make_constants(self) -> None:
         """Make the arrays that the programs take beside their arguments, before the first step."""

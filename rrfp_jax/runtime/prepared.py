@@ -28,7 +28,8 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.planning.forecast import StageForecast, check_fits
+from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits
+from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
@@ -190,12 +191,15 @@ class CompiledOnly:
     """Of all replicas."""
     forecast: tuple[StageForecast, ...]
     """The predicted memory of every unit."""
+    evaluation: tuple[StageForecast, ...]
+    """The same in steps that evaluate; empty where none does."""
     limit_bytes: int | None
     """The memory of every unit; None where it is unknown."""
 
     def check_fits(self, *, is_strict: bool) -> None:
         """Raise ValueError where a unit is predicted to need more than it has, with what would help."""
         check_fits(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
+        check_evaluation_fits(self.evaluation, [self.limit_bytes] * len(self.evaluation))
 
 
 def compile_only(
@@ -218,17 +222,26 @@ def compile_only(
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
     copies = replication(graph, data)
-    sizes = {
-        copies.chunk(copies.base(number), replica): chunk_bytes(each.sizes)
-        for number, each in programs.chunks.items()
-        for replica in range(data)
-    }
+
+    def of_all_replicas(sizes: Mapping[int, ChunkSizes]) -> dict[int, ChunkBytes]:
+        return {
+            copies.chunk(copies.base(number), replica): chunk_bytes(each)
+            for number, each in sizes.items()
+            for replica in range(data)
+        }
+
+    sizes = of_all_replicas({number: each.sizes for number, each in programs.chunks.items()})
     order, forecast = forecast_order(model, graph, sizes, buckets, ordering)
+    of_evaluation: list[StageForecast] = []
+    if evaluation is not None:
+        evaluated_sizes = of_all_replicas(programs.sizes_of_evaluation)
+        of_evaluation = forecast_evaluation(order.evaluating(evaluation.batches), evaluated_sizes)
     limit = options.memory_limit_bytes
     return CompiledOnly(
         programs=programs,
         order=order,
         forecast=tuple(forecast),
+        evaluation=tuple(of_evaluation),
         limit_bytes=memory_bytes_of(process.own_device(process.units[0])) if limit is None else limit,
     )
 

@@ -1,6 +1,7 @@
 """``rrfp train --compile-for``: every program of a run, compiled for devices that are not here."""
 
 import re
+from dataclasses import replace
 
 import jax
 import pytest
@@ -72,6 +73,22 @@ def test_a_stage_that_does_not_fit_is_refused_after_the_tables(capsys: pytest.Ca
     with pytest.raises(BadInput, match=r"stage 0 is predicted to need .* and has 1 MiB: "):
         main([*SMALL, "--pipeline.memory-limit", "1MiB", "--compile-for", "h100"])
     assert "programs for NVIDIA H100 SXM" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("pretended")
+def test_evaluations_are_compiled_for_their_own_shapes_and_must_fit() -> None:
+    sets = {"long": {"length": 256, "batch_size": 64}, "short": {"length": 8}}
+    changed = {"model.num_layers": 2, "pipeline.num_stages": 2, "evaluation.sets": sets}
+    config = load_train_config("cpu/debug", changed)
+    run = compile_run(config, "h100", TrainingConsole(0, is_quiet=True))
+    shapes = [each[0].leaves["tokens"].shape for each in run.compiled.programs.shapes]
+    assert shapes == [(4, 128), (8, 256), (4, 8)]
+    assert len(run.compiled.evaluation) == 2
+    peak = max(each.peak for each in run.compiled.evaluation)
+    fitting = replace(run.compiled, forecast=(), limit_bytes=peak)
+    fitting.check_fits(is_strict=False)
+    with pytest.raises(ValueError, match=r"is predicted to need .* in evaluations, and has .*: make the microbatches"):
+        replace(fitting, limit_bytes=peak - 1).check_fits(is_strict=False)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.planning.microbatches import leaf_specs
 from rrfp_jax.commands.training.assembly import chunks_of, make_pipeline
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.commands.training.data_sets import evaluation_configs
 from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.data import TRAIN, Part
 from rrfp_jax.data.packing import PatchFormat, Shape
 from rrfp_jax.data.packing import leaf_specs as leaves_of_images
 from rrfp_jax.pipeline import Pipeline
@@ -32,6 +34,7 @@ from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.runtime.prepared import CompiledOnly
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.xla_flags import use_xla_flags
+from rrfp_jax.training.evaluation import batches_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class CompiledRun:
         return list(found.values())
 
     def check_fits(self) -> None:
-        """Raise ValueError where a stage does not fit the device, with what would help."""
+        """Raise ValueError where a stage does not fit the device, in evaluations too, with what would help."""
         self.compiled.check_fits(is_strict=self.pipeline.ordering.consume == STRICT)
 
     def _report(self, chunk: int, name: str, program: Compiled) -> ProgramReport:
@@ -99,13 +102,18 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     ordered.check_cut(config)
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
     buckets, notes = _buckets(config)
-    evaluation = None
+    evaluation, num_microbatches = None, config.data_set.num_microbatches
     if config.evaluation is not None:
-        evaluation = EvaluationShapes(buckets=buckets, batches=config.evaluation.batches)
-    with console.compiling() as progress:
-        compiled = pipeline.compile_only(
-            buckets, config.data_set.num_microbatches, evaluation=evaluation, progress=progress
+        evaluation = EvaluationShapes(
+            buckets=[shape for each in evaluation_configs(config).values() for shape in _buckets(*each)[0]],
+            batches=batches_per_step(
+                config.evaluation.batches,
+                num_chunks=pipeline.placement.num_chunks,
+                num_microbatches=num_microbatches // layout.data,
+            ),
         )
+    with console.compiling() as progress:
+        compiled = pipeline.compile_only(buckets, num_microbatches, evaluation=evaluation, progress=progress)
     return CompiledRun(device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=notes)
 
 
@@ -151,11 +159,11 @@ def _start_without_devices(config: TrainConfig) -> None:
     use_cpu(1)
 
 
-def _buckets(config: TrainConfig) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _buckets(config: TrainConfig, part: Part = TRAIN) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """The shapes of microbatches, and a sentence where these were assumed."""
     data: Any = config.data_set
     if config.row_length is not None or config.vision is None or Path(getattr(data, "path", "")).exists():
-        return leaf_specs(config, data.microbatch_size), ()
+        return leaf_specs(config, data.microbatch_size, part), ()
     rows, length = data.microbatch_size, data.image_length or config.vision.num_patches or data.max_patches
     shape = Shape(rows=rows, length=data.length, image_rows=rows, image_length=length)
     is_packed = data.image_size is None  # images of one size fill a row each

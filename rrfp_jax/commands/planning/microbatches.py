@@ -7,6 +7,7 @@ import numpy as np
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
+from rrfp_jax.data import TRAIN, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ def rows_of(config: TrainConfig, microbatch_size: int) -> Rows:
     return max(shapes, key=lambda rows: (rows.tokens, rows.patches))
 
 
-def leaf_specs(config: TrainConfig, microbatch_size: int) -> list[dict[str, Any]]:
-    """Arrays or specs of a microbatch's leaves, for every shape that there is with so many samples.
+def leaf_specs(config: TrainConfig, microbatch_size: int, part: Part = TRAIN) -> list[dict[str, Any]]:
+    """Arrays or specs of a microbatch's leaves, for every shape that there is with so many samples of a part.
 
     Raises ValueError, with the remedy, where data that must be read cannot be.
     """
@@ -62,7 +63,7 @@ def leaf_specs(config: TrainConfig, microbatch_size: int) -> list[dict[str, Any]
         return [{name: np.empty(shape, dtype) for name, dtype in dtypes.items()}]
     batch_size = microbatch_size * config.data_set.num_microbatches
     section: Any = {config.data_section: replace(config.data_set, batch_size=batch_size)}
-    return list(make_data_set(replace(config, **section), force=True).buckets or [])
+    return list(make_data_set(replace(config, **section), part, force=True).buckets or [])
 
 
 def _rows(shapes: dict[str, tuple[int, ...]]) -> Rows:

@@ -67,16 +67,10 @@ def make_evaluation_sets(
     Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
     not exist or cannot be.
     """
-    if config.evaluation is None:
-        return {}
     sets = {}
-    for name, differences in config.evaluation.named_sets.items():
+    for name, (of_set, part) in evaluation_configs(config).items():
         where = f"evaluation.sets.{name}"
-        is_own = not _ORIGINS.isdisjoint(differences)
-        all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
-        of_set = config.with_data({**all_of_it, **differences}, where)
         try:
-            part = TRAIN if is_own else HELD_OUT
             found = sets[name] = make_data_set(of_set, part, known=known, force=force)
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
@@ -84,6 +78,20 @@ def make_evaluation_sets(
             raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std")
         if not isinstance(found, RenderedText):  # rendered text never ends
             found.counts_once = True
+    return sets
+
+
+def evaluation_configs(config: TrainConfig) -> dict[str, tuple[TrainConfig, Part]]:
+    """Each set of the section ``evaluation`` by name: a configuration whose data is the set's, and the part it takes.
+
+    Raises ValueError, naming the set, for differences from the run's data that do not exist or cannot be.
+    """
+    sets: dict[str, tuple[TrainConfig, Part]] = {}
+    for name, differences in ({} if config.evaluation is None else config.evaluation.named_sets).items():
+        is_own = not _ORIGINS.isdisjoint(differences)
+        all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
+        of_set = config.with_data({**all_of_it, **differences}, f"evaluation.sets.{name}")
+        sets[name] = of_set, TRAIN if is_own else HELD_OUT
     return sets
 
 
