@@ -24,11 +24,12 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.outputs import RUNS
 from rrfp_jax.commands.common.process import enter
-from rrfp_jax.commands.planning.setting import REMATS, Setting, every_setting
+from rrfp_jax.commands.planning.setting import Setting, every_setting
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.observe.output_files import check_file
+from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.unit_axes import with_axes_in_order
 from rrfp_jax.runtime.detection import membership_from
 
@@ -86,7 +87,7 @@ def make_parser() -> CommandParser:
     ways.add_argument("--microbatch-sizes", metavar="N,N,...", help="samples of a microbatch (default: the run's)")
     ways.add_argument("--tensor", metavar="N,N,...", help="devices that share every layer (default: the run's)")
     ways.add_argument(
-        "--remat", metavar="NAME,NAME,...", help=f"what backwards recompute: {', '.join(REMATS)} (default: the run's)"
+        "--remat", metavar="NAME,NAME,...", help=f"what backwards recompute: {', '.join(NAMES)} (default: the run's)"
     )
     parser.add_argument(
         "--repeats", type=int, default=10, metavar="N", help="steps of four microbatches that count (default 10)"

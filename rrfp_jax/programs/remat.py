@@ -15,19 +15,18 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.planning.remat_names import KEPT, is_known
+
 Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
 
 Remat = str | Policy
 """``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and of fused attention, and
 recomputes the rest;
-``full`` keeps the inputs of layers only and recomputes their whole forward; names of :data:`KEPT`, joined by ``+``,
-keep these besides; a policy decides itself."""
+``full`` keeps the inputs of layers only and recomputes their whole forward; names of
+:data:`rrfp_jax.planning.remat_names.KEPT`, joined by ``+``, keep these besides, which a layer of one's own names by
+``jax.ad_checkpoint.checkpoint_name``; a policy decides itself."""
 
-KEPT = ("attention", "experts")
-"""What a layer may be told to keep: the result of attention; tokens where they have reached their experts, and what
-these make of them, so that no backward sends them again. A layer of one's own names its arrays by
-``jax.ad_checkpoint.checkpoint_name``."""
 KEPT_BY_DOTS = "fused attention"
 """The name, for ``jax.ad_checkpoint.checkpoint_name``, of what a fused forward of attention gives to its backward.
 ``dots`` keeps it; otherwise the backward would run that forward again."""
@@ -60,7 +59,7 @@ _of_layers: ContextVar[Policy | None] = ContextVar("of_layers", default=None)
 
 def check_remat(remat: Remat) -> None:
     """Raise ValueError for a name that stands for no rematerialisation."""
-    if not callable(remat) and remat != "none" and remat not in _NAMED and not set(remat.split("+")) <= set(KEPT):
+    if not callable(remat) and not is_known(remat):
         raise ValueError(
             f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint, or what layers are to keep: "
             f"{', '.join(KEPT)}, or {'+'.join(KEPT)}"

@@ -11,12 +11,16 @@ from rrfp_jax.commands.planning.analytic_costs import analytic_book, fitted_effi
 from rrfp_jax.commands.planning.layer_kinds import Way, decoder_layers
 from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.planning.model_layers import model_layers
-from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.planning.options import parse_words
+from rrfp_jax.commands.training.config import choices_of_options, load_train_config
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.planning.devices import SHARE_OF_GPU, device_of
 from rrfp_jax.planning.flops import Flops
+from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
+from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.tasks import chain
@@ -137,6 +141,16 @@ def test_efficiencies_from_one_measured_layer() -> None:
     assert again.work_ms(split=True) == pytest.approx(measured.work_ms(split=True))
     with pytest.raises(ValueError, match="the model has no layer of type 'patches'"):
         fitted_efficiencies(config, device, measured, kind="patches", microbatch_size=2)
+
+
+def test_every_rematerialisation_that_trains_can_be_planned() -> None:
+    config, device = load_train_config("gpu/one_node_8", {}), device_of("h100")
+    book = analytic_book(config, device, microbatch_sizes=[1], remats=NAMES)
+    counted = {name: book.at(microbatch_size=1, remat=name).types for name in NAMES}
+    for name in NAMES:
+        check_remat(name)
+        assert counted[name] == counted[name if name in REMATS else "full"]
+    assert parse_words(",".join(NAMES), "--remat", NAMES) == NAMES == choices_of_options()["pipeline.remat"]
 
 
 @pytest.mark.parametrize(

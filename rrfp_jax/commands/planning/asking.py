@@ -13,7 +13,7 @@ from rrfp_jax.commands.planning.writing import check_writable
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planning.costs import CostBook
-from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS, Wishes
 from rrfp_jax.planning.unit_axes import describe_axes, other_axes
 
@@ -68,7 +68,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
         consumptions=parse_words(arguments.consume, "--consume", CONSUMPTIONS) or CONSUMPTIONS,
         window=arguments.window,
-        remats=parse_words(arguments.remat, "--remat", REMATS),
+        remats=parse_words(arguments.remat, "--remat", NAMES),
         objective=arguments.objective,
         draws=arguments.draws,
         effort=arguments.effort,

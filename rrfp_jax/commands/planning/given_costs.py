@@ -10,6 +10,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.devices import device_of
 from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.unit_axes import TENSOR, other_axes, with_tensor
 
 _SIZES = (1, 2, 4, 8)
@@ -121,5 +122,5 @@ def _ways(
     return (
         parse_counts(arguments.microbatch_size, "--microbatch-size"),
         parse_counts(arguments.tensor, "--tensor"),
-        parse_words(arguments.remat, "--remat", REMATS),
+        parse_words(arguments.remat, "--remat", NAMES),
     )

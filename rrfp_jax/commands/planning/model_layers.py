@@ -15,7 +15,8 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.planning.layer_sizes import REMATS, LayerSizes
+from rrfp_jax.planning.layer_sizes import LayerSizes
+from rrfp_jax.planning.remat_names import rule_of
 from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, with_tensor
 
 _COUNTS = 8
@@ -75,13 +76,11 @@ def model_layers(
     """
     mesh, encoder_mesh = _meshes(config, tensor)
     check_divides(config.model, tensor, mesh.get(EXPERT, 1))
-    if remat not in REMATS:
-        raise ValueError(f"remat is {remat!r}: give one of {', '.join(REMATS)}")
     way = Way(
         rows=rows or rows_of(config, microbatch_size),
         tensor=tensor,
         axes=other_axes(mesh),
-        remat=remat,
+        remat=rule_of(remat),
         is_cuda=is_cuda,
         compute_bytes=BYTES[config.model.compute_dtype],
     )

@@ -9,7 +9,7 @@ from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.planning.costs import Noise
 from rrfp_jax.planning.devices import DEVICES
-from rrfp_jax.planning.layer_sizes import REMATS
+from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.search.candidates import HINTS
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS
 from rrfp_jax.schedules import schedule_entry, schedule_names
@@ -122,10 +122,11 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
     remat = add(
         "--remat",
         metavar="A,B,...",
-        help=f"what backwards may recompute: {', '.join(REMATS)} (default: what the configuration has, if not none; "
-        "else all; with --costs all that it has)",
+        help=f"what backwards may recompute: {', '.join(NAMES)} (default: what the configuration has, if not none; "
+        "else none, dots and full; with --costs all that it has); where nothing is measured or compiled, what keeps "
+        "attention or experts is counted as full",
     )
-    offer(remat, REMATS)
+    offer(remat, NAMES)
     add(
         "--window",
         type=int,

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-REMATS = ("none", "dots", "full")
-"""What backwards may compute again."""
+from rrfp_jax.planning.remat_names import NAMES, is_known
 
 
 class Setting(NamedTuple):
@@ -22,7 +21,7 @@ class Setting(NamedTuple):
 
 def every_setting(sizes: Sequence[int], tensors: Sequence[int], remats: Sequence[str]) -> list[Setting]:
     """Every combination; raises ValueError for a rematerialisation that there is not."""
-    unknown = [name for name in remats if name not in REMATS]
+    unknown = [name for name in remats if not is_known(name)]
     if unknown:
-        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(REMATS)}")
+        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(NAMES)}")
     return [Setting(size, tensor, remat) for tensor in tensors for remat in remats for size in sizes]

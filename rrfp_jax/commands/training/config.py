@@ -37,6 +37,7 @@ from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.cluster_config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
+from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.evaluation_config import EvaluationConfig
@@ -177,7 +178,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
         "pipeline.consume": (READY, STRICT),
         "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
-        "pipeline.remat": ("none", "dots", "full", "attention", "experts", "attention+experts"),
+        "pipeline.remat": REMATS,
         "pipeline.backward": (SPLIT, FUSED),
         "pipeline.transport": ("auto", "sockets", "transfer"),
         "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
