@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.models.attention import causal_attention
@@ -48,7 +47,6 @@ from rrfp_jax.models.streaming import (
     untiled,
 )
 from rrfp_jax.planning.unit_axes import CONTEXT, TENSOR
-from rrfp_jax.programs.remat import KEPT_BY_DOTS
 
 
 class _Look(NamedTuple):
@@ -140,8 +138,7 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, 
         return look(state, queries, Keys(held.keys, held.values), _between(seen, own, held, number, pairs))
 
     state = _in_rounds(round_, nothing_seen(queries), own, seen)
-    mixed, logsums = result(state)
-    mixed, logsums = (checkpoint_name(part, KEPT_BY_DOTS) for part in (untiled(mixed).astype(query.dtype), logsums))
+    mixed, logsums = result(state, query.dtype)
     return mixed, (query, key, value, segments, mixed, logsums)
 
 

@@ -90,9 +90,11 @@ def look(state: Softmax, queries: jax.Array, there: Keys, pairs: Pairs) -> Softm
     return jax.lax.scan(one, state, pairs.numbers)[0]
 
 
-def result(state: Softmax) -> tuple[jax.Array, jax.Array]:
-    """The mixed values, float32 like the sums, and the logarithm of each query's sum of exponentials."""
-    return state.sums / state.totals[..., None], state.largest + jnp.log(state.totals)
+def result(state: Softmax, dtype: Any) -> list[jax.Array]:
+    """Returns the mixed values as the queries were before they were tiled, and the logarithm of each query's sum of
+    exponentials in float32. Both have the name by which a rematerialised chunk keeps them for the backward."""
+    mixed = untiled(state.sums / state.totals[..., None]).astype(dtype)
+    return [checkpoint_name(part, KEPT_BY_DOTS) for part in (mixed, state.largest + jnp.log(state.totals))]
 
 
 class Gradients(NamedTuple):
@@ -233,8 +235,7 @@ def _tiled(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, lo
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, look_at: _Look) -> Any:
     queries, there = query_tiles(query, key.shape[2], look_at.tile), _keys(key, value, look_at)
     state = look(nothing_seen(queries), queries, there, look_at.pairs(query.shape[1], segments))
-    mixed, logsums = result(state)
-    mixed, logsums = (checkpoint_name(part, KEPT_BY_DOTS) for part in (untiled(mixed).astype(query.dtype), logsums))
+    mixed, logsums = result(state, query.dtype)
     return mixed, (query, key, value, segments, mixed, logsums)
 
 

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.stages import Compiled
 
-_COLLECTIVE = re.compile(
-    r"= (?P<shape>.+?) (?P<op>(?:ragged-)?all-(?:gather|reduce|to-all)|reduce-scatter|collective-(?:permute|broadcast))"
-    r"(?:-start)?\([^)]*\)(?P<how>.*)"
-)
+from rrfp_jax.programs.program_text import ProgramText
+
 _OF_NO_MATTER = re.compile(
     r", (?:channel_id=\d+|metadata=\{.*|to_apply=[^\s,]+|backend_config=\{.*|frontend_attributes=\{.*)"
 )
@@ -89,8 +87,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def collectives(compiled: Compiled) -> tuple[str, ...]:
     """The collectives of a program in the order in which its devices enter them, each with its shape and groups."""
-    found = map(_COLLECTIVE.search, (compiled.as_text() or "").splitlines())
-    return tuple(f"{one['op']} {one['shape']}{_OF_NO_MATTER.sub('', one['how'])}" for one in found if one)
+    found = ProgramText(compiled.as_text() or "").each_collective()
+    return tuple(f"{kind} {shape}{_OF_NO_MATTER.sub('', how)}" for kind, shape, how in found)
 
 
 def joint_work(name: str, compiled: Mapping[str, Compiled]) -> dict[str, str]:

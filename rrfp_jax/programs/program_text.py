@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -73,15 +74,20 @@ class ProgramText:
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
         self._computations, self._entry = _computations(text)
+
+    def each_collective(self) -> Iterator[tuple[str, str, str]]:
+        """Every collective as it stands in the text, in order: its kind, its shape, and what is behind its operands."""
+        for instruction in chain.from_iterable(self._computations.values()):
+            if _is_collective(instruction):
+                yield instruction.kind, instruction.shape, instruction.rest.partition(")")[2]
 
     @cached_property
     def collectives(self) -> dict[str, Moved]:
         """By kind: the bytes that a device gathers, or sums, in all instructions of the kind."""
         found: dict[str, Moved] = {}
         for instruction, turns, _ in self._run():
-            if instruction.kind in _COLLECTIVES and not instruction.opcode.endswith("-done"):
+            if _is_collective(instruction):
                 starts = instruction.opcode.endswith("-start")
                 size = _largest_part(instruction.shape) if starts else num_bytes(instruction.shape)
                 times, known = found.get(instruction.kind, Moved(0, 0))
@@ -122,13 +128,6 @@ class ProgramText:
     def flops(self) -> float:
         """Operations of all products, a multiply-add counting as two."""
         return sum(turns * self._flops(each, shapes) for each, turns, shapes in self._kernels())
-
-    @property
-    def num_aliases(self) -> int:
-        """How many results take over the memory of an argument."""
-        header = self._text.partition("\n")[0]
-        found = re.search(r"input_output_alias=\{(.*?)\}, entry", header)
-        return 0 if found is None else len(re.findall(r"\(\d+,", found[1]))
 
     def arrays_with(self, length: int) -> list[str]:
         """Arrays outside of kernels with at least two dimensions of this length and a third, as scores of attention."""
@@ -198,6 +197,11 @@ class ProgramText:
             # a causal mask leaves half; the backward has five products where the forward has two
             return 2.0 * batch * heads * length**2 * width * (2.5 if "backward" in name else 1.0)
         return 2.0 * prod(result[0]) * first[0][-1] if "matmul" in name or "gemm" in name else 0.0
+
+
+def _is_collective(instruction: _Instruction) -> bool:
+    """Whether devices enter a collective there; they have entered it before where the opcode says that it is done."""
+    return instruction.kind in _COLLECTIVES and not instruction.opcode.endswith("-done")
 
 
 def num_bytes(shape: str) -> int:

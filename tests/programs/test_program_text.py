@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rrfp_jax.programs.program_text import Moved, ProgramText, num_bytes
 
 # As XLA prints a program for a GPU, shortened: a product, attention, copies, an all-gather, a loop of three turns.
-TEXT = """HloModule jit_f, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, may-alias) }, entry
+TEXT = """HloModule jit_f
 
 %fused (p.0: f32[8,8]) -> f32[8,8] {
   %p.0 = f32[8,8]{1,0} parameter(0)
@@ -50,10 +50,11 @@ ENTRY %main (a: bf16[4,6], b: bf16[6,8], c: f32[8,8]) -> (f32[4,8], f32[8,8]) {
 def test_a_program_is_read_once_with_what_its_loops_do() -> None:
     text = ProgramText(TEXT)
     assert text.collectives == {"all-gather": Moved(1, 16 * 8 * 4)}
+    shape = "(f32[4,8]{1,0}, f32[16,8]{1,0})"
+    assert [*text.each_collective()] == [("all-gather", shape, ", replica_groups={{0,1,2,3}}, dimensions={0}")]
     assert text.custom_calls == {"other": 1, "__cudnn$fmhaSoftmax": 1}
     assert text.attention == {"__cudnn$fmhaSoftmax": 1}
     assert text.copied_bytes == 8 * 8 * 4 * (1 + 3)  # the fusion that only turns, and a copy in each turn
-    assert text.num_aliases == 2
 
 
 def test_arrays_of_two_equal_lengths_are_found_where_they_leave_a_kernel() -> None:

@@ -111,7 +111,8 @@ def comparable(each: Exchange) -> tuple[str, list[tuple[int, ...]]]:
 def test_groups_are_read_however_they_are_written(groups: str, expected: tuple[tuple[int, ...], ...]) -> None:
     class Program:
         def as_text(self) -> str:
-            return f"  %sum = f32[8]{{0}} all-reduce-start(%x), channel_id=3, {groups}, use_global_device_ids=true"
+            line = f"  %sum = f32[8]{{0}} all-reduce-start(%x), channel_id=3, {groups}, use_global_device_ids=true"
+            return f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}"
 
     assert exchanges([cast(Compiled, Program())], 4) == [Exchange("sum", expected)]
 
