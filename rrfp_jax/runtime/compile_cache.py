@@ -18,6 +18,8 @@ for it, since it has no public ones:
 Programs that several processes run together on GPUs are not cached: their processes measure kernels together while they
 compile, and one that had found its program here would leave the others waiting.
 
+Programs for devices that are not here are not cached: there is nothing that could load them.
+
 Programs over several CPU devices are not cached either. XLA keeps the collectives of a program in one order on all
 devices by a resource that they share, and a program that is loaded has a resource for each of them instead
 (``CreateResourceFromProto`` in XLA's thunk_proto_serdes.cc). Its devices then begin collectives that do not depend on
@@ -124,6 +126,8 @@ def _host_digest(num_threads: str) -> str:
 
 def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: Any) -> str:
     num_processes = len({device.process_index for device in devices.flat})
+    if backend.platform != "cpu" and devices.flat[0] not in jax.devices():
+        return _NEVER
     if (backend.platform == "gpu" and num_processes > 1) or (backend.platform == "cpu" and devices.size > 1):
         return _NEVER
     if options.device_assignment is not None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -140,6 +141,12 @@ def test_a_damaged_entry_is_compiled_again(use: Any, tmp_path: Path) -> None:
     entry.write_bytes(entry.read_bytes()[:100])
     assert counted(use()) == (0, 1)
     assert counted(use()) == (1, 0)
+
+
+def test_a_program_for_a_device_that_is_not_here_is_not_cached() -> None:
+    """Nothing could load it, and JAX would warn of that at every later start."""
+    absent, options = np.array([SimpleNamespace(process_index=0)]), SimpleNamespace(device_assignment=None)
+    assert compile_cache._key(None, absent, options, SimpleNamespace(platform="gpu")) == compile_cache._NEVER
 
 
 def test_a_program_over_several_cpu_devices_is_compiled_anew(use: Any) -> None:
