@@ -190,5 +190,5 @@ pins: ## resolve the newest versions for the Python of PYTHON and write them to 
 	@PYTHON="$(PYTHON)" requirements/resolve
 
 clean: ## remove .venv, caches and build leftovers (runs/ stays)
-	@rm -rf "$(VENV)" .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf "$(VENV)" .venv-newest $(TARGETS:%=.venv-%) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
