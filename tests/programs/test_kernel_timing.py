@@ -1,5 +1,6 @@
 """Processes that share a GPU compile in turn; CPU devices stand in for the card."""
 
+import ctypes
 import fcntl
 import itertools
 import json
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -111,3 +114,29 @@ def test_neither_another_card_nor_a_missing_folder_is_waited_for(card: str, monk
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with timing_alone(jax.devices()[:1]):
         assert not lock_file("GPU-2").exists()
+
+
+def test_a_card_is_known_by_its_uuid_and_by_none_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """CUDA's, which numbers the cards that the process sees."""
+
+        def cuInit(self, flags: int) -> int:
+            return flags
+
+        def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
+            handle._obj.value = ordinal
+            return int(ordinal > 3)
+
+        def cuDeviceGetUuid_v2(self, found: Any, handle: Any) -> int:
+            found[:] = bytes([handle.value]) * 16
+            return 0
+
+    def no_driver(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    card_of = kernel_timing.card_of.__wrapped__
+    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    assert card_of(SimpleNamespace(local_hardware_id=2)) is None
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert card_of(SimpleNamespace(local_hardware_id=2)) == "02020202-0202-0202-0202-020202020202"
+    assert card_of(SimpleNamespace(local_hardware_id=4)) is None
